@@ -1,0 +1,232 @@
+"""Settings: one validated dataclass that all ways of enabling the plugin end in.
+
+``PassConfig`` is frozen and rank-invariant: nothing in it is measured, and two processes with equal settings get
+equal plans. Values may come as Python values, as text (environment variables, dotted ``torch.compile`` options) or as
+attributes of the ``inductor_passes.config`` namespace; every bad one raises :class:`ConfigError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal, get_args
+
+#: Prefix of our keys among ``torch.compile(options=...)``.
+PREFIX = "inductor_passes."
+#: ``INDUCTOR_PASSES=1`` enables the plugin; ``INDUCTOR_PASSES_<FIELD>=value`` sets a field.
+ENV = "INDUCTOR_PASSES"
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+_PERCENT = re.compile(r"\+\s*(\d+(?:\.\d+)?)\s*%")
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist or has a value that is not allowed. Names key, value and what is allowed."""
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        super().__init__(f"inductor_passes: {key}={value!r} is not allowed; expected {allowed}")
+        self.key = key
+        self.value = value
+        self.allowed = allowed
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """How far a plan may go above the peak of its input.
+
+    Exactly one of the forms is set: ``fraction`` of the input's peak on top of it ("0" is the fraction 0),
+    ``extra_bytes`` on top of it ("2GiB"), or ``unlimited``.
+    """
+
+    fraction: Fraction | None = None
+    extra_bytes: int | None = None
+    unlimited: bool = False
+
+    ALLOWED = '"0", "+5%" (of the input\'s peak), "2GiB" (on top of it) or "unlimited"'
+
+    @staticmethod
+    def parse(value: object, key: str = "memory_budget") -> MemoryBudget:
+        """Parse "0", "+5%", "512MiB", "2GiB" or "unlimited".
+
+        Raises:
+            ConfigError: anything else; a bare number other than 0 has no unit and is refused.
+        """
+        text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
+        if text == "0":
+            return MemoryBudget(fraction=Fraction(0))
+        if text.lower() == "unlimited":
+            return MemoryBudget(unlimited=True)
+        if match := _PERCENT.fullmatch(text):
+            return MemoryBudget(fraction=Fraction(match[1]) / 100)
+        if (match := _BYTES.fullmatch(text.removeprefix("+"))) and match[2].upper() in _UNITS:
+            return MemoryBudget(extra_bytes=int(Fraction(match[1]) * _UNITS[match[2].upper()]))
+        raise ConfigError(key, value, MemoryBudget.ALLOWED)
+
+    def limit_bytes(self, input_peak_bytes: int) -> int | None:
+        """The cap on the peak in bytes for a program whose input order peaks at ``input_peak_bytes``."""
+        if self.unlimited:
+            return None
+        if self.extra_bytes is not None:
+            return input_peak_bytes + self.extra_bytes
+        assert self.fraction is not None
+        return input_peak_bytes + int(input_peak_bytes * self.fraction)
+
+
+Codegen = Literal["inductor", "aot_eager"]
+Verify = Literal["on", "strict"]
+InTree = Literal["error", "warn"]
+Switch = Literal["on", "off"]
+
+
+def _doc(text: str, default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": text})
+
+
+@dataclass(frozen=True)
+class PassConfig:
+    """All settings. Unknown keys and bad values raise :class:`ConfigError`.
+
+    See ``docs/configuration.md``, which is generated from the fields below.
+    """
+
+    memory_budget: str = _doc(
+        "Cap on the peak memory of a planned graph, relative to the peak of the graph that came in: "
+        '"0" (never above it), "+5%", "2GiB" (on top of it) or "unlimited". A plan above the cap is not used.',
+        "+5%",
+    )
+    schedule: Switch = _doc("Reorder collectives around compute.", "on")
+    replay: Switch = _doc(
+        "Plan again on Inductor's fused kernels and make the generated code run in that order. "
+        "Off leaves the order to Inductor, which moves waits back next to their starts.",
+        "on",
+    )
+    verify: Verify = _doc(
+        'Verification always runs. "on" restores the graph and warns once when it finds something; "strict" raises.',
+        "on",
+    )
+    codegen: Codegen = _doc(
+        'What compiles the graphs: "inductor", or "aot_eager" to debug the FX rewrites without code generation '
+        "(only through backend=\"inductor_passes\").",
+        "inductor",
+    )
+    cost_profile: str = _doc(
+        "Path of a cost profile written by `inductor-passes calibrate`. Empty: datasheet defaults, and the report "
+        "says so. Every rank must load the same file.",
+        "",
+    )
+    in_tree_passes: InTree = _doc(
+        "What to do when Inductor's own communication passes are switched on at the same time: "
+        'raise an error, or warn once and leave the graph to them ("warn").',
+        "error",
+    )
+    estimator: Callable[[Any], float | None] | None = _doc(
+        "Own durations: a function from an FX node to nanoseconds, or None for the built-in estimate. It must be "
+        "deterministic and have an `inductor_passes_uuid` attribute (a string that changes with its behaviour), "
+        "else compiled graphs are not cached.",
+        None,
+    )
+    dump_problem: str = _doc(
+        "Directory into which every planned graph writes its scheduling problem as JSON, for "
+        "`inductor-passes simulate`. Empty: none.",
+        "",
+    )
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            check_value(f.name, getattr(self, f.name))
+
+    @property
+    def budget(self) -> MemoryBudget:
+        """``memory_budget``, parsed."""
+        return MemoryBudget.parse(self.memory_budget)
+
+    @staticmethod
+    def from_mapping(values: Mapping[str, Any], base: PassConfig | None = None) -> PassConfig:
+        """Settings from a mapping of field names (without prefix), on top of ``base`` (default: the defaults).
+
+        Raises:
+            ConfigError: an unknown key, with the closest known ones, or a bad value.
+        """
+        for key in values:
+            check_key(key)
+        return dataclasses.replace(base or PassConfig(), **values)
+
+    @staticmethod
+    def from_env(environ: Mapping[str, str] | None = None) -> PassConfig:
+        """Defaults overridden by ``INDUCTOR_PASSES_<FIELD>`` variables, e.g. ``INDUCTOR_PASSES_MEMORY_BUDGET=0``."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for name, value in environ.items():
+            if name.startswith(ENV + "_"):
+                key = name[len(ENV) + 1 :].lower()
+                check_key(key, shown=name)
+                if key == "estimator":
+                    raise ConfigError(name, value, "no environment variable: a function cannot come as text")
+                values[key] = value
+        return PassConfig.from_mapping(values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for reports and for the cache key."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if self.estimator is not None:
+            values["estimator"] = str(getattr(self.estimator, "inductor_passes_uuid", "uncacheable"))
+        return values
+
+
+FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(PassConfig)}
+_LITERALS: dict[str, tuple[str, ...]] = {
+    "schedule": get_args(Switch),
+    "replay": get_args(Switch),
+    "verify": get_args(Verify),
+    "codegen": get_args(Codegen),
+    "in_tree_passes": get_args(InTree),
+}
+
+
+def allowed_values(key: str) -> str:
+    """What a field accepts, as text for messages and for the reference page."""
+    if key == "memory_budget":
+        return MemoryBudget.ALLOWED
+    if key in _LITERALS:
+        return " or ".join(f'"{v}"' for v in _LITERALS[key])
+    if key == "estimator":
+        return "None or a function from torch.fx.Node to nanoseconds"
+    return "a path as text, or empty"
+
+
+def check_key(key: str, shown: str | None = None) -> None:
+    """Raise :class:`ConfigError` unless ``key`` is a field of :class:`PassConfig`."""
+    if key not in FIELDS:
+        close = difflib.get_close_matches(key, FIELDS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ConfigError("unknown key", shown or key, f"one of {', '.join(sorted(FIELDS))}{hint}")
+
+
+def check_value(key: str, value: object) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is allowed for the field ``key``."""
+    if key == "memory_budget":
+        MemoryBudget.parse(value, key)
+    elif key in _LITERALS:
+        if not isinstance(value, str) or value not in _LITERALS[key]:
+            raise ConfigError(key, value, allowed_values(key))
+    elif key == "estimator":
+        if value is not None and not callable(value):
+            raise ConfigError(key, value, allowed_values(key))
+    elif not isinstance(value, str):
+        raise ConfigError(key, value, allowed_values(key))

@@ -1,0 +1,248 @@
+"""What every pass writes down: plain, versioned data that trace, report and tests read.
+
+A candidate that a pass looked at yields one :class:`Decision`; a pass yields one :class:`PassReport`; a compiled
+graph yields one :class:`GraphReport`. Everything converts to and from JSON without loss and holds no NaN or infinity.
+Units: ns and bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+class Verdict(str, Enum):
+    """Whether a pass changed what it looked at."""
+
+    APPLIED = "applied"
+    REFUSED = "refused"
+
+
+class Reason(str, Enum):
+    """The closed vocabulary of reasons. A decision without one of these is a bug."""
+
+    PROFITABLE = "profitable"
+    HIDDEN = "hidden"
+    NOT_PROFITABLE = "not profitable"
+    NO_INDEPENDENT_COMPUTE = "no independent compute left"
+    DATA_DEPENDENCY = "data dependency"
+    LANE_BUSY = "lane busy"
+    MEMORY_BUDGET = "memory budget"
+    LATENCY_BOUND = "latency-bound"
+    FENCE = "order fixed by fence"
+    HEAD = "first communication, nothing to hide it behind"
+    TAIL = "last communication, nothing left to hide it behind"
+    ALREADY_OPTIMAL = "input order is already best"
+    NO_COLLECTIVES = "no collectives"
+    NO_HINT = "symbolic size without a hint"
+    UNKNOWN_OP = "unknown op"
+    UNSUPPORTED = "unsupported form"
+    MIXED_DTYPE = "mixed dtypes"
+    MIXED_REDUCE_OP = "mixed reduce ops"
+    DIFFERENT_GROUP = "different group"
+    NUMERICS = "would change numerics"
+    VERIFIER = "verifier finding"
+    EXCEPTION = "exception in the pass"
+    SLOWER = "simulated slower than the input"
+    OVER_BUDGET = "above the memory budget"
+    DISABLED = "switched off"
+    RANKS_DIFFER = "ranks differ"
+    PLAN_PINNED = "pinned by plan file"
+    UNAVAILABLE = "not available on this backend"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One candidate, one verdict.
+
+    Attributes:
+        subject: what was considered, e.g. ``reorder``, ``bucket``, ``R1``.
+        node: the FX or scheduler node's name.
+        verdict / reason: see the enums; ``detail`` adds numbers or names for people.
+        source: the user's ``file:line`` or "".
+        group: process-group name or "".
+        gain_ns: estimated gain; 0 when unknown.
+        setting: the option that would change the verdict, e.g. ``memory_budget="+5%"``, or "".
+    """
+
+    subject: str
+    node: str
+    verdict: Verdict
+    reason: Reason
+    detail: str = ""
+    source: str = ""
+    group: str = ""
+    gain_ns: int = 0
+    setting: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something the verifier holds against a graph or a schedule.
+
+    Attributes:
+        rule: short kebab-case name of the broken rule, e.g. ``read-before-wait``.
+        node: where; ``other`` the node it conflicts with, or "".
+        message: what was found, what was expected.
+    """
+
+    rule: str
+    node: str
+    message: str
+    other: str = ""
+    source: str = ""
+
+
+@dataclass
+class PassReport:
+    """What one pass did to one graph. ``rolled_back`` is None when its result was kept."""
+
+    name: str
+    changed: bool = False
+    decisions: list[Decision] = field(default_factory=list)
+    rolled_back: Reason | None = None
+    detail: str = ""
+    findings: list[Finding] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    duration_ns: int = 0
+
+
+@dataclass(frozen=True)
+class CollectiveReport:
+    """One collective in the final schedule.
+
+    ``exposed_ns`` is the time the compute lane stands still for it, ``hidden_ns`` the rest of its duration.
+    """
+
+    name: str
+    label: str
+    kind: str
+    lane: str
+    ranks: tuple[int, ...]
+    size_bytes: int
+    duration_ns: int
+    hidden_ns: int
+    exposed_ns: int
+    exposed_before_ns: int
+    reason: Reason
+    detail: str = ""
+    setting: str = ""
+    gain_ns: int = 0
+    source: str = ""
+    bucket: str = ""
+
+
+@dataclass(frozen=True)
+class ScheduleReport:
+    """Before and after of one planned schedule (``level`` is ``fx`` or ``scheduler``).
+
+    ``gap`` is makespan / lower bound - 1. ``budget_bytes`` is the cap on the peak, None when unlimited.
+    ``schedule_before`` and ``schedule_after`` are normalised strings, see ``Problem.schedule_text``.
+    """
+
+    level: str
+    tasks: int
+    makespan_before_ns: int
+    makespan_after_ns: int
+    compute_ns: int
+    communication_ns: int
+    lower_bound_ns: int
+    gap: float
+    exposed_before_ns: int
+    exposed_after_ns: int
+    peak_before_bytes: int
+    peak_after_bytes: int
+    budget_bytes: int | None
+    digest: str
+    schedule_before: str = ""
+    schedule_after: str = ""
+    method: str = ""
+
+
+@dataclass
+class GraphReport:
+    """Everything about one compiled graph; the payload of the summary artifact.
+
+    ``phase`` is ``forward``, ``backward`` or ``inference``; forward and backward share a compile id, so
+    (compile_id, phase, graph_index) identifies a graph within a rank's trace.
+    """
+
+    phase: str
+    graph_index: int
+    compile_id: str = ""
+    rank: int = 0
+    world_size: int = 1
+    torch_version: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    nodes: int = 0
+    passes: list[PassReport] = field(default_factory=list)
+    schedules: list[ScheduleReport] = field(default_factory=list)
+    collectives: list[CollectiveReport] = field(default_factory=list)
+    order_check: str = ""
+    digest: str = ""
+    from_cache: bool = False
+    cost_profile: str = ""
+    notes: list[str] = field(default_factory=list)
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def schedule(self) -> ScheduleReport | None:
+        """The schedule that was compiled: the last level planned."""
+        return self.schedules[-1] if self.schedules else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON-able data."""
+        return _plain(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> GraphReport:
+        """Inverse of :meth:`to_json`; unknown keys are ignored, a newer schema version is refused.
+
+        Raises:
+            ValueError: the schema version is not the one this package writes.
+        """
+        if data.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(f"report has schema_version {data.get('schema_version')!r}; expected {SCHEMA_VERSION}")
+        values = {f.name: data[f.name] for f in dataclasses.fields(GraphReport) if f.name in data}
+        values["passes"] = [_pass_from_json(p) for p in values.get("passes", [])]
+        values["schedules"] = [_build(ScheduleReport, s) for s in values.get("schedules", [])]
+        values["collectives"] = [
+            _build(CollectiveReport, {**c, "reason": Reason(c["reason"]), "ranks": tuple(c["ranks"])})
+            for c in values.get("collectives", [])
+        ]
+        return GraphReport(**values)
+
+
+def _build(cls: Any, data: dict[str, Any]) -> Any:
+    known = {f.name for f in dataclasses.fields(cls)}
+    return cls(**{k: v for k, v in data.items() if k in known})
+
+
+def _pass_from_json(data: dict[str, Any]) -> PassReport:
+    rolled_back = data.get("rolled_back")
+    return _build(
+        PassReport,
+        {
+            **data,
+            "decisions": [
+                _build(Decision, {**d, "verdict": Verdict(d["verdict"]), "reason": Reason(d["reason"])})
+                for d in data.get("decisions", [])
+            ],
+            "findings": [_build(Finding, f) for f in data.get("findings", [])],
+            "rolled_back": None if rolled_back is None else Reason(rolled_back),
+        },
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return value

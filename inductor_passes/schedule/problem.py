@@ -1,0 +1,295 @@
+"""The scheduling problem, free of any compiler's data structures.
+
+Model
+-----
+A program is a sequence of *tasks* issued in order by one host thread to one compute lane and to any number of
+communication lanes (one per communicator). Task kinds:
+
+``COMPUTE``
+    Occupies the compute lane for ``duration_ns``.
+``START``
+    Issues an asynchronous collective: occupies the compute lane for ``issue_ns`` (host cost, copies into staging
+    buffers) and then its communication lane for ``duration_ns``. It begins on its lane when it was issued, when
+    the lane's earlier collectives have ended (communicators execute in issue order) and when the link that the
+    lane uses is free (lanes that share a ``link`` do not transfer at the same time).
+``WAIT``
+    Blocks the compute lane until the collective it belongs to has ended.
+
+Tasks are numbered in the order of the input program, so ``range(len(tasks))`` is the input order and every
+predecessor has a smaller number than its successors. An answer (an *order*) is a permutation of the task numbers in
+which every task comes after its predecessors.
+
+Memory is replayed at the level of storages: a storage comes to life when its producer runs and is released right
+after the last of its readers has run (readers include the waits of collectives that read it: a backend keeps a
+collective's inputs until then). Storages without a producer are inputs, live from the beginning; storages that are
+``pinned`` are never released (outputs, and inputs that the caller keeps). Order inside one task: everything it
+produces is allocated first, then its dead inputs are released.
+
+Units are nanoseconds and bytes throughout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+#: ``Storage.producer`` of a storage that is alive before the first task runs.
+INPUT = -1
+
+
+class Kind(IntEnum):
+    """What a task does; see the module's docstring."""
+
+    COMPUTE = 0
+    START = 1
+    WAIT = 2
+
+
+class ProblemError(ValueError):
+    """A problem or an order breaks the rules of this module; the message names the task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A communicator: collectives on it run one at a time, in issue order.
+
+    ``link`` names the physical link it uses; lanes with equal links exclude each other. ``fixed_order`` demands
+    that its collectives keep the order of the input program (a fence, or ranks that must agree with other programs).
+    """
+
+    name: str
+    link: str = ""
+    fixed_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One unit of the program.
+
+    Attributes:
+        name: unique in the problem; the FX node's or the scheduler node's name.
+        kind: see :class:`Kind`.
+        duration_ns: time on the compute lane (``COMPUTE``) or on the communication lane (``START``); 0 for ``WAIT``.
+        lane: index into ``Problem.lanes`` for ``START`` and ``WAIT``; -1 for ``COMPUTE``.
+        start: for ``WAIT`` the number of the ``START`` that it waits for; else -1.
+        issue_ns: host time on the compute lane (``START`` and ``WAIT``).
+        size_bytes: payload of a collective, for reports.
+        label: short name for the normalised schedule string, e.g. ``AG3``, ``W3``, ``mm``.
+        source: where the user wrote it, ``file:line``, or "".
+        fence: nothing that communicates (``START`` or ``WAIT``) may cross this task in either direction.
+        block: fingerprint of the repeated block (layer) it belongs to, or "" when unknown; a hint only.
+    """
+
+    name: str
+    kind: Kind
+    duration_ns: int = 0
+    lane: int = -1
+    start: int = -1
+    issue_ns: int = 0
+    size_bytes: int = 0
+    label: str = ""
+    source: str = ""
+    fence: bool = False
+    block: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block of memory with a lifetime.
+
+    Attributes:
+        size_bytes: what the allocator hands out.
+        producer: task that allocates it, or ``INPUT``.
+        readers: tasks that need it alive, the producer excluded; for the inputs and outputs of a collective this
+            includes its waits. May be empty: then it dies right after its producer.
+        pinned: never released within the program.
+        name: for reports.
+    """
+
+    size_bytes: int
+    producer: int
+    readers: tuple[int, ...] = ()
+    pinned: bool = False
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A whole program for the planner; immutable, printable, and equal when its content is equal.
+
+    Attributes:
+        tasks: numbered in input order.
+        preds: for every task the numbers of the tasks that must run before it (data, mutation, fences and lane
+            order are already expanded into these edges by the front end, except what ``Lane.fixed_order`` and
+            ``Task.fence`` say, which :meth:`edges` adds).
+        lanes: the communicators.
+        storages: everything that takes memory.
+        base_bytes: memory that is in use throughout and not listed in ``storages``.
+        name: for reports, e.g. ``forward_0``.
+        meta: free-form facts for people (world size, device, cost profile), strings only; not part of the digest.
+    """
+
+    tasks: tuple[Task, ...]
+    preds: tuple[tuple[int, ...], ...]
+    lanes: tuple[Lane, ...] = ()
+    storages: tuple[Storage, ...] = ()
+    base_bytes: int = 0
+    name: str = ""
+    meta: dict[str, str] = field(default_factory=dict, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        n = len(self.tasks)
+        if len(self.preds) != n:
+            raise ProblemError(f"{self.name}: {n} tasks but {len(self.preds)} predecessor lists")
+        for i, task in enumerate(self.tasks):
+            for p in self.preds[i]:
+                if not 0 <= p < i:
+                    raise ProblemError(f"{self.name}: task {i} ({task.name}) has predecessor {p}; expected 0..{i - 1}")
+            if task.kind is Kind.COMPUTE:
+                if task.lane != -1:
+                    raise ProblemError(f"{self.name}: compute task {task.name} has lane {task.lane}; expected -1")
+            elif not 0 <= task.lane < len(self.lanes):
+                raise ProblemError(f"{self.name}: {task.name} is on lane {task.lane} of {len(self.lanes)}")
+            if task.kind is Kind.WAIT and not (
+                0 <= task.start < i and self.tasks[task.start].kind is Kind.START
+            ):
+                raise ProblemError(f"{self.name}: wait {task.name} names {task.start}, which is no earlier start")
+            if task.duration_ns < 0 or task.issue_ns < 0:
+                raise ProblemError(f"{self.name}: {task.name} has a negative duration")
+        for storage in self.storages:
+            if storage.size_bytes < 0 or not INPUT <= storage.producer < n:
+                raise ProblemError(f"{self.name}: storage {storage.name} is malformed: {storage}")
+            if any(not 0 <= r < n or r == storage.producer for r in storage.readers):
+                raise ProblemError(f"{self.name}: storage {storage.name} has a reader out of range")
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+    @property
+    def input_order(self) -> tuple[int, ...]:
+        """The order of the program as it came in."""
+        return tuple(range(len(self.tasks)))
+
+    def edges(self) -> list[list[int]]:
+        """Predecessor lists with every rule expanded: ``preds``, wait after start, lane order, fences.
+
+        O(tasks + edges): lane order is a chain, and a fence is expanded as (communication since the last fence)
+        -> fence -> (communication until the next fence).
+        """
+        result = [list(p) for p in self.preds]
+        last_on_lane: dict[int, int] = {}
+        fence = -1
+        since_fence: list[int] = []
+        for i, task in enumerate(self.tasks):
+            extra = result[i]
+            if task.kind is Kind.WAIT:
+                extra.append(task.start)
+            if task.fence:
+                extra.extend(since_fence)
+                if fence >= 0:
+                    extra.append(fence)
+                since_fence = []
+            elif task.kind is not Kind.COMPUTE:
+                if fence >= 0:
+                    extra.append(fence)
+                since_fence.append(i)
+            if task.kind is Kind.START and self.lanes[task.lane].fixed_order:
+                if task.lane in last_on_lane:
+                    extra.append(last_on_lane[task.lane])
+                last_on_lane[task.lane] = i
+            if task.fence:
+                fence = i
+            if len(extra) > 1:
+                result[i] = sorted(set(extra))
+        return result
+
+    def check_order(self, order: Sequence[int]) -> None:
+        """Raise :class:`ProblemError` unless ``order`` is a legal order of this problem."""
+        n = len(self.tasks)
+        position = [-1] * n
+        for k, i in enumerate(order):
+            if not 0 <= i < n or position[i] != -1:
+                raise ProblemError(f"{self.name}: order is not a permutation: task number {i} at position {k}")
+            position[i] = k
+        if len(order) != n:
+            raise ProblemError(f"{self.name}: order has {len(order)} of {n} tasks")
+        for i, preds in enumerate(self.edges()):
+            for p in preds:
+                if position[p] > position[i]:
+                    raise ProblemError(
+                        f"{self.name}: {self.tasks[i].name} runs before its predecessor {self.tasks[p].name}"
+                    )
+
+    def schedule_text(self, order: Iterable[int] | None = None) -> str:
+        """The normalised schedule, e.g. ``AG0 mm W0 mm RS1``: one label per labelled task, in order."""
+        return " ".join(
+            label for i in (self.input_order if order is None else order) if (label := self.tasks[i].label)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with ``schema_version``; arrays are positional to keep large graphs small."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "name": self.name,
+            "base_bytes": self.base_bytes,
+            "meta": dict(sorted(self.meta.items())),
+            "lanes": [[lane.name, lane.link, lane.fixed_order] for lane in self.lanes],
+            "tasks": [
+                [
+                    t.name,
+                    int(t.kind),
+                    t.duration_ns,
+                    t.lane,
+                    t.start,
+                    t.issue_ns,
+                    t.size_bytes,
+                    t.label,
+                    t.source,
+                    t.fence,
+                    t.block,
+                ]
+                for t in self.tasks
+            ],
+            "preds": [list(p) for p in self.preds],
+            "storages": [[s.size_bytes, s.producer, list(s.readers), s.pinned, s.name] for s in self.storages],
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Problem:
+        """Inverse of :meth:`to_json`. Raises :class:`ProblemError` on another schema version or malformed data."""
+        version = data.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ProblemError(f"problem file has schema_version {version!r}; expected {SCHEMA_VERSION}")
+        try:
+            return Problem(
+                tasks=tuple(
+                    Task(str(r[0]), Kind(r[1]), *(int(x) for x in r[2:7]), str(r[7]), str(r[8]), bool(r[9]), str(r[10]))
+                    for r in data["tasks"]
+                ),
+                preds=tuple(tuple(int(x) for x in p) for p in data["preds"]),
+                lanes=tuple(Lane(str(r[0]), str(r[1]), bool(r[2])) for r in data["lanes"]),
+                storages=tuple(
+                    Storage(int(r[0]), int(r[1]), tuple(int(x) for x in r[2]), bool(r[3]), str(r[4]))
+                    for r in data["storages"]
+                ),
+                base_bytes=int(data["base_bytes"]),
+                name=str(data["name"]),
+                meta={str(k): str(v) for k, v in data.get("meta", {}).items()},
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise ProblemError(f"problem file is malformed: {error!r}") from error
+
+    def digest(self, order: Iterable[int] | None = None) -> str:
+        """SHA-256 (first 16 hex digits) of the problem and, when given, of an order: equal on ranks that agree."""
+        data = self.to_json()
+        del data["meta"]
+        hasher = hashlib.sha256(json.dumps(data, separators=(",", ":")).encode())
+        if order is not None:
+            hasher.update(b"|" + ",".join(map(str, order)).encode())
+        return hasher.hexdigest()[:16]
