@@ -1,0 +1,69 @@
+"""The ranks that other tests stand on: results by rank, errors with tracebacks, timeouts, recovery."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankError, Ranks, run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def add_up(rank: int, world_size: int, base: int) -> tuple[int, int, int]:
+    total = torch.tensor(base + rank)
+    dist.all_reduce(total)
+    return rank, world_size, int(total)
+
+
+def fail_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise KeyError("the culprit")
+    dist.barrier()
+
+
+def hang(rank: int, world_size: int) -> None:
+    time.sleep(600)
+
+
+def die(rank: int, world_size: int) -> None:
+    print("last words", flush=True)
+    os._exit(7)
+
+
+def variable(rank: int, world_size: int) -> str:
+    return os.environ["RANKS_TEST"]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def test_results_come_by_rank(pool: Ranks) -> None:
+    assert pool.run(add_up, 10) == [(0, 2, 21), (1, 2, 21)]
+
+
+def test_an_error_brings_its_traceback_and_the_pool_recovers(pool: Ranks) -> None:
+    with pytest.raises(RankError, match="KeyError: 'the culprit'"):
+        pool.run(fail_on_one)
+    assert pool.run(add_up, 1) == [(0, 2, 3), (1, 2, 3)]
+
+
+def test_a_hang_ends_at_the_limit(pool: Ranks) -> None:
+    with pytest.raises(RankError, match="did not answer"):
+        pool.run(hang, timeout=0.5)
+
+
+def test_a_dead_rank_is_reported_with_its_output(pool: Ranks) -> None:
+    with pytest.raises(RankError, match=r"exit status 7\s+last words"):
+        pool.run(die)
+
+
+def test_one_shot_ranks_take_an_environment() -> None:
+    assert run_ranks(variable, 2, env={"RANKS_TEST": "yes"}) == ["yes", "yes"]
