@@ -1,0 +1,248 @@
+"""What a node does, as far as reordering is concerned.
+
+Unknown means fence: an operator outside the namespaces that we know to be pure, a host synchronisation, a collective
+that we do not know, point-to-point communication and a higher-order op with a body that communicates are all fences,
+across which nothing that communicates may move.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+
+
+class Role(Enum):
+    """The part a node plays in a schedule."""
+
+    INPUT = "input"
+    """placeholder or get_attr"""
+    OUTPUT = "output"
+    FREE = "free"
+    """a view, getitem or symbolic-size op: takes no time and no memory"""
+    COMPUTE = "compute"
+    START = "start"
+    """issues a collective that we know"""
+    WAIT = "wait"
+    FENCE = "fence"
+    """unknown effects: nothing that communicates crosses it"""
+
+
+#: op name -> collective kind
+COLLECTIVES: dict[str, str] = {
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::all_gather_into_tensor_out": "all_gather",
+    "_c10d_functional::all_gather_into_tensor_coalesced": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::reduce_scatter_tensor_out": "reduce_scatter",
+    "_c10d_functional::reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
+    "_c10d_functional::all_reduce_coalesced": "all_reduce",
+    "_c10d_functional::all_reduce_coalesced_": "all_reduce",
+    "_c10d_functional::all_to_all_single": "all_to_all",
+    "_c10d_functional::broadcast": "broadcast",
+    "_c10d_functional::broadcast_": "broadcast",
+}
+WAITS = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"})
+
+#: Collectives that block inside: they run on the compute lane and keep their place among the communication.
+BLOCKING_COLLECTIVES = frozenset({"_dtensor::shard_dim_alltoall"})
+
+#: Namespaces whose operators have no effects beyond their schema.
+PURE_NAMESPACES = frozenset(
+    {
+        "aten",
+        "prims",
+        "prim",
+        "_prims",
+        "rngprims",
+        "inductor",
+        "inductor_prims",
+        "quantized",
+        "quantized_decomposed",
+        "mkldnn",
+        "mkl",
+        "onednn",
+        "torchao",
+        "torchvision",
+        "fbgemm",
+        "higher_order",
+        "inductor_passes",
+    }
+)
+#: Operators that make the host wait for the device or print, assert, call back.
+HOST_SYNCHRONISATION = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::item",
+        "aten::nonzero",
+        "aten::unique_consecutive",
+        "aten::_unique2",
+        "aten::unique_dim",
+        "aten::masked_select",
+        "aten::is_nonzero",
+        "aten::equal",
+    }
+)
+#: Higher-order ops whose body only computes, whatever it holds.
+PURE_HIGHER_ORDER = frozenset(
+    {
+        "flex_attention",
+        "flex_attention_backward",
+        "triton_kernel_wrapper_functional",
+        "triton_kernel_wrapper_mutation",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "associative_scan",
+        "scan",
+        "map_impl",
+        "run_and_save_rng_state",
+        "run_with_rng_state",
+        "graphsafe_run_with_rng_state",
+    }
+)
+#: Higher-order ops that run sub-graphs: pure when no sub-graph communicates or has unknown effects.
+CONTAINER_HIGHER_ORDER = frozenset(
+    {"cond", "while_loop", "invoke_subgraph", "checkpoint", "tag_activation_checkpoint", "wrap", "switch"}
+)
+
+
+def collective_kind(node: torch.fx.Node) -> str | None:
+    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``; None for anything else."""
+    return COLLECTIVES.get(_torch.op_name(node.target)) if node.op == "call_function" else None
+
+
+def is_wait(node: torch.fx.Node) -> bool:
+    """Whether the node waits for one or several collectives."""
+    return node.op == "call_function" and _torch.op_name(node.target) in WAITS
+
+
+def communicates(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph, or a graph inside it, communicates or has effects that we do not know."""
+    return any(
+        role(node) in (Role.START, Role.WAIT, Role.FENCE) for node in module.graph.nodes
+    )
+
+
+def _subgraphs(node: torch.fx.Node) -> list[torch.fx.GraphModule] | None:
+    """The graphs that a container op runs, None when one of them cannot be looked up."""
+    owner = node.graph.owning_module
+    found = []
+    for arg in node.all_input_nodes:
+        if arg.op == "get_attr":
+            target = owner
+            for part in str(arg.target).split("."):
+                target = getattr(target, part, None)
+            if isinstance(target, torch.fx.GraphModule):
+                found.append(target)
+            elif not isinstance(target, torch.Tensor):
+                return None
+    return found
+
+
+def role(node: torch.fx.Node) -> Role:
+    """The :class:`Role` of a node. Anything that is not recognised is a ``FENCE``."""
+    if node.op in ("placeholder", "get_attr"):
+        return Role.INPUT
+    if node.op == "output":
+        return Role.OUTPUT
+    if node.op != "call_function":
+        return Role.FENCE
+    name = _torch.op_name(node.target)
+    if not name:
+        return _python_function_role(node)
+    if name in COLLECTIVES:
+        return Role.START
+    if name in WAITS:
+        return Role.WAIT
+    if name in HOST_SYNCHRONISATION or name in BLOCKING_COLLECTIVES:
+        return Role.FENCE
+    namespace, _, base = name.partition("::")
+    if namespace == "higher_order":
+        return _higher_order_role(node, base)
+    if namespace not in PURE_NAMESPACES:
+        return Role.FENCE
+    if name.startswith("aten::sym_") or name in ("aten::_assert_scalar", "aten::_assert_async"):
+        return Role.COMPUTE if "assert" in name else Role.FREE
+    if is_view(node):
+        return Role.FREE
+    return Role.COMPUTE
+
+
+def _higher_order_role(node: torch.fx.Node, base: str) -> Role:
+    if base in PURE_HIGHER_ORDER:
+        return Role.COMPUTE
+    if base in CONTAINER_HIGHER_ORDER:
+        graphs = _subgraphs(node)
+        if graphs is not None and not any(communicates(g) for g in graphs):
+            return Role.COMPUTE
+    return Role.FENCE
+
+
+def _python_function_role(node: torch.fx.Node) -> Role:
+    """Plain Python targets: getitem and arithmetic on symbolic sizes are free, anything else is unknown."""
+    module = getattr(node.target, "__module__", "") or ""
+    if module in ("_operator", "operator", "math", "builtins", "sympy") or module.startswith(
+        ("torch.fx.experimental.sym_node", "torch.utils._sympy", "torch.sym_")
+    ):
+        return Role.FREE
+    if getattr(node.target, "__name__", "").startswith("sym_"):
+        return Role.FREE
+    return Role.FENCE
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether the node returns memory of one of its inputs and writes nothing."""
+    target = node.target
+    return (
+        _torch.is_op(target)
+        and not _torch.mutated_argument_names(target)
+        and bool(_torch.aliased_argument_names(target))
+    )
+
+
+def mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Nodes whose memory the node writes to, by schema, and for Triton kernels by their argument list."""
+    if node.op != "call_function":
+        return []
+    if _torch.is_op(node.target):
+        names = _torch.mutated_argument_names(node.target)
+        if not names:
+            return []
+        arguments = _torch.op_arguments(node)
+        return [n for name in names for n in _nodes_in(arguments.get(name))]
+    if _torch.op_name(node.target) == "higher_order::triton_kernel_wrapper_mutation":
+        # Which arguments the kernel writes is not in the graph: all of its tensors count.
+        return _nodes_in(node.kwargs.get("kwargs"))
+    return []
+
+
+def _nodes_in(value: object) -> list[torch.fx.Node]:
+    if isinstance(value, torch.fx.Node):
+        return [value]
+    if isinstance(value, dict):
+        return [n for v in value.values() for n in _nodes_in(v)]
+    if isinstance(value, (list, tuple)):
+        return [n for v in value for n in _nodes_in(v)]
+    return []
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """``file:line`` of the user's code that made the node: the innermost frame outside of torch, or ""."""
+    trace = node.meta.get("stack_trace") or ""
+    found = ""
+    for line in trace.splitlines():
+        line = line.strip()
+        if line.startswith('File "'):
+            path, _, rest = line[6:].partition('", line ')
+            if "/torch/" in path or path.startswith("<") or "/inductor_passes/" in path:
+                if found:
+                    continue
+                found = found or ""
+                continue
+            found = f"{path}:{rest.split(',')[0].strip()}"
+    return found

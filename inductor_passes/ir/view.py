@@ -1,0 +1,190 @@
+"""One read-only look at an FX graph: roles, collectives with their waits, storages, ordering constraints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.ir import ops
+from inductor_passes.ir.groups import Group, resolve
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.storages import Storages
+
+_SHORT = {
+    "all_gather": "AG",
+    "reduce_scatter": "RS",
+    "all_reduce": "AR",
+    "all_to_all": "A2A",
+    "broadcast": "BC",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Collective:
+    """An asynchronous collective: a start and everything that belongs to it.
+
+    Attributes:
+        index: position among the graph's collectives; ``label`` is its short name, e.g. ``AG3``.
+        start: the node that issues it.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``.
+        group: communicator.
+        reduce_op: ``sum``, ``avg`` ...; "" for data movement.
+        inputs: tensor nodes that it reads, the ``out`` buffer excluded.
+        waits: its wait nodes in graph order; a coalesced collective has one per output, and a wait may be repeated.
+        input_bytes / output_bytes: payload by hint, None without a hint.
+        dtypes: of the inputs.
+        in_place: it writes to memory that existed before (in-place or out variant).
+    """
+
+    index: int
+    label: str
+    start: torch.fx.Node
+    kind: str
+    group: Group
+    reduce_op: str
+    inputs: tuple[torch.fx.Node, ...]
+    waits: tuple[torch.fx.Node, ...]
+    input_bytes: int | None
+    output_bytes: int | None
+    dtypes: tuple[torch.dtype, ...]
+    in_place: bool
+
+
+class GraphView:
+    """Everything that passes and the verifier read from a graph; built in O(nodes + edges), not kept across passes."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.graph = graph
+        self.nodes: list[torch.fx.Node] = list(graph.nodes)
+        self.position = {node: i for i, node in enumerate(self.nodes)}
+        self.roles = {node: ops.role(node) for node in self.nodes}
+        self.storages = Storages(graph)
+        self.collectives: list[Collective] = []
+        self.by_start: dict[torch.fx.Node, Collective] = {}
+        self.collectives_of_wait: dict[torch.fx.Node, tuple[Collective, ...]] = {}
+        self._find_collectives()
+
+    def role(self, node: torch.fx.Node) -> Role:
+        """The node's part in a schedule."""
+        return self.roles[node]
+
+    def _find_collectives(self) -> None:
+        origin: dict[torch.fx.Node, torch.fx.Node] = {}
+        waits: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        for node in self.nodes:
+            role = self.roles[node]
+            if role is Role.START:
+                origin[node] = node
+                waits[node] = []
+            elif role is Role.FREE:
+                # getitem of a coalesced collective, or a view of a result in flight
+                sources = [origin[i] for i in node.all_input_nodes if i in origin]
+                if sources:
+                    origin[node] = sources[0]
+            elif role is Role.WAIT:
+                for source in node.all_input_nodes:
+                    if source in origin and node not in waits[origin[source]]:
+                        waits[origin[source]].append(node)
+        of_wait: dict[torch.fx.Node, list[Collective]] = {}
+        for index, (start, its_waits) in enumerate(waits.items()):
+            collective = _collective(index, start, tuple(its_waits))
+            self.collectives.append(collective)
+            self.by_start[start] = collective
+            for wait in its_waits:
+                of_wait.setdefault(wait, []).append(collective)
+        self.collectives_of_wait = {wait: tuple(found) for wait, found in of_wait.items()}
+
+    def ordering_edges(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+        """Pairs (before, after) that data flow does not show: memory hazards and effects, O(nodes + edges).
+
+        - around every write to a storage: earlier readers and writers before it, later ones after it; a read by a
+          collective lasts until its waits, and a collective's result is written until its wait;
+        - random operators keep their order; so do fences among each other (what crosses a fence is the
+          schedule's business).
+        """
+        edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        last: dict[str, torch.fx.Node] = {}
+        for node in self.nodes:
+            channel = ""
+            if node.op == "call_function" and _torch.is_seeded_random(node.target):
+                channel = "random"
+            elif self.roles[node] is Role.FENCE:
+                channel = "fence"
+            if channel:
+                if channel in last:
+                    edges.append((last[channel], node))
+                last[channel] = node
+        for storage in self.storages.all:
+            if storage.writers:
+                edges.extend(self._hazards(storage.members, set(storage.writers)))
+        return edges
+
+    def _hazards(
+        self, members: list[torch.fx.Node], writers: set[torch.fx.Node]
+    ) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+        accesses: dict[torch.fx.Node, None] = {}
+        for member in members:
+            accesses[member] = None
+            for user in member.users:
+                if user.op != "output":
+                    accesses[user] = None
+        ordered = sorted(accesses, key=self.position.__getitem__)
+        edges = []
+        last_write: torch.fx.Node | None = None
+        reads: list[torch.fx.Node] = []
+        for node in ordered:
+            ends: tuple[torch.fx.Node, ...] = ()
+            if self.roles[node] is Role.START:
+                ends = self.by_start[node].waits
+            if last_write is not None and last_write is not node:
+                edges.append((last_write, node))
+            if node in writers:
+                edges.extend((read, node) for read in reads if self.position[read] < self.position[node])
+                reads = []
+                last_write = node
+            reads.append(node)
+            reads.extend(ends)
+        return edges
+
+
+def _collective(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> Collective:
+    kind = ops.COLLECTIVES[_torch.op_name(start.target)]
+    arguments = _torch.op_arguments(start)
+    data = next(iter(arguments.values()))
+    inputs = tuple(data) if isinstance(data, (list, tuple)) else (data,)
+    group = arguments.get("group_name", arguments.get("group", ""))
+    if isinstance(group, torch.fx.Node):
+        group = group.meta.get("val", group.name)
+    reduce_op = arguments.get("reduce_op", "")
+    values = [n.meta.get("val") for n in inputs]
+    output = start.meta.get("val")
+    outputs = output if isinstance(output, (list, tuple)) else [output]
+    return Collective(
+        index=index,
+        label=f"{_SHORT[kind]}{index}",
+        start=start,
+        kind=kind,
+        group=resolve(group),
+        reduce_op=reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower(),
+        inputs=inputs,
+        waits=waits,
+        input_bytes=_total(values),
+        output_bytes=_total(outputs),
+        dtypes=tuple(v.dtype for v in values if isinstance(v, torch.Tensor)),
+        in_place=bool(_torch.mutated_argument_names(start.target)),
+    )
+
+
+def _total(values: list[object] | tuple[object, ...]) -> int | None:
+    total = 0
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            return None
+        size = _torch.tensor_bytes(value)
+        if size is None:
+            return None
+        total += size
+    return total
