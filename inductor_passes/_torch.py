@@ -139,12 +139,8 @@ def resolve_group_ranks(group: object) -> tuple[str, tuple[int, ...]] | None:
     if not dist.is_available():
         return None
     try:
-        if isinstance(group, str):
-            process_group = c10d._resolve_process_group(group)
-            name = group
-        else:
-            process_group = group  # type: ignore[assignment]
-            name = str(process_group.group_name)
+        process_group: Any = c10d._resolve_process_group(group) if isinstance(group, str) else group
+        name = group if isinstance(group, str) else str(process_group.group_name)
         return name, tuple(int(r) for r in dist.get_process_group_ranks(process_group))
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -5,9 +5,9 @@ each of them with the default process group initialised, and returns the results
 module-level function of an importable module, and its arguments and results must be picklable.
 
 Starting a process costs seconds (importing torch), running a check milliseconds: a test file that has several
-checks keeps one :class:`Ranks` open (a module-scoped fixture) and calls :meth:`Ranks.run` per check. A pool that
-lost a rank to an error or a timeout starts again on the next call, so that one failing test does not take the
-others with it.
+checks keeps one :class:`Ranks` open (a module-scoped fixture) and calls :meth:`Ranks.run` per check. A pool
+that lost a rank to an error or a timeout starts again on the next call, so that one failing test does not take
+the others with it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Ranks:
             RankError: a rank raised, died or took longer than ``timeout`` seconds.
         """
         if fn.__module__ == "__main__":
-            raise ValueError(f"{fn.__qualname__} lives in __main__; ranks import their function from a module")
+            raise ValueError(f"{fn.__qualname__} lives in __main__; ranks import functions of modules")
         if not self._processes:
             self._start()
         for pipe in self._pipes:

@@ -268,10 +268,7 @@ class Problem:
             raise ProblemError(f"problem file has schema_version {version!r}; expected {SCHEMA_VERSION}")
         try:
             return Problem(
-                tasks=tuple(
-                    Task(str(r[0]), Kind(r[1]), *(int(x) for x in r[2:7]), str(r[7]), str(r[8]), bool(r[9]), str(r[10]))
-                    for r in data["tasks"]
-                ),
+                tasks=tuple(_task_from_row(r) for r in data["tasks"]),
                 preds=tuple(tuple(int(x) for x in p) for p in data["preds"]),
                 lanes=tuple(Lane(str(r[0]), str(r[1]), bool(r[2])) for r in data["lanes"]),
                 storages=tuple(
@@ -282,7 +279,9 @@ class Problem:
                 name=str(data["name"]),
                 meta={str(k): str(v) for k, v in data.get("meta", {}).items()},
             )
-        except (KeyError, IndexError, TypeError) as error:
+        except ProblemError:
+            raise
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise ProblemError(f"problem file is malformed: {error!r}") from error
 
     def digest(self, order: Iterable[int] | None = None) -> str:
@@ -293,3 +292,20 @@ class Problem:
         if order is not None:
             hasher.update(b"|" + ",".join(map(str, order)).encode())
         return hasher.hexdigest()[:16]
+
+
+def _task_from_row(row: Sequence[Any]) -> Task:
+    name, kind, duration_ns, lane, start, issue_ns, size_bytes, label, source, fence, block = row
+    return Task(
+        name=str(name),
+        kind=Kind(kind),
+        duration_ns=int(duration_ns),
+        lane=int(lane),
+        start=int(start),
+        issue_ns=int(issue_ns),
+        size_bytes=int(size_bytes),
+        label=str(label),
+        source=str(source),
+        fence=bool(fence),
+        block=str(block),
+    )
