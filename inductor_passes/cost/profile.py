@@ -1,0 +1,344 @@
+"""Cost profiles: how long compute and collectives take here, as frozen data with one JSON form.
+
+A profile is a device spec (datasheet defaults) with measurements laid over it: time of matmuls by dtype and
+size, streaming bandwidth, fixed cost per kernel, and per group layout and collective kind a line ``alpha +
+beta * bytes`` for the link and another for the host that issues. All ranks must load the same file: every
+query is a pure function of the profile and its arguments, and depends on a group only through its layout
+(size, hosts, ranks per host), so ranks that belong to different but equal groups get equal answers.
+
+Units: ns, bytes, FLOP. ``beta`` counts wire bytes, i.e. what one rank sends in the ring algorithm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inductor_passes.cost import profile_json as read
+from inductor_passes.cost.communication import (
+    KINDS,
+    Layout,
+    check_kind,
+    communication_estimate,
+    default_issue_ns,
+    message_bytes,
+    wire_bytes,
+)
+from inductor_passes.cost.profile_json import ProfileError
+from inductor_passes.cost.specs import DeviceSpec, lookup
+
+__all__ = ["CollectiveCost", "CostProfile", "GroupCost", "MatmulPoint", "ProfileError"]
+
+SCHEMA_VERSION = 1
+#: Files above this are refused before they are parsed.
+MAX_FILE_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class MatmulPoint:
+    """A measured matmul: ``flops`` (2mnk) of ``dtype`` take ``ns``, kernel overhead included."""
+
+    dtype: str
+    flops: float
+    ns: float
+
+
+@dataclass(frozen=True)
+class CollectiveCost:
+    """One kind of collective on one layout.
+
+    Attributes:
+        kind: one of ``communication.KINDS``.
+        alpha_ns / beta_ns_per_byte: time on the link, per wire byte.
+        issue_ns / issue_ns_per_byte: time that the issuing host loses, per byte of the full message (staging
+            copies and, where the library moves data with the CPU, what it takes away from compute).
+    """
+
+    kind: str
+    alpha_ns: float
+    beta_ns_per_byte: float
+    issue_ns: float
+    issue_ns_per_byte: float
+
+
+@dataclass(frozen=True)
+class GroupCost:
+    """Measured collectives of every group with ``layout``.
+
+    Attributes:
+        layout: see :class:`Layout`.
+        backend: e.g. ``gloo``, ``nccl``; for people.
+        link: name of the physical link; groups with equal links do not transfer at the same time.
+        costs: at most one per kind.
+    """
+
+    layout: Layout
+    backend: str
+    link: str
+    costs: tuple[CollectiveCost, ...]
+
+    def cost(self, kind: str) -> CollectiveCost | None:
+        """The measurement of ``kind``, or None."""
+        return next((c for c in self.costs if c.kind == kind), None)
+
+
+@dataclass(frozen=True)
+class CostProfile:
+    """Durations for the planner; see the module's docstring.
+
+    Attributes:
+        name: for people and reports.
+        device: name of the device spec that fills what was not measured.
+        measured: False for datasheet defaults.
+        ranks_per_host: global ranks ``h * n`` to ``h * n + n - 1`` share host ``h``.
+        matmul: measured points; per dtype of rising FLOPs and rising ns. Empty: the spec.
+        memory_bytes_per_s: streaming bandwidth (read plus write). 0: the spec.
+        kernel_ns: fixed cost per kernel. Negative: the spec.
+        groups: measured group layouts, at most one each.
+    """
+
+    name: str
+    device: str
+    measured: bool
+    ranks_per_host: int
+    matmul: tuple[MatmulPoint, ...] = ()
+    memory_bytes_per_s: float = 0.0
+    kernel_ns: float = -1.0
+    groups: tuple[GroupCost, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_host < 1:
+            raise ProfileError(f"{self.name}: ranks_per_host is {self.ranks_per_host}; expected at least 1")
+        last: dict[str, MatmulPoint] = {}
+        for point in self.matmul:
+            before = last.get(point.dtype)
+            if before and not (point.flops > before.flops and point.ns >= before.ns):
+                raise ProfileError(
+                    f"{self.name}: matmul points of {point.dtype} must rise; {before} is followed by {point}"
+                )
+            last[point.dtype] = point
+        layouts = [g.layout for g in self.groups]
+        if len(set(layouts)) != len(layouts):
+            raise ProfileError(f"{self.name}: a group layout is listed twice among {layouts}")
+        for group in self.groups:
+            kinds = [c.kind for c in group.costs]
+            if len(set(kinds)) != len(kinds):
+                raise ProfileError(f"{self.name}: a kind is listed twice among {kinds} of {group.layout}")
+
+    @staticmethod
+    def default(device_type: str = "cpu", ranks_per_host: int | None = None) -> CostProfile:
+        """Datasheet defaults for a device type (``cuda``, ``cpu``, ``xpu``) or a device's name; not measured.
+        """
+        spec = lookup(device_type)
+        return CostProfile(
+            name=f"defaults for {spec.name}",
+            device=spec.name,
+            measured=False,
+            ranks_per_host=ranks_per_host if ranks_per_host is not None else spec.ranks_per_host,
+        )
+
+    @property
+    def spec(self) -> DeviceSpec:
+        """The device spec that fills what was not measured."""
+        return lookup(self.device)
+
+    def compute_ns(self, flops: float, bytes_moved: int, dtype: str, kernels: int = 1) -> int:
+        """Time on the compute lane, by the roofline: the slower of arithmetic and memory, plus fixed cost per
+        kernel.
+
+        Args:
+            flops: matmul-like floating-point operations (2mnk for a matmul); 0 for pointwise work.
+            bytes_moved: bytes read plus bytes written in device memory.
+            dtype: of the operands, ``torch.`` prefix allowed.
+            kernels: how many kernels the work is split over; 0 for work that launches none (views).
+        """
+        if flops < 0 or bytes_moved < 0 or kernels < 0:
+            raise ValueError(
+                f"compute_ns needs sizes of at least 0; got flops={flops}, bytes_moved={bytes_moved}, kernels={kernels}"
+            )
+        spec = self.spec
+        bandwidth = self.memory_bytes_per_s or spec.memory_bytes_per_s.value * spec.memory_efficiency.value
+        memory_ns = bytes_moved / bandwidth * 1e9
+        fixed_ns = kernels * (self.kernel_ns if self.kernel_ns >= 0 else spec.kernel_ns.value)
+        return round(max(self._arithmetic_ns(float(flops), dtype), memory_ns) + fixed_ns)
+
+    def _arithmetic_ns(self, flops: float, dtype: str) -> float:
+        name = dtype.removeprefix("torch.")
+        points = [p for p in self.matmul if p.dtype == name]
+        if not points:
+            return flops / (self.spec.peak_flops(name) * self.spec.matmul_efficiency.value) * 1e9
+        if flops <= points[0].flops:
+            return flops / points[0].flops * points[0].ns
+        for low, high in itertools.pairwise(points):
+            if flops <= high.flops:
+                return low.ns + (flops - low.flops) / (high.flops - low.flops) * (high.ns - low.ns)
+        return flops / points[-1].flops * points[-1].ns
+
+    def layout(self, ranks: tuple[int, ...]) -> Layout:
+        """Layout of a group of global ranks on this profile's hosts."""
+        return Layout.of(ranks, self.ranks_per_host)
+
+    def link(self, ranks: tuple[int, ...]) -> str:
+        """Name of the physical link that the group uses; equal names exclude each other."""
+        layout = self.layout(ranks)
+        exact = next((g for g in self.groups if g.layout == layout), None)
+        if exact is not None:
+            return exact.link
+        similar = next((g for g in self.groups if g.layout.link == layout.link), None)
+        return similar.link if similar is not None else layout.link
+
+    def communication_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
+        """Time on the link of one collective over the group of global ``ranks``.
+
+        Args:
+            kind: one of ``communication.KINDS``.
+            input_bytes / output_bytes: what this rank puts in and gets out (sums for coalesced forms).
+            ranks: the group's global ranks.
+
+        Raises:
+            ValueError: unknown kind or a negative size.
+        """
+        return self.communication_estimate(kind, input_bytes, output_bytes, ranks)[0]
+
+    def communication_estimate(
+        self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]
+    ) -> tuple[int, str]:
+        """As :meth:`communication_ns`, with the name of the algorithm or ``measured``/``scaled`` for a
+        calibrated one.
+        """
+        layout = self.layout(ranks)
+        estimate, algorithm = communication_estimate(kind, input_bytes, output_bytes, layout, self.spec)
+        if layout.ranks == 1:
+            return estimate, algorithm
+        cost, hops_ratio = self._measured(kind, layout)
+        if cost is None:
+            return estimate, algorithm
+        wire = wire_bytes(kind, input_bytes, output_bytes, layout.ranks)
+        duration = round(cost.alpha_ns * hops_ratio + cost.beta_ns_per_byte * wire)
+        return duration, "measured" if hops_ratio == 1 else "scaled"
+
+    def issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
+        """Host time in ns that issuing the collective takes from the compute thread; see
+        :meth:`communication_ns`.
+        """
+        layout = self.layout(ranks)
+        cost, _ = self._measured(kind, layout)
+        if cost is None:
+            return default_issue_ns(kind, input_bytes, output_bytes, layout, self.spec)
+        full = message_bytes(kind, input_bytes, output_bytes, layout.ranks)
+        return round(cost.issue_ns + cost.issue_ns_per_byte * full)
+
+    def _measured(self, kind: str, layout: Layout) -> tuple[CollectiveCost | None, float]:
+        """The measurement that serves ``kind`` on ``layout``, and what to multiply its alpha with.
+
+        The same layout first; else another layout on the same kind of link, its latency scaled by the hops of
+        a ring.
+        """
+        check_kind(kind)
+        for group in self.groups:
+            if group.layout == layout and (cost := group.cost(kind)):
+                return cost, 1.0
+        for group in self.groups:
+            if group.layout.link == layout.link and (cost := group.cost(kind)):
+                return cost, max(1, layout.ranks - 1) / max(1, group.layout.ranks - 1)
+        return None, 1.0
+
+    def hash(self) -> str:
+        """SHA-256 (first 16 hex digits) of everything that influences an answer: the profile and its device
+        spec.
+        """
+        data = self.to_json()
+        del data["name"]
+        data["spec"] = {k: c.value for k, c in self.spec.constants().items()}
+        return hashlib.sha256(json.dumps(data, separators=(",", ":"), sort_keys=True).encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data with ``schema_version``."""
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+
+    @staticmethod
+    def from_json(data: object) -> CostProfile:
+        """Inverse of :meth:`to_json`.
+
+        Raises:
+            ProfileError: other schema version, missing or unknown key, wrong type, value out of range; it
+                names the place in the file.
+        """
+        top = read.table(data, "", {"schema_version", *_names(CostProfile)})
+        version = read.whole(top, "", "schema_version")
+        if version != SCHEMA_VERSION:
+            raise ProfileError(f"cost profile has schema_version {version}; expected {SCHEMA_VERSION}")
+        matmul = []
+        for where, item in read.items(top, "", "matmul"):
+            row = read.table(item, where, _names(MatmulPoint))
+            matmul.append(
+                MatmulPoint(
+                    read.text(row, where, "dtype"),
+                    read.number(row, where, "flops", above=0),
+                    read.number(row, where, "ns", above=0),
+                )
+            )
+        groups = [_group_from_json(item, where) for where, item in read.items(top, "", "groups")]
+        return CostProfile(
+            name=read.text(top, "", "name"),
+            device=read.text(top, "", "device"),
+            measured=read.switch(top, "", "measured"),
+            ranks_per_host=read.whole(top, "", "ranks_per_host", least=1),
+            matmul=tuple(matmul),
+            memory_bytes_per_s=read.number(top, "", "memory_bytes_per_s", least=0),
+            kernel_ns=read.number(top, "", "kernel_ns"),
+            groups=tuple(groups),
+        )
+
+    @staticmethod
+    def load(path: str | Path) -> CostProfile:
+        """Read a profile.
+
+        Raises:
+            ProfileError: no such file, larger than 16 MiB, not JSON, or not a valid profile; it names the
+            file.
+        """
+        file = Path(path)
+        try:
+            size = file.stat().st_size
+            if size > MAX_FILE_BYTES:
+                raise ProfileError(f"{size} bytes are too many for a cost profile; expected at most {MAX_FILE_BYTES}")
+            data = json.loads(file.read_text(encoding="utf-8"))
+            return CostProfile.from_json(data)
+        except ProfileError as error:
+            raise ProfileError(f"{file}: {error}") from None
+        except RecursionError:
+            raise ProfileError(f"{file}: not a cost profile: nested too deeply") from None
+        except (OSError, ValueError) as error:
+            raise ProfileError(f"{file}: cannot be read as a cost profile: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _names(record: type[Any]) -> set[str]:
+    return {f.name for f in dataclasses.fields(record)}
+
+
+def _group_from_json(data: object, where: str) -> GroupCost:
+    row = read.table(data, where, _names(GroupCost))
+    at = f"{where}.layout"
+    layout = read.table(row["layout"], at, _names(Layout))
+    sizes = Layout(*(read.whole(layout, at, name, least=1) for name in ("ranks", "hosts", "ranks_on_host")))
+    if sizes.hosts > sizes.ranks or not sizes.ranks <= sizes.hosts * sizes.ranks_on_host:
+        raise ProfileError(f"{at}: {sizes} is not possible")
+    costs = []
+    for place, item in read.items(row, where, "costs"):
+        cost = read.table(item, place, _names(CollectiveCost))
+        kind = read.text(cost, place, "kind")
+        if kind not in KINDS:
+            raise ProfileError(f"{place}.kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        numbers = ("alpha_ns", "beta_ns_per_byte", "issue_ns", "issue_ns_per_byte")
+        costs.append(CollectiveCost(kind, *(read.number(cost, place, name, least=0) for name in numbers)))
+    return GroupCost(sizes, read.text(row, where, "backend"), read.text(row, where, "link"), tuple(costs))

@@ -1,0 +1,259 @@
+"""Cost models and profiles: shapes of the curves, agreement between ranks, and refusal of bad files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inductor_passes.cost.communication import (
+    KINDS,
+    Layout,
+    communication_estimate,
+    message_bytes,
+    wire_bytes,
+)
+from inductor_passes.cost.profile import (
+    MAX_FILE_BYTES,
+    CollectiveCost,
+    CostProfile,
+    GroupCost,
+    MatmulPoint,
+    ProfileError,
+)
+from inductor_passes.cost.specs import CPU, H100_SXM, SPECS, lookup
+
+MB = 10**6
+
+
+def calibrated() -> CostProfile:
+    cost = CollectiveCost("all_gather", 50_000.0, 2.0, 7_000.0, 0.5)
+    return CostProfile(
+        name="lab",
+        device="CPU",
+        measured=True,
+        ranks_per_host=2,
+        matmul=(MatmulPoint("float32", 1e6, 1e5), MatmulPoint("float32", 1e8, 2e6)),
+        memory_bytes_per_s=4e9,
+        kernel_ns=1_000.0,
+        groups=(GroupCost(Layout(2, 1, 2), "gloo", "loopback", (cost,)),),
+    )
+
+
+def test_every_constant_names_its_origin() -> None:
+    for spec in SPECS:
+        for name, constant in spec.constants().items():
+            assert constant.tag in ("datasheet", "fitted"), (spec.name, name)
+            assert constant.source, (spec.name, name)
+            assert constant.value > 0, (spec.name, name)
+        assert "float32" in spec.flops and "bfloat16" in spec.flops
+        assert lookup(spec.name) is spec
+
+
+@pytest.mark.parametrize(
+    ("reported", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM"),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM"),
+        ("AMD Instinct MI300X", "AMD Instinct MI300X"),
+        ("Intel(R) Data Center GPU Max 1550", "Intel Data Center GPU Max 1550"),
+        ("cuda", "NVIDIA H100 SXM"),
+        ("cpu", "CPU"),
+        ("abacus", "CPU"),
+    ],
+)
+def test_lookup(reported: str, expected: str) -> None:
+    assert lookup(reported).name == expected
+
+
+def test_layout() -> None:
+    assert Layout.of((0, 1, 2, 3), 8) == Layout(4, 1, 4)
+    assert Layout.of((0, 8, 16), 8) == Layout(3, 3, 1)
+    assert Layout.of((6, 7, 8), 8) == Layout(3, 2, 2)
+    assert Layout.of((2, 3), 2).link == "intra" and Layout.of((1, 2), 2).link == "inter"
+    with pytest.raises(ValueError, match="ranks_per_host is 0"):
+        Layout.of((0, 1), 0)
+    with pytest.raises(ValueError, match="without ranks"):
+        Layout.of((), 1)
+
+
+def test_bytes_on_the_wire() -> None:
+    assert wire_bytes("all_gather", 10, 40, 4) == 30
+    assert wire_bytes("reduce_scatter", 40, 10, 4) == 30
+    assert wire_bytes("all_reduce", 40, 40, 4) == 60
+    assert wire_bytes("all_to_all", 40, 40, 4) == 30
+    assert wire_bytes("broadcast", 40, 40, 4) == 40
+    assert wire_bytes("send", 40, 0, 2) == 40 and wire_bytes("recv", 0, 40, 2) == 40
+    assert message_bytes("all_gather", 10, 0, 4) == 40
+    assert all(wire_bytes(kind, 40, 40, 1) == 0 for kind in KINDS)
+    with pytest.raises(ValueError, match="'gather'; expected one of all_gather"):
+        wire_bytes("gather", 1, 1, 2)
+
+
+def test_large_messages_run_at_link_speed() -> None:
+    gathered = 8 * 10**9
+    ns, algorithm = communication_estimate("all_gather", gathered // 8, gathered, Layout(8, 1, 8), H100_SXM)
+    assert math.isclose(ns, gathered * 7 / 8 / 450e9 * 1e9, rel_tol=0.01), algorithm
+    ns, _ = communication_estimate("all_gather", gathered // 16, gathered, Layout(16, 16, 1), H100_SXM)
+    assert math.isclose(ns, gathered * 15 / 16 / 50e9 * 1e9, rel_tol=0.01)
+    # Eight ports of a host together are not slower than its internal link.
+    ns, _ = communication_estimate("all_gather", gathered // 16, gathered, Layout(16, 2, 8), H100_SXM)
+    assert math.isclose(ns, gathered * 15 / 16 / 400e9 * 1e9, rel_tol=0.01)
+
+
+def test_algorithm_changes_with_size() -> None:
+    layout = Layout(64, 8, 8)
+    assert communication_estimate("all_reduce", 1024, 1024, layout, H100_SXM)[1] == "tree"
+    assert communication_estimate("all_reduce", 10**10, 10**10, layout, H100_SXM)[1] == "ring"
+    assert communication_estimate("all_reduce", 1024, 1024, Layout(8, 1, 8), H100_SXM)[1] == "one-shot"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    ranks=st.integers(1, 4096),
+    ranks_per_host=st.integers(1, 16),
+    small=st.integers(0, 10**9),
+    more=st.integers(0, 10**9),
+    spec=st.sampled_from(SPECS),
+)
+def test_time_grows_with_size(kind: str, ranks: int, ranks_per_host: int, small: int, more: int, spec: object) -> None:
+    profile = CostProfile.default(spec.name, ranks_per_host)  # type: ignore[attr-defined]
+    group = tuple(range(ranks))
+    low = profile.communication_ns(kind, small, small, group)
+    high = profile.communication_ns(kind, small + more, small + more, group)
+    assert isinstance(low, int) and 0 <= low <= high
+    assert 0 <= profile.issue_ns(kind, small, small, group) <= profile.issue_ns(kind, small + more, small + more, group)
+    assert (low == 0) == (ranks == 1)
+
+
+def test_equal_groups_cost_the_same_on_every_rank() -> None:
+    profile = calibrated()
+    for kind in KINDS:
+        assert profile.communication_ns(kind, MB, MB, (0, 1)) == profile.communication_ns(kind, MB, MB, (6, 7))
+    assert profile.link((0, 1)) == profile.link((6, 7)) == "loopback"
+
+
+def test_calibrated_collective() -> None:
+    profile = calibrated()
+    assert profile.communication_estimate("all_gather", MB, 2 * MB, (0, 1)) == (50_000 + 2 * MB, "measured")
+    assert profile.issue_ns("all_gather", MB, 2 * MB, (0, 1)) == 7_000 + MB
+    # Not measured: another kind, and another host's link.
+    assert (
+        profile.communication_ns("all_reduce", MB, MB, (0, 1))
+        == communication_estimate("all_reduce", MB, MB, Layout(2, 1, 2), CPU)[0]
+    )
+    assert profile.communication_estimate("all_gather", MB, 2 * MB, (0, 2))[1] not in ("measured", "scaled")
+    assert profile.link((0, 2)) == "inter"
+    # A larger group on the same kind of link: latency by hops, bandwidth as measured.
+    wide = CostProfile.from_json({**profile.to_json(), "ranks_per_host": 8})
+    assert wide.communication_estimate("all_gather", MB, 4 * MB, (0, 1, 2, 3)) == (150_000 + 6 * MB, "scaled")
+
+
+def test_compute_is_a_roofline() -> None:
+    profile = calibrated()
+    assert profile.compute_ns(0, 4 * MB, "float32") == 1_001_000
+    assert profile.compute_ns(0, 4 * MB, "float32", kernels=3) == 1_003_000
+    assert profile.compute_ns(0, 0, "float32", kernels=0) == 0
+    assert profile.compute_ns(1e6, 0, "torch.float32") == 101_000
+    assert profile.compute_ns(1e8, 0, "float32") == 2_001_000
+    assert profile.compute_ns(2e8, 0, "float32") == 4_001_000
+    halfway = profile.compute_ns((1e6 + 1e8) / 2, 0, "float32")
+    assert halfway == round((1e5 + 2e6) / 2) + 1_000
+    # bfloat16 was not measured: the spec's rate.
+    assert profile.compute_ns(80e9, 0, "bfloat16") == 10**9 + 1_000
+    assert CostProfile.default("cuda").compute_ns(989.4e12, 0, "bfloat16") == pytest.approx(1e9 / 0.7, rel=0.001)
+    with pytest.raises(ValueError, match="bytes_moved=-1"):
+        profile.compute_ns(0, -1, "float32")
+
+
+def test_round_trip_and_hash(tmp_path: Path) -> None:
+    for profile in (calibrated(), CostProfile.default("cuda")):
+        file = tmp_path / "profile.json"
+        profile.save(file)
+        assert CostProfile.load(file) == profile
+        assert CostProfile.load(file).hash() == profile.hash()
+    assert calibrated().hash() != CostProfile.default("cpu").hash()
+    renamed = CostProfile.from_json({**calibrated().to_json(), "name": "other"})
+    assert renamed.hash() == calibrated().hash()
+    faster = CostProfile.from_json({**calibrated().to_json(), "kernel_ns": 999.0})
+    assert faster.hash() != calibrated().hash()
+    assert not CostProfile.default("cuda").measured and "default" in CostProfile.default("cuda").name
+
+
+def _with(path: str, value: object) -> dict[str, object]:
+    data = json.loads(json.dumps(calibrated().to_json()))
+    *parents, last = path.split(".")
+    place = data
+    for key in parents:
+        place = place[int(key) if key.isdigit() else key]
+    if value is KeyError:
+        del place[last]
+    else:
+        place[last] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("schema_version", 99, "schema_version 99; expected 1"),
+        ("schema_version", KeyError, "schema_version is missing"),
+        ("colour", "red", "colour is unknown; expected one of"),
+        ("ranks_per_host", 0, "ranks_per_host is 0; expected a whole number of at least 1"),
+        ("ranks_per_host", True, "ranks_per_host is True"),
+        ("measured", 1, "measured is 1; expected true or false"),
+        ("name", 7, "name is 7; expected text"),
+        ("groups", {}, "groups is {}; expected a list"),
+        ("groups.0.costs.0.kind", "gather", "groups[0].costs[0].kind is 'gather'; expected one of all_gather"),
+        ("groups.0.costs.0.alpha_ns", -1, "groups[0].costs[0].alpha_ns is -1; expected a finite number of at least 0"),
+        ("groups.0.costs.0.alpha_ns", float("nan"), "groups[0].costs[0].alpha_ns is nan"),
+        ("groups.0.costs.0.alpha_ns", 10**400, "groups[0].costs[0].alpha_ns is 1000"),
+        ("groups.0.costs.0.beta_ns_per_byte", "fast", "groups[0].costs[0].beta_ns_per_byte is 'fast'"),
+        ("groups.0.layout.hosts", 3, "groups[0].layout: Layout(ranks=2, hosts=3"),
+        ("groups.0.layout", [], "groups[0].layout is []; expected an object"),
+        ("matmul.1.flops", 1e5, "matmul points of float32 must rise"),
+        ("matmul.0.ns", 0, "matmul[0].ns is 0; expected a finite number above 0"),
+        ("memory_bytes_per_s", float("inf"), "memory_bytes_per_s is inf"),
+    ],
+)
+def test_bad_values_are_named(path: str, value: object, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(_with(path, value)))
+    with pytest.raises(ProfileError) as caught:
+        CostProfile.load(file)
+    assert message in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_duplicates_are_refused() -> None:
+    data = calibrated().to_json()
+    group = data["groups"][0]
+    with pytest.raises(ProfileError, match="layout is listed twice"):
+        CostProfile.from_json(json.loads(json.dumps({**data, "groups": [group, group]})))
+    twice = {**group, "costs": list(group["costs"]) * 2}
+    with pytest.raises(ProfileError, match="kind is listed twice"):
+        CostProfile.from_json(json.loads(json.dumps({**data, "groups": [twice]})))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", "3", "\x00\x01", "[" * 200_000])
+def test_files_that_are_no_profiles(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(content)
+    with pytest.raises(ProfileError, match=r"profile\.json"):
+        CostProfile.load(file)
+
+
+def test_missing_and_oversized_files(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="cannot be read"):
+        CostProfile.load(tmp_path / "none.json")
+    with pytest.raises(ProfileError, match="cannot be read"):
+        CostProfile.load(tmp_path)
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    with pytest.raises(ProfileError, match="too many"):
+        CostProfile.load(large)
