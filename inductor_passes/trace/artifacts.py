@@ -1,0 +1,228 @@
+"""The artifacts of one planned graph in torch's structured trace (``TORCH_TRACE``), readable in tlparse.
+
+Forward and backward share a compile id, so phase and graph index are part of every artifact's name and payload. The
+names start with ``inductor_passes_`` and never with a name that tlparse reserves for Inductor's own records: it takes
+the first record whose name matches. Payloads are built only when a trace is written, and nothing that goes wrong here
+reaches the compilation: the first failure is logged as a warning, further ones are silent.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from inductor_passes.report import SCHEMA_VERSION, GraphReport, PassReport
+from inductor_passes.schedule.problem import Problem
+from inductor_passes.trace.payload import dumps
+
+if TYPE_CHECKING:
+    from inductor_passes.schedule.simulate import Timeline
+
+PREFIX = "inductor_passes_"
+#: Artifacts that every graph has; ``chrome_trace_*`` and ``schedule`` need a planned order.
+ALWAYS = ("config", "summary", "decisions", "collectives")
+PLANNED = ("schedule", "chrome_trace_before", "chrome_trace_after")
+#: Only at debug level, i.e. when the logger ``inductor_passes`` is: ``TORCH_LOGS=+inductor_passes``.
+DEBUG = ("problem", "graph_before", "graph_after")
+FAILURE = "failure"
+KINDS = (*ALWAYS, *PLANNED, *DEBUG, FAILURE)
+
+_log = logging.getLogger("inductor_passes")
+_warned: set[str] = set()
+
+
+def artifact_name(kind: str, report: GraphReport) -> str:
+    """``inductor_passes_<kind>_<phase>_<graph index>``, unique among the graphs of one compile id."""
+    phase = re.sub(r"[^a-z0-9]+", "_", report.phase.lower()) or "graph"
+    return f"{PREFIX}{kind}_{phase}_{report.graph_index}"
+
+
+def emit(
+    report: GraphReport,
+    *,
+    problem: Problem | None,
+    order_before: Sequence[int] | None,
+    order_after: Sequence[int] | None,
+    timeline_before: Timeline | None = None,
+    timeline_after: Timeline | None = None,
+    graph_before: Callable[[], str] | None = None,
+    graph_after: Callable[[], str] | None = None,
+) -> None:
+    """Write everything about one planned graph into the trace; does nothing without one, never raises.
+
+    Args:
+        report: the finished report; its decisions and collectives become artifacts of their own.
+        problem: what was planned, or None for a graph that was left alone.
+        order_before, order_after: orders of ``problem``, or None.
+        timeline_before, timeline_after: their simulations, when at hand; else they are simulated here.
+        graph_before, graph_after: readable graphs for the debug level, called only then.
+    """
+
+    def write() -> None:
+        from inductor_passes._torch import trace_enabled
+
+        if not trace_enabled():
+            return
+        identity = identify(report)
+        _write("config", report, "json", lambda: dumps(_config(report, identity)))
+        _write("summary", report, "json", lambda: dumps(_summary(report)))
+        _write("decisions", report, "json", lambda: dumps(_decisions(report, identity)))
+        _write("collectives", report, "json", lambda: dumps(_collectives(report, identity)))
+        if problem is not None and order_before is not None and order_after is not None:
+            _planned(report, identity, problem, order_before, order_after, timeline_before, timeline_after)
+        if _log.isEnabledFor(logging.DEBUG):
+            if problem is not None:
+                planned = problem
+                _write("problem", report, "json", lambda: dumps({**planned.to_json(), **identity}, indent=None))
+            for kind, graph in (("graph_before", graph_before), ("graph_after", graph_after)):
+                if graph is not None:
+                    _write(kind, report, "string", _headed(identity, graph))
+
+    guarded("the trace artifacts", write)
+
+
+def emit_failure(report: GraphReport, failed: PassReport, graph: Callable[[], str] | None = None) -> None:
+    """Write why a pass was rolled back, with the graph that was refused; never raises.
+
+    ``graph`` gives the refused graph as text and is called only when a trace is written.
+    """
+
+    def write() -> None:
+        from inductor_passes._torch import trace_enabled
+
+        if trace_enabled():
+            _write(
+                f"{FAILURE}_{re.sub(r'[^a-z0-9]+', '_', failed.name.lower())}",
+                report,
+                "json",
+                lambda: dumps(_failure(report, failed, graph)),
+            )
+
+    guarded("the failure artifact", write)
+
+
+def guarded(what: str, action: Callable[[], None]) -> None:
+    """Run ``action``; an exception becomes one warning per kind of thing, and the compilation goes on."""
+    try:
+        action()
+    except Exception as error:
+        if what not in _warned:
+            _warned.add(what)
+            _log.warning(
+                "could not write %s (%s: %s); compilation goes on without. Check that the directory in TORCH_TRACE "
+                "can be written to.",
+                what,
+                type(error).__name__,
+                error,
+            )
+
+
+def identify(report: GraphReport) -> dict[str, Any]:
+    """What every payload carries so that a reader can put the artifacts of one graph together."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "phase": report.phase,
+        "graph_index": report.graph_index,
+        "compile_id": report.compile_id,
+        "rank": report.rank,
+    }
+
+
+def _write(kind: str, report: GraphReport, encoding: str, payload: Callable[[], str]) -> None:
+    from inductor_passes._torch import trace_artifact
+
+    trace_artifact(artifact_name(kind, report), encoding, payload)
+
+
+def _config(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **identity,
+        "config": report.config,
+        "cost_profile": report.cost_profile,
+        "torch_version": report.torch_version,
+        "world_size": report.world_size,
+    }
+
+
+def _summary(report: GraphReport) -> dict[str, Any]:
+    """The report without what has an artifact of its own."""
+    data = report.to_json()
+    del data["collectives"], data["config"]
+    for one in data["passes"]:
+        del one["decisions"]
+    for schedule in data["schedules"]:
+        del schedule["schedule_before"], schedule["schedule_after"]
+    return data
+
+
+def _decisions(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any]:
+    passes = [{"name": one["name"], "decisions": one["decisions"]} for one in report.to_json()["passes"]]
+    return {**identity, "passes": passes}
+
+
+def _collectives(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any]:
+    lanes = {one.lane: one.ranks for one in report.collectives}
+    return {
+        **identity,
+        "groups": [_group(lane, ranks) for lane, ranks in sorted(lanes.items())],
+        "collectives": report.to_json()["collectives"],
+    }
+
+
+def _group(lane: str, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """A communicator's global ranks, also as start and stride when they are evenly spaced (else null)."""
+    strides = {b - a for a, b in zip(ranks, ranks[1:])}
+    stride = strides.pop() if len(strides) == 1 else (1 if len(ranks) == 1 else None)
+    return {"name": lane, "ranks": list(ranks), "start": ranks[0] if ranks else None, "stride": stride}
+
+
+def _failure(report: GraphReport, failed: PassReport, graph: Callable[[], str] | None) -> dict[str, Any]:
+    holder = GraphReport(report.phase, report.graph_index, passes=[failed]).to_json()["passes"][0]
+    text = ""
+    if graph is not None:
+        try:
+            text = graph()
+        except Exception as error:
+            text = f"(the graph cannot be printed: {type(error).__name__}: {error})"
+    return {**identify(report), "pass": holder, "graph": text.splitlines()}
+
+
+def _headed(identity: dict[str, Any], text: Callable[[], str]) -> Callable[[], str]:
+    head = "".join(f"# {key}: {value}\n" for key, value in identity.items())
+    return lambda: (head + text()).encode("utf-8", "replace").decode("utf-8")
+
+
+def _planned(
+    report: GraphReport,
+    identity: dict[str, Any],
+    problem: Problem,
+    order_before: Sequence[int],
+    order_after: Sequence[int],
+    timeline_before: Timeline | None,
+    timeline_after: Timeline | None,
+) -> None:
+    def schedule() -> str:
+        return "".join(
+            f"{title}:\n{textwrap.fill(problem.schedule_text(order), 110, break_long_words=False)}\n"
+            for title, order in (("before", order_before), ("after", order_after))
+        )
+
+    _write("schedule", report, "string", _headed(identity, schedule))
+    schedule_report = report.schedule
+    budget = None if schedule_report is None else schedule_report.budget_bytes
+
+    def chrome(order: Sequence[int], timeline: Timeline | None) -> Callable[[], str]:
+        def payload() -> str:
+            from inductor_passes.trace.chrome import chrome_trace
+            from inductor_passes.trace.intervals import Intervals
+
+            at = Intervals.of(problem, order, timeline)
+            return chrome_trace(problem, order, at, rank=report.rank, head=identity, budget_bytes=budget)
+
+        return payload
+
+    _write("chrome_trace_before", report, "json", chrome(order_before, timeline_before))
+    _write("chrome_trace_after", report, "json", chrome(order_after, timeline_after))
