@@ -6,8 +6,8 @@ module-level function of an importable module, and its arguments and results mus
 
 Starting a process costs seconds (importing torch), running a check milliseconds: a test file that has several
 checks keeps one :class:`Ranks` open (a module-scoped fixture) and calls :meth:`Ranks.run` per check. A pool
-that lost a rank to an error or a timeout starts again on the next call, so that one failing test does not take
-the others with it.
+that lost a rank to an error or a timeout starts again on the next call, so that one failing test does not
+take the others with it.
 """
 
 from __future__ import annotations
