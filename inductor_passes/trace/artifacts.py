@@ -216,10 +216,10 @@ def _planned(
 
     def chrome(order: Sequence[int], timeline: Timeline | None) -> Callable[[], str]:
         def payload() -> str:
+            from inductor_passes.schedule.simulate import simulate
             from inductor_passes.trace.chrome import chrome_trace
-            from inductor_passes.trace.intervals import Intervals
 
-            at = Intervals.of(problem, order, timeline)
+            at = simulate(problem, order) if timeline is None else timeline
             return chrome_trace(problem, order, at, rank=report.rank, head=identity, budget_bytes=budget)
 
         return payload

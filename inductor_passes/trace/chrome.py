@@ -11,8 +11,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import Kind, Problem, Task
-from inductor_passes.trace.intervals import Intervals
+from inductor_passes.schedule.simulate import Timeline
 from inductor_passes.trace.payload import dumps_records
 
 SCHEMA_VERSION = 1
@@ -22,7 +23,7 @@ COMPUTE_THREAD = 0
 def chrome_trace(
     problem: Problem,
     order: Sequence[int],
-    intervals: Intervals,
+    timeline: Timeline,
     *,
     rank: int = 0,
     head: dict[str, Any] | None = None,
@@ -31,13 +32,13 @@ def chrome_trace(
     """The trace as JSON text: an object with ``traceEvents``, ``head``'s keys and ``displayTimeUnit``.
 
     Args:
-        intervals: when each task ran, from the simulation of ``order``.
+        timeline: the simulation of ``order``.
         rank: the process id of all events.
         head: further top-level keys (phase, graph index); viewers ignore them.
         budget_bytes: drawn as a second series of the memory counter when given.
     """
-    events = [*_metadata(problem, rank), *_slices(problem, order, intervals, rank)]
-    events += _memory(intervals, rank, budget_bytes)
+    events = [*_metadata(problem, rank), *_slices(problem, order, timeline, rank)]
+    events += _memory(problem, order, timeline, rank, budget_bytes)
     top = {"schema_version": SCHEMA_VERSION, **(head or {}), "displayTimeUnit": "ns"}
     return dumps_records(top, "traceEvents", events)
 
@@ -61,7 +62,7 @@ def _metadata(problem: Problem, rank: int) -> Iterator[str]:
         yield meta("thread_sort_index", thread, sort_index=thread)
 
 
-def _slices(problem: Problem, order: Sequence[int], at: Intervals, rank: int) -> Iterator[str]:
+def _slices(problem: Problem, order: Sequence[int], at: Timeline, rank: int) -> Iterator[str]:
     def slice_(name: str, category: str, thread: int, begin: int, end: int, args: dict[str, Any]) -> str:
         return _encode(
             {
@@ -85,16 +86,16 @@ def _slices(problem: Problem, order: Sequence[int], at: Intervals, rank: int) ->
 
     for i in order:
         task = problem.tasks[i]
-        begin, end = at.host_begin[i], at.host_end[i]
+        begin, end = at.start_ns[i], at.end_ns[i]
         if task.kind is Kind.COMPUTE:
             yield slice_(task.name, "compute", COMPUTE_THREAD, begin, end, _args(i, task))
         elif task.kind is Kind.START:
             name = task.label or task.name
             thread = 1 + task.lane
             yield slice_(f"issue {name}", "issue", COMPUTE_THREAD, begin, end, {"task": i})
-            yield slice_(name, "transfer", thread, at.lane_begin[i], at.lane_end[i], _args(i, task))
+            yield slice_(name, "transfer", thread, at.lane_begin_ns[i], at.lane_end_ns[i], _args(i, task))
             yield flow("s", i, COMPUTE_THREAD, begin)
-            yield flow("t", i, thread, at.lane_begin[i])
+            yield flow("t", i, thread, at.lane_begin_ns[i])
         else:
             start = problem.tasks[task.start]
             yield slice_(f"wait {start.label or start.name}", "wait", COMPUTE_THREAD, begin, end, {"task": i})
@@ -112,11 +113,14 @@ def _args(number: int, task: Task) -> dict[str, Any]:
     return args
 
 
-def _memory(at: Intervals, rank: int, budget_bytes: int | None) -> Iterator[str]:
+def _memory(
+    problem: Problem, order: Sequence[int], at: Timeline, rank: int, budget_bytes: int | None
+) -> Iterator[str]:
     last = -1
-    for ns, size_bytes in at.memory:
+    for i, size_bytes in zip(order, profile(problem, order)):
         if size_bytes == last:
             continue
         last = size_bytes
         args = {"bytes": size_bytes} | ({} if budget_bytes is None else {"budget": budget_bytes})
-        yield _encode({"ph": "C", "pid": rank, "tid": 0, "name": "memory", "ts": _time(ns), "args": args})
+        ts = _time(at.start_ns[i])
+        yield _encode({"ph": "C", "pid": rank, "tid": COMPUTE_THREAD, "name": "memory", "ts": ts, "args": args})

@@ -9,110 +9,69 @@ time of the compute lane, exactly.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes.schedule.problem import Kind, Problem
-from inductor_passes.trace.intervals import Intervals
+from inductor_passes.schedule.simulate import Timeline
+from inductor_passes.schedule.tables import tables
 
 
 @dataclass(frozen=True)
-class Exposure:
-    """Exposure of one simulated order.
+class Charges:
+    """Stalls of one simulated order, charged to transfers; lists are indexed by task number.
 
     Attributes:
-        exposed_ns: per task number; 0 for everything but a ``START``.
-        stalled_wait: per task number of a ``START``: the task whose stall it was charged to first, or -1.
-        queued_behind: per ``START``: the collective whose transfer ended when its own began although it had been
-            issued before, or -1 when it did not queue.
-        compute_ns: busy time of the compute lane.
+        exposed_ns: stall time that the transfer of a ``START`` fills; 0 for other tasks.
+        stall: the wait whose stall was first charged to a ``START``; -1 when nothing or only the end of the program.
+        behind: the collective that a ``START`` queued for, -1 when its machine was free.
     """
 
-    exposed_ns: tuple[int, ...]
-    stalled_wait: tuple[int, ...]
-    queued_behind: tuple[int, ...]
-    compute_ns: int
+    exposed_ns: list[int]
+    stall: list[int]
+    behind: list[int]
 
 
-def exposure(problem: Problem, order: Sequence[int], at: Intervals) -> Exposure:
-    """Charge every stall of the compute lane to the transfers that fill it. O(tasks log tasks)."""
+def charge_stalls(problem: Problem, order: Sequence[int], timeline: Timeline) -> Charges:
+    """Charge every stall of the compute lane to the transfers that fill it. O(N), plus the lengths of the queues."""
     n = len(problem)
-    exposed = [0] * n
-    stalled_wait = [-1] * n
-    queues = _Queues(problem, order, at)
-    busy = 0
+    machine = tables(problem).machine
+    charges = Charges([0] * n, [-1] * n, _queue(problem, order, timeline))
+    latest: dict[int, int] = {}
     last_end = 0
     for i in order:
         task = problem.tasks[i]
-        busy += task.issue_ns if task.kind is not Kind.COMPUTE else task.duration_ns
-        last_end = max(last_end, at.host_end[i])
-        if task.kind is Kind.WAIT:
-            begin = at.host_begin[i]
-            stall = at.host_end[i] - begin - task.issue_ns
-            if stall > 0:
-                _charge(task.start, begin, begin + stall, i, queues, exposed, stalled_wait, at)
-    if at.makespan > last_end:
-        final = max((i for i in order if problem.tasks[i].kind is Kind.START), key=lambda i: at.lane_end[i])
-        _charge(final, last_end, at.makespan, -1, queues, exposed, stalled_wait, at)
-    return Exposure(tuple(exposed), tuple(stalled_wait), tuple(queues.behind), busy)
+        last_end = timeline.end_ns[i]
+        if task.kind is Kind.START:
+            latest[machine[i]] = i
+        elif task.kind is Kind.WAIT:
+            # The issue cost of a wait comes after the stall.
+            begin, end = timeline.start_ns[i], timeline.end_ns[i] - task.issue_ns
+            _charge(charges, timeline, task.start, begin, end, i)
+    if timeline.makespan_ns > last_end:
+        outliving = max(latest.values(), key=lambda i: timeline.lane_end_ns[i])
+        _charge(charges, timeline, outliving, last_end, timeline.makespan_ns, -1)
+    return charges
 
 
-class _Queues:
-    """For each collective, the one ahead of it that it queued for."""
-
-    def __init__(self, problem: Problem, order: Sequence[int], at: Intervals) -> None:
-        self.behind = [-1] * len(problem)
-        resources: dict[str, list[tuple[int, int]]] = {}
-        starts = [i for i in order if problem.tasks[i].kind is Kind.START]
-        for i in starts:
-            for key in resources_of(problem, i):
-                resources.setdefault(key, []).append((at.lane_end[i], i))
-        for ends in resources.values():
-            ends.sort()
-        for i in starts:
-            if at.lane_begin[i] <= at.host_end[i]:
-                continue
-            for key in resources_of(problem, i):
-                ends = resources[key]
-                k = bisect_right(ends, (at.lane_begin[i], len(problem))) - 1
-                while k >= 0 and ends[k][0] == at.lane_begin[i]:
-                    other = ends[k][1]
-                    # A transfer of no length ends where it begins; only one that took time can be queued for.
-                    if other != i and at.lane_end[other] > at.lane_begin[other]:
-                        self.behind[i] = other
-                        break
-                    k -= 1
-                if self.behind[i] >= 0:
-                    break
+def _queue(problem: Problem, order: Sequence[int], timeline: Timeline) -> list[int]:
+    """For each collective, the one before it on its machine if it had to queue for that one."""
+    machine = tables(problem).machine
+    behind = [-1] * len(problem)
+    previous: dict[int, int] = {}
+    for i in order:
+        if problem.tasks[i].kind is Kind.START:
+            if timeline.lane_begin_ns[i] > timeline.end_ns[i]:
+                behind[i] = previous[machine[i]]
+            previous[machine[i]] = i
+    return behind
 
 
-def resources_of(problem: Problem, start: int) -> tuple[str, ...]:
-    """What a transfer occupies: its communicator, and the link when it has one."""
-    lane = problem.tasks[start].lane
-    link = problem.lanes[lane].link
-    return (f"lane {lane}", f"link {link}") if link else (f"lane {lane}",)
-
-
-def _charge(
-    start: int,
-    begin: int,
-    end: int,
-    wait: int,
-    queues: _Queues,
-    exposed: list[int],
-    stalled_wait: list[int],
-    at: Intervals,
-) -> None:
-    """Walk back from the awaited transfer through the queue until the stall's begin."""
+def _charge(charges: Charges, timeline: Timeline, start: int, begin: int, end: int, wait: int) -> None:
+    """Walk back from the awaited transfer through its queue until the stall's begin."""
     while end > begin:
-        behind = queues.behind[start]
-        # Without a recorded predecessor the rest of the stall is this collective's own, so the sum stays exact.
-        own_begin = max(begin, at.lane_begin[start]) if behind >= 0 else begin
-        share = end - own_begin
-        if share > 0:
-            exposed[start] += share
-            if stalled_wait[start] < 0:
-                stalled_wait[start] = wait
-        end = own_begin
-        start = behind
+        own_begin = max(begin, timeline.lane_begin_ns[start])
+        charges.exposed_ns[start] += end - own_begin
+        if charges.stall[start] < 0:
+            charges.stall[start] = wait
+        end, start = own_begin, charges.behind[start]

@@ -12,14 +12,30 @@ Settings and gains come from planning again with one kind of constraint lifted (
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from inductor_passes.report import CollectiveReport
-from inductor_passes.schedule.problem import Problem
+from inductor_passes.report import CollectiveReport, Reason
+from inductor_passes.schedule.memory import profile
+from inductor_passes.schedule.problem import Kind, Problem
+from inductor_passes.schedule.simulate import Timeline
+from inductor_passes.schedule.tables import Tables, tables
+from inductor_passes.trace.advice import Advice, advise
+from inductor_passes.trace.exposure import Charges, charge_stalls
+from inductor_passes.trace.whatif import family, latencies
 
-if TYPE_CHECKING:
-    from inductor_passes.schedule.simulate import Timeline
+#: Labels' letters -> the collective's name.
+KINDS = {
+    "AG": "all_gather",
+    "RS": "reduce_scatter",
+    "AR": "all_reduce",
+    "A2A": "all_to_all",
+    "BC": "broadcast",
+    "P2P": "send_recv",
+}
+#: A part of a collective's duration below which it does not count: kernels too short to hide anything.
+NEGLIGIBLE = 0.1
 
 
 def explain(
@@ -44,6 +60,214 @@ def explain(
         buckets: task name of a start -> name of the bucket it stands for.
         what_if: plan again to find settings and gains; without it they are empty and 0.
 
-    The exposed times add up to the makespan of ``timeline_after`` minus the busy time of the compute lane.
+    The exposed times add up to the makespan of ``timeline_after`` minus the busy time of the compute lane. A gain is
+    that of its setting for the whole graph, so collectives with the same setting share one gain.
     """
-    raise NotImplementedError
+    before = charge_stalls(problem, problem.input_order if order_before is None else order_before, timeline_before)
+    charges = charge_stalls(problem, order, timeline_after)
+    reasons = find_reasons(problem, order, timeline_after, charges, budget_bytes)
+    advice: dict[Reason, Advice] = {}
+    if what_if:
+        groups: dict[Reason, list[int]] = {}
+        for start, (reason, _) in reasons.items():
+            groups.setdefault(reason, []).append(start)
+        advice = advise(problem, groups, timeline_after.makespan_ns, timeline_before.peak_bytes, budget_bytes)
+    reports = []
+    for i in order:
+        task = problem.tasks[i]
+        if task.kind is not Kind.START:
+            continue
+        reason, detail = reasons.get(i, (Reason.HIDDEN, ""))
+        hint = advice.get(reason, Advice())
+        lane = problem.lanes[task.lane].name
+        reports.append(
+            CollectiveReport(
+                name=task.name,
+                label=task.label or task.name,
+                kind=KINDS.get(family(task), family(task)),
+                lane=lane,
+                ranks=(ranks or {}).get(lane, ()),
+                size_bytes=task.size_bytes,
+                duration_ns=task.duration_ns,
+                hidden_ns=task.duration_ns - charges.exposed_ns[i],
+                exposed_ns=charges.exposed_ns[i],
+                exposed_before_ns=before.exposed_ns[i],
+                reason=reason,
+                detail="; ".join(filter(None, (detail, hint.detail))),
+                setting=hint.setting,
+                gain_ns=hint.gain_ns,
+                source=task.source,
+                bucket=(buckets or {}).get(task.name, ""),
+            )
+        )
+    return reports
+
+
+def find_reasons(
+    problem: Problem,
+    order: Sequence[int],
+    timeline: Timeline,
+    charges: Charges,
+    budget_bytes: int | None,
+) -> dict[int, tuple[Reason, str]]:
+    """Task number of every exposed ``START`` -> (binding reason, what it was seen from)."""
+    view = _View.of(problem, order, timeline, charges, budget_bytes)
+    found: dict[int, tuple[Reason, str]] = {}
+    undecided = []
+    for i in order:
+        if charges.exposed_ns[i] <= 0:
+            continue
+        verdict = _from_the_start(view, i) or _from_the_stall(view, i)
+        if verdict is None:
+            undecided.append(i)
+        else:
+            found[i] = verdict
+    found.update(_from_the_graph(view, undecided))
+    return found
+
+
+@dataclass(frozen=True)
+class _View:
+    """An order with what the questions below look up."""
+
+    problem: Problem
+    t: Tables
+    order: Sequence[int]
+    position: list[int]
+    timeline: Timeline
+    charges: Charges
+    #: bytes live during each position
+    live: list[int]
+    budget_bytes: int | None
+    latency_ns: list[int]
+
+    @staticmethod
+    def of(
+        problem: Problem, order: Sequence[int], timeline: Timeline, charges: Charges, budget_bytes: int | None
+    ) -> _View:
+        position = [0] * len(problem)
+        for k, i in enumerate(order):
+            position[i] = k
+        live = profile(problem, order)
+        return _View(
+            problem, tables(problem), order, position, timeline, charges, live, budget_bytes, latencies(problem)
+        )
+
+    def label(self, i: int) -> str:
+        return self.problem.tasks[i].label or self.problem.tasks[i].name
+
+    def fits(self, first: int, stop: int, extra_bytes: int) -> bool:
+        """Whether ``extra_bytes`` more at positions ``first`` .. ``stop - 1`` stay within the budget."""
+        if self.budget_bytes is None or first >= stop or not extra_bytes:
+            return True
+        return max(self.live[first:stop]) + extra_bytes <= self.budget_bytes
+
+
+def _from_the_start(view: _View, i: int) -> tuple[Reason, str] | None:
+    """Why its transfer did not begin earlier, unless it began as soon as its input was computed."""
+    t, timeline = view.t, view.timeline
+    behind = view.charges.behind[i]
+    if behind >= 0:
+        queued = timeline.lane_begin_ns[i] - timeline.end_ns[i]
+        if 2 * view.latency_ns[i] >= t.lane_ns[i] > 0:
+            share = round(100 * view.latency_ns[i] / t.lane_ns[i])
+            return Reason.LATENCY_BOUND, f"{share}% of its time is latency, queued behind {view.label(behind)}"
+        return Reason.LANE_BUSY, f"queued {_us(queued)} behind {view.label(behind)}"
+    own = set(view.problem.preds[i])
+    ready = max((p for p in t.preds[i] if p in own), key=lambda p: view.position[p], default=-1)
+    allowed = max(t.preds[i], key=lambda p: view.position[p], default=-1)
+    earliest = view.position[allowed] + 1 if allowed >= 0 else 0
+    issued = timeline.start_ns[i]
+    if issued > (timeline.end_ns[allowed] if allowed >= 0 else 0):
+        # It was issued later than its predecessors allow, with work in between that it could have run beside.
+        if not view.fits(earliest, view.position[i], t.alloc[i]):
+            return Reason.MEMORY_BUDGET, f"an earlier start needs {t.alloc[i]} bytes more than the budget leaves"
+        return Reason.NOT_PROFITABLE, "no earlier start was found that makes the step faster"
+    if allowed != ready and issued > (timeline.end_ns[ready] if ready >= 0 else 0):
+        what = "fence" if view.problem.tasks[allowed].fence else "fixed order of its communicator after"
+        return Reason.FENCE, f"{what} {view.label(allowed)}"
+    return None
+
+
+def _from_the_stall(view: _View, i: int) -> tuple[Reason, str] | None:
+    """Whether the wait that stood still for it could have come later: other work was ready but did not fit."""
+    stall = view.charges.stall[i]
+    if stall < 0:
+        return None
+    t, here = view.t, view.position[stall]
+    blocked = 0
+    # Looking at a window keeps this linear in practice: work that is ready now is rarely listed far behind.
+    for k in range(here + 1, min(here + 1 + READY_WINDOW, len(view.order))):
+        j = view.order[k]
+        if t.kind[j] != int(Kind.COMPUTE) or t.busy_ns[j] < NEGLIGIBLE * view.charges.exposed_ns[i]:
+            continue
+        if any(view.position[p] >= here for p in t.preds[j]):
+            continue
+        if view.fits(here, k, t.alloc[j]):
+            return Reason.NOT_PROFITABLE, f"{view.label(j)} could run beside it, but no faster order was found"
+        blocked = max(blocked, t.alloc[j])
+    if blocked:
+        return Reason.MEMORY_BUDGET, f"work that could run beside it needs {blocked} bytes more than the budget leaves"
+    return None
+
+
+READY_WINDOW = 512
+
+
+def _from_the_graph(view: _View, starts: Sequence[int]) -> dict[int, tuple[Reason, str]]:
+    """The rest began as soon as the data allowed and nothing else was ready: what does the graph itself offer?"""
+    if not starts:
+        return {}
+    collectives = [i for i in view.order if view.t.kind[i] == int(Kind.START)]
+    relatives = _relatives(view, starts)
+    found = {}
+    for i in starts:
+        before, after, independent = relatives[i]
+        small = NEGLIGIBLE * view.t.lane_ns[i]
+        if i == collectives[0] and before <= small:
+            found[i] = (Reason.HEAD, "")
+        elif i == collectives[-1] and after <= small:
+            found[i] = (Reason.TAIL, "")
+        elif independent <= small:
+            found[i] = (Reason.DATA_DEPENDENCY, "every kernel computes its input or needs its result")
+        else:
+            found[i] = (
+                Reason.NO_INDEPENDENT_COMPUTE,
+                f"{_us(independent)} of independent kernels are bound to other places or hide other collectives",
+            )
+    return found
+
+
+def _relatives(view: _View, starts: Sequence[int]) -> dict[int, tuple[int, int, int]]:
+    """For each of ``starts``: ns of compute that it needs, that needs it, and that does neither.
+
+    One sweep each way with a bit per collective, then one sum per distinct combination of bits.
+    """
+    t = view.t
+    bit = {i: 1 << k for k, i in enumerate(starts)}
+    below, above = [0] * t.n, [0] * t.n
+    for i in range(t.n):
+        mask = 0
+        for p in t.preds[i]:
+            mask |= below[p] | bit.get(p, 0)
+        below[i] = mask
+    for i in range(t.n - 1, -1, -1):
+        mask = 0
+        for s in t.succs[i]:
+            mask |= above[s] | bit.get(s, 0)
+        above[i] = mask
+    time: Counter[tuple[int, int]] = Counter()
+    for i in range(t.n):
+        if t.kind[i] == int(Kind.COMPUTE):
+            time[above[i], below[i]] += t.busy_ns[i]
+    total = sum(time.values())
+    result = {}
+    for i, own in bit.items():
+        before = sum(ns for (needed, _), ns in time.items() if needed & own)
+        after = sum(ns for (_, needs), ns in time.items() if needs & own)
+        result[i] = (before, after, total - before - after)
+    return result
+
+
+def _us(ns: int) -> str:
+    return f"{ns / 1000:.1f} us"

@@ -1,0 +1,115 @@
+"""What would help, and by how much: one setting or change per binding reason, valued by planning again.
+
+The gain is measured on the planner itself: the problem without the constraint (or with the suggested setting) is
+planned again, and the gain is how much shorter the answer is than the compiled order. One or a few plans per reason,
+none per collective. A gain that is only a bound (the change cannot be simulated) says "at most" in its detail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from inductor_passes.config import MemoryBudget
+from inductor_passes.report import Reason
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.problem import Problem
+from inductor_passes.trace import whatif
+
+#: Budgets that are tried, in the form of the setting.
+BUDGETS = ("0", "+1%", "+2%", "+5%", "+10%", "+25%", "+50%", "+100%", "+200%")
+#: The smallest budget that brings this part of what unlimited memory brings is the one suggested.
+ENOUGH = Fraction(9, 10)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A setting or change, its gain in ns for the whole graph (0: unknown), and what the gain rests on."""
+
+    setting: str = ""
+    gain_ns: int = 0
+    detail: str = ""
+
+
+def advise(
+    problem: Problem,
+    groups: Mapping[Reason, Sequence[int]],
+    makespan_ns: int,
+    input_peak_bytes: int,
+    budget_bytes: int | None,
+) -> dict[Reason, Advice]:
+    """For each reason with its exposed collectives: what would help.
+
+    Args:
+        groups: reason -> task numbers of the collectives that it binds.
+        makespan_ns: of the order that was compiled.
+        input_peak_bytes: what a relative budget refers to.
+        budget_bytes: the cap it was planned under, None when unlimited.
+    """
+
+    def gain(changed: Problem) -> int:
+        return max(0, makespan_ns - plan(changed, budget_bytes).makespan_ns)
+
+    result = {}
+    for reason, starts in groups.items():
+        advice = Advice()
+        if reason is Reason.MEMORY_BUDGET:
+            advice = _memory(problem, makespan_ns, input_peak_bytes, budget_bytes)
+        elif reason is Reason.LANE_BUSY:
+            faster = whatif.scale_links(problem, bandwidth=Fraction(2))
+            advice = Advice(
+                "fewer bytes or a faster link (simulate --bandwidth-scale 2)",
+                gain(faster),
+                "communication fills its lane; gain for half the bytes",
+            )
+        elif reason is Reason.LATENCY_BOUND:
+            advice = Advice(
+                "merge small collectives into buckets",
+                gain(whatif.without_latency(problem, starts)),
+                "gain at most, without their latency",
+            )
+        elif reason is Reason.FENCE:
+            advice = Advice(
+                "remove the fence (a host synchronisation, P2P or unknown op)",
+                gain(whatif.without_fences(problem)),
+                "gain without any fence or fixed order",
+            )
+        elif reason in _CHANGES:
+            free = gain(whatif.without_transfers(problem, starts))
+            advice = Advice(_CHANGES[reason], free, "gain at most, if they took no time")
+        if advice.gain_ns > 0:
+            result[reason] = advice
+    return result
+
+
+_CHANGES = {
+    Reason.DATA_DEPENDENCY: "split the work around it (micro-batches or async tensor parallelism)",
+    Reason.NO_INDEPENDENT_COMPUTE: "more work beside it (a larger batch, micro-batches) or fewer bytes",
+    Reason.HEAD: "a smaller first collective, or one issued before this graph",
+    Reason.TAIL: "a smaller last collective, or work after it in the same graph",
+}
+
+
+def _memory(problem: Problem, makespan_ns: int, input_peak_bytes: int, budget_bytes: int | None) -> Advice:
+    """The smallest budget of the ladder that brings nearly all that unlimited memory would."""
+    unlimited = makespan_ns - plan(problem, None).makespan_ns
+    if budget_bytes is None or unlimited <= 0:
+        return Advice()
+    ladder = [
+        (text, limit)
+        for text in BUDGETS
+        if (limit := MemoryBudget.parse(text).limit_bytes(input_peak_bytes)) is not None and limit > budget_bytes
+    ]
+    best = ("unlimited", unlimited)
+    low, high = 0, len(ladder)
+    # A larger budget is rarely worse, so bisection finds the smallest sufficient one in a few plans.
+    while low < high:
+        middle = (low + high) // 2
+        text, limit = ladder[middle]
+        gain = makespan_ns - plan(problem, limit).makespan_ns
+        if gain >= ENOUGH * unlimited:
+            best, high = (text, gain), middle
+        else:
+            low = middle + 1
+    return Advice(f'memory_budget="{best[0]}"', best[1])
