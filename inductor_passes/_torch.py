@@ -9,11 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
 # Structured trace (TORCH_TRACE) and compile-time spans. Same names and signatures from 2.11 to 2.15.
 
@@ -197,3 +202,122 @@ def tensor_bytes(tensor: torch.Tensor) -> int | None:
             return None
         total *= hint
     return total
+
+
+# Functional collectives, device meshes and parameters for data parallelism. Same from 2.11 to 2.15.
+
+
+def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """The tensors of the group of mesh dimension ``dim``, concatenated along dimension 0 in rank order; waited for."""
+    started = torch.ops._c10d_functional.all_gather_into_tensor(
+        tensor.contiguous(), mesh.size(dim), mesh.get_group(dim).group_name
+    )
+    return torch.ops._c10d_functional.wait_tensor(started)
+
+
+def reduce_scatter_sum(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """This rank's equal slice along dimension 0 of the sum over the group of mesh dimension ``dim``; waited for."""
+    started = torch.ops._c10d_functional.reduce_scatter_tensor(
+        tensor.contiguous(), "sum", mesh.size(dim), mesh.get_group(dim).group_name
+    )
+    return torch.ops._c10d_functional.wait_tensor(started)
+
+
+def all_reduce_sum(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
+    """The sum over the group of mesh dimension ``dim``; waited for."""
+    started = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "sum", mesh.get_group(dim).group_name)
+    return torch.ops._c10d_functional.wait_tensor(started)
+
+
+@contextlib.contextmanager
+def recomputed_in_backward() -> Iterator[None]:
+    """Operations traced by AOTAutograd inside are never saved for backward but run again there.
+
+    Tags the nodes as activation checkpointing does, as the innermost region of its own: its number is above all
+    others', so that a checkpointed consumer does not turn the last operation into a saved boundary. Without effect
+    outside of tracing.
+    """
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    tags = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": sys.maxsize}
+    meta = traceback.current_meta
+    before = {key: meta[key] for key in tags if key in meta}
+    meta.update(tags)
+    try:
+        yield
+    finally:
+        for key in tags:
+            meta.pop(key, None)
+        meta.update(before)
+
+
+def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh with ``outer``'s dimensions followed by ``inner``'s; both must be slices of one mesh."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate([outer, inner])
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """Sharding of ``dim`` by an outer mesh dimension AFTER inner ones have split it into ``split_factor`` parts."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_strided_shard(placement: Placement) -> bool:
+    """Whether a placement is a :func:`strided_shard`."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return isinstance(placement, _StridedShard)
+
+
+def stored_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
+    """A module's parameter without attribute access, which a subclass may have redirected."""
+    return module._parameters[name]
+
+
+# -- process groups in Python ------------------------------------------------------------------------------------------
+
+
+def gloo_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """A process group that moves CPU tensors with gloo, outside of ``torch.distributed``'s registry of groups.
+
+    Args:
+        store: rendezvous store, with a prefix of the group's own.
+        rank / size: within the group.
+        timeout: ``datetime.timedelta`` for each collective.
+    """
+    from torch.distributed import ProcessGroup, ProcessGroupGloo
+
+    group = ProcessGroup(store, rank, size)
+    backend = ProcessGroupGloo(store, rank, size, timeout)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def register_work(tensor: torch.Tensor, work: Any) -> None:
+    """Make ``_c10d_functional.wait_tensor(tensor)`` wait for ``work``."""
+    from torch._C._distributed_c10d import _register_work
+
+    _register_work(tensor, work)
+
+
+def process_group(group: Any) -> Any:
+    """The process group that a functional collective's group argument (a name or the group itself) means."""
+    if not isinstance(group, str):
+        return group
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(group)
+
+
+def group_method(group: Any, *names: str) -> Callable[..., Any]:
+    """The first of ``names`` that ``group`` has: collectives were renamed in 2.13, newest name first."""
+    for name in names:
+        method = getattr(group, name, None)
+        if method is not None:
+            return cast("Callable[..., Any]", method)
+    raise AttributeError(f"{type(group).__name__} has none of {', '.join(names)}")
