@@ -165,8 +165,10 @@ class Problem:
         for storage in self.storages:
             if storage.size_bytes < 0 or not INPUT <= storage.producer < n:
                 raise ProblemError(f"{self.name}: storage {storage.name} is malformed: {storage}")
-            if any(not 0 <= r < n or r == storage.producer for r in storage.readers):
-                raise ProblemError(f"{self.name}: storage {storage.name} has a reader out of range")
+            if any(not storage.producer < r < n for r in storage.readers):
+                raise ProblemError(
+                    f"{self.name}: storage {storage.name} has a reader outside {storage.producer + 1}..{n - 1}"
+                )
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -177,12 +179,17 @@ class Problem:
         return tuple(range(len(self.tasks)))
 
     def edges(self) -> list[list[int]]:
-        """Predecessor lists with every rule expanded: ``preds``, wait after start, lane order, fences.
+        """Predecessor lists with every rule expanded: ``preds``, wait after start, reader after producer, lane order,
+        fences.
 
         O(tasks + edges): lane order is a chain, and a fence is expanded as (communication since the last fence)
         -> fence -> (communication until the next fence).
         """
         result = [list(p) for p in self.preds]
+        for storage in self.storages:
+            if storage.producer != INPUT:
+                for r in storage.readers:
+                    result[r].append(storage.producer)
         last_on_lane: dict[int, int] = {}
         fence = -1
         since_fence: list[int] = []

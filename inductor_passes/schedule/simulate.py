@@ -1,0 +1,210 @@
+"""The one simulator: what an order of a problem costs in time and memory, and where its time goes.
+
+The compute lane executes the order strictly in sequence. A ``START`` occupies it for its issue cost and then queues on
+its machine (lane or shared link), which serves in issue order; a ``WAIT`` holds the compute lane until the collective
+has ended and then costs its own issue time. The makespan ends when the compute lane and all machines are done, so
+
+    makespan = compute + issue + exposed,
+
+where *exposed* is time in which the compute lane stood still in a wait, or, for a collective that nobody waits for,
+the time by which it outlives everything else. Everything here is O(tasks + storages' readers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from inductor_passes.schedule.problem import Kind, Problem, ProblemError
+from inductor_passes.schedule.tables import tables
+
+_COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
+
+
+class Cause(str, Enum):
+    """Why a collective is exposed: the earliest obstacle to beginning it sooner."""
+
+    HEAD = "head"
+    TAIL = "tail"
+    LANE_BUSY = "lane busy"
+    DEPENDENCY = "dependency"
+    LATE_ISSUE = "late issue"
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """One exposed collective and the evidence.
+
+    Attributes:
+        start: task number of its ``START``.
+        wait: the wait in which the compute lane stood still, -1 when the collective merely outlives the program.
+        exposed_ns: for how long.
+        cause: ``HEAD``: no compute ran between its becoming ready and its wait because none had run before it;
+            ``TAIL``: no compute runs after its wait; ``LANE_BUSY``: its lane or link was serving another collective
+            when it was issued; ``DEPENDENCY``: issued as soon as its inputs existed;
+            ``LATE_ISSUE``: issued later than it could have been (memory cap, fence, or the order's choice).
+        blocker: the collective that its lane was serving (``LANE_BUSY``), or the predecessor that made it ready
+            last (``DEPENDENCY``, ``HEAD``), else -1.
+        ready_ns: when its last predecessor had ended.
+        issued_ns: when its issue ended on the compute lane.
+        queued_ns: how long it queued on its machine after that.
+    """
+
+    start: int
+    wait: int
+    exposed_ns: int
+    cause: Cause
+    blocker: int
+    ready_ns: int
+    issued_ns: int
+    queued_ns: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What happens when; lists are indexed by task number, times are ns from the beginning.
+
+    Attributes:
+        makespan_ns: when everything has ended.
+        compute_ns: sum of the durations of ``COMPUTE`` tasks.
+        issue_ns: sum of the issue costs of ``START`` and ``WAIT`` tasks.
+        communication_ns: sum of the durations of collectives.
+        start_ns, end_ns: stay of a task on the compute lane (``START``: its issue; ``WAIT``: from being reached
+            until the compute lane goes on).
+        lane_begin_ns, lane_end_ns: stay of a ``START`` on its machine, -1 for other tasks.
+        exposed_ns, hidden_ns: per ``START``, 0 for other tasks; hidden is the part of its own duration that is not
+            exposed. A collective that queued may be exposed for longer than its duration.
+        peak_bytes: highest number of live bytes.
+    """
+
+    makespan_ns: int
+    compute_ns: int
+    issue_ns: int
+    communication_ns: int
+    start_ns: list[int]
+    end_ns: list[int]
+    lane_begin_ns: list[int]
+    lane_end_ns: list[int]
+    exposed_ns: list[int]
+    hidden_ns: list[int]
+    peak_bytes: int
+
+    @property
+    def total_exposed_ns(self) -> int:
+        """Time in which the compute lane stood still."""
+        return sum(self.exposed_ns)
+
+
+def simulate(problem: Problem, order: Sequence[int] | None = None) -> Timeline:
+    """Replay ``order`` (default: the input order). O(N).
+
+    The order must be legal (:meth:`Problem.check_order`); only what would make the replay meaningless is checked here.
+
+    Raises:
+        ProblemError: the order's length is not the number of tasks, or a wait comes before its start.
+    """
+    t = tables(problem)
+    n = t.n
+    if order is None:
+        order = range(n)
+    elif len(order) != n:
+        raise ProblemError(f"{problem.name}: order has {len(order)} of {n} tasks")
+    kind, busy, lane_ns, machine, start_of = t.kind, t.busy_ns, t.lane_ns, t.machine, t.start
+    alloc, transient, consumes, size = t.alloc, t.transient, t.consumes, t.size
+    begin, end = [0] * n, [0] * n
+    lane_begin, lane_end, exposed = [-1] * n, [-1] * n, [0] * n
+    free = [0] * t.machines
+    unread = [len(r) for r in t.readers]
+    now = 0
+    live = peak = t.live0
+    last = -1
+    for i in order:
+        begin[i] = now
+        k = kind[i]
+        if k == _COMPUTE:
+            now += busy[i]
+        elif k == _START:
+            now += busy[i]
+            m = machine[i]
+            b = free[m]
+            if b < now:
+                b = now
+            lane_begin[i] = b
+            free[m] = lane_end[i] = b + lane_ns[i]
+            if last < 0 or lane_end[i] >= lane_end[last]:
+                last = i
+        else:
+            done = lane_end[start_of[i]]
+            if done < 0:
+                raise ProblemError(f"{problem.name}: {problem.tasks[i].name} waits before its start")
+            if done > now:
+                exposed[start_of[i]] += done - now
+                now = done
+            now += busy[i]
+        end[i] = now
+        if alloc[i]:
+            live += alloc[i]
+            if live > peak:
+                peak = live
+            live -= transient[i]
+        for s in consumes[i]:
+            unread[s] -= 1
+            if not unread[s]:
+                live -= size[s]
+    makespan = now
+    if last >= 0 and lane_end[last] > now:
+        makespan = lane_end[last]
+        exposed[last] += makespan - now
+    compute = sum(b for b, k in zip(busy, kind) if k == _COMPUTE)
+    return Timeline(
+        makespan_ns=makespan,
+        compute_ns=compute,
+        issue_ns=sum(busy) - compute,
+        communication_ns=sum(lane_ns),
+        start_ns=begin,
+        end_ns=end,
+        lane_begin_ns=lane_begin,
+        lane_end_ns=lane_end,
+        exposed_ns=exposed,
+        hidden_ns=[d - e if e < d else 0 for d, e in zip(lane_ns, exposed)],
+        peak_bytes=peak,
+    )
+
+
+def exposures(problem: Problem, timeline: Timeline, order: Sequence[int] | None = None) -> tuple[Exposure, ...]:
+    """Every exposed collective of a simulated order with the reason why, in order of issue. O(N + edges)."""
+    t = tables(problem)
+    order = range(t.n) if order is None else order
+    computes = [i for i in order if t.kind[i] == _COMPUTE and t.busy_ns[i]]
+    first_compute = timeline.start_ns[computes[0]] if computes else timeline.makespan_ns
+    last_compute = timeline.end_ns[computes[-1]] if computes else 0
+    serving: list[int] = [-1] * t.machines
+    found = []
+    for i in order:
+        if t.kind[i] != _START:
+            continue
+        before, serving[t.machine[i]] = serving[t.machine[i]], i
+        if not timeline.exposed_ns[i]:
+            continue
+        issued, begin = timeline.end_ns[i], timeline.lane_begin_ns[i]
+        ready, ready_by = 0, -1
+        for p in t.preds[i]:
+            if timeline.end_ns[p] >= ready and t.kind[p] != _START:
+                ready, ready_by = timeline.end_ns[p], p
+        wait = min(t.waits[i], key=lambda w: timeline.start_ns[w], default=-1)
+        reached = timeline.start_ns[wait] if wait >= 0 else timeline.makespan_ns
+        if reached <= first_compute:
+            cause, blocker = Cause.HEAD, ready_by
+        elif begin > issued:
+            cause, blocker = Cause.LANE_BUSY, before
+        elif wait < 0 or reached >= last_compute:
+            cause, blocker = Cause.TAIL, -1
+        elif ready >= timeline.start_ns[i]:
+            cause, blocker = Cause.DEPENDENCY, ready_by
+        else:
+            cause, blocker = Cause.LATE_ISSUE, -1
+        found.append(
+            Exposure(i, wait, timeline.exposed_ns[i], cause, blocker, ready, issued, begin - issued)
+        )
+    return tuple(found)
