@@ -319,5 +319,5 @@ def group_method(group: Any, *names: str) -> Callable[..., Any]:
     for name in names:
         method = getattr(group, name, None)
         if method is not None:
-            return cast("Callable[..., Any]", method)
+            return method  # type: ignore[no-any-return]
     raise AttributeError(f"{type(group).__name__} has none of {', '.join(names)}")
