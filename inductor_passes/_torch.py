@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +77,7 @@ def torch_version() -> tuple[int, int]:
     return int(major), int("".join(ch for ch in minor if ch.isdigit()))
 
 
-# -- ops --------------------------------------------------------------------------------------------------------------
+# -- ops -----------------------------------------------------------------------------------------------------
 
 
 def is_op(target: object) -> bool:
@@ -123,7 +123,7 @@ def aliased_argument_names(target: Any) -> tuple[str, ...]:
 
 
 def op_arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """Arguments of a call to an operator overload by schema name, whether given as args or kwargs (defaults left out)."""
+    """Arguments of an operator call by schema name, whether given as args or kwargs (defaults left out)."""
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     return {**dict(zip(names, node.args)), **node.kwargs}
 
@@ -133,7 +133,7 @@ def is_seeded_random(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
 
-# -- process groups ----------------------------------------------------------------------------------------------------
+# -- process groups ------------------------------------------------------------------------------------------
 
 
 def resolve_group_ranks(group: object) -> tuple[str, tuple[int, ...]] | None:
@@ -162,7 +162,7 @@ def group_backend(name: str) -> str:
         return ""
 
 
-# -- sizes --------------------------------------------------------------------------------------------------------------
+# -- sizes ---------------------------------------------------------------------------------------------------
 
 
 def size_hint(value: object) -> int | None:
@@ -278,7 +278,7 @@ def stored_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
     return module._parameters[name]
 
 
-# -- process groups in Python ------------------------------------------------------------------------------------------
+# -- process groups in Python --------------------------------------------------------------------------------
 
 
 def gloo_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
@@ -321,3 +321,351 @@ def group_method(group: Any, *names: str) -> Callable[..., Any]:
         if method is not None:
             return method  # type: ignore[no-any-return]
     raise AttributeError(f"{type(group).__name__} has none of {', '.join(names)}")
+
+
+# -- Inductor: custom passes, configuration, cache keys ------------------------------------------------------
+
+
+def graph_pass_base() -> type:
+    """Base class of a post-grad graph pass that is told whether it compiles for inference."""
+    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+
+    return CustomInferenceAwareGraphPass
+
+
+def as_pass_list(value: Any) -> list[Any]:
+    """A custom-pass option (None, a pass, a list or a tuple of passes) as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def inductor_config() -> Any:
+    """Inductor's config module."""
+    import torch._inductor.config as config
+
+    return config
+
+
+def inductor_option_names() -> frozenset[str]:
+    """All keys that ``torch.compile(options=...)`` accepts for Inductor."""
+    return frozenset(inductor_config().shallow_copy_dict())
+
+
+def inductor_option(name: str, default: Any = None) -> Any:
+    """Current value of a (possibly nested) Inductor option; ``default`` where this torch does not have it."""
+    value: Any = inductor_config()
+    for part in name.split("."):
+        if not hasattr(value, part):
+            return default
+        value = getattr(value, part)
+    return value
+
+
+def expand_mode(mode: str) -> dict[str, Any]:
+    """The Inductor options that ``torch.compile(mode=...)`` stands for.
+
+    Raises:
+        ValueError: an unknown mode, with the known ones.
+    """
+    import torch._inductor
+
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise ValueError(f"mode={mode!r} is not allowed; expected one of {', '.join(sorted(known))}")
+    return dict(known[mode])
+
+
+def compile_fx(module: Any, example_inputs: Any, options: dict[str, Any]) -> Any:
+    """Compile a dynamo graph with Inductor under ``options``."""
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+
+    return inductor_compile_fx(module, example_inputs, config_patches=options)
+
+
+def compile_aot_eager(
+    module: Any, example_inputs: Any, graph_pass: Callable[[torch.fx.Graph, bool], None]
+) -> Any:
+    """Trace forward and backward ahead of time as Inductor would, run a pass on each, execute them op by op."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(is_inference: bool) -> Callable[[Any, Any], Any]:
+        def run(graph_module: Any, _: Any) -> Any:
+            graph_pass(graph_module.graph, is_inference)
+            graph_module.recompile()
+            return make_boxed_func(graph_module.forward)
+
+        return run
+
+    backend = aot_autograd(
+        fw_compiler=compiler(False),
+        bw_compiler=compiler(False),
+        inference_compiler=compiler(True),
+        decompositions=select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(module, example_inputs)
+
+
+def group_layout() -> dict[str, tuple[int, ...]]:
+    """Every process group of this process: name -> global ranks in group order; empty without torch.distributed."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    import torch.distributed.distributed_c10d as c10d
+
+    world = c10d._world
+    names = dict(world.pg_names)
+    ranks = dict(world.pg_group_ranks)
+    return {
+        str(names[group]): tuple(sorted(members, key=members.__getitem__))
+        for group, members in ranks.items()
+        if group in names
+    }
+
+
+def aot_graph_name() -> str:
+    """Name of the graph that AOTAutograd is compiling, e.g. ``model__0_forward_1``; "" outside of it."""
+    try:
+        from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+
+        return str(get_aot_graph_name())
+    except (ImportError, AttributeError):
+        return ""
+
+
+# -- Inductor: scheduler nodes and generated code ------------------------------------------------------------
+
+
+def current_graph_module() -> Any:
+    """The FX graph module that Inductor is lowering, None outside of lowering."""
+    from torch._inductor.virtualized import V
+
+    graph = V.graph
+    return getattr(graph, "module", None) if type(graph).__name__ != "NullHandler" else None
+
+
+def snode_name(node: Any) -> str:
+    """Unique name of a scheduler node."""
+    return str(node.get_name())
+
+
+def snode_kind(node: Any) -> str:
+    """``start``, ``wait``, ``group`` (nodes that must stay together), ``extern``, ``nop`` or ``fused``."""
+    from torch._inductor.scheduler import (
+        ExternKernelSchedulerNode,
+        GroupedSchedulerNode,
+        NopKernelSchedulerNode,
+    )
+    from torch._inductor.utils import is_collective, is_wait
+
+    if isinstance(node, GroupedSchedulerNode):
+        return "group"
+    if isinstance(node, NopKernelSchedulerNode):
+        return "nop"
+    if not isinstance(node, ExternKernelSchedulerNode):
+        return "fused"
+    if is_wait(node.node):
+        return "wait"
+    if is_collective(node.node):
+        return "start"
+    return "extern"
+
+
+def snode_output_names(node: Any) -> list[str]:
+    """Names of the buffers that a scheduler node (or the nodes fused into it) defines."""
+    return [str(buffer.get_name()) for buffer in node.get_outputs()]
+
+
+def snode_dependencies(node: Any) -> list[tuple[str, bool]]:
+    """(buffer name, whether it only orders) for everything that must run before a scheduler node.
+
+    A dependency that only orders (a fake weak dependency) does not keep the buffer alive.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    return [
+        (str(dep.name), isinstance(dep, WeakDep) and bool(getattr(dep, "is_fake", False)))
+        for dep in node.unmet_dependencies
+    ]
+
+
+def snode_reads(node: Any) -> list[str]:
+    """Names of buffers and graph inputs that a scheduler node reads or needs alive."""
+    from torch._inductor.dependencies import WeakDep
+
+    return [
+        str(dep.name)
+        for dep in node.read_writes.reads
+        if not (isinstance(dep, WeakDep) and getattr(dep, "is_fake", False))
+    ]
+
+
+def snode_origins(node: Any) -> list[torch.fx.Node]:
+    """FX nodes that a scheduler node computes, in no particular order; may be empty."""
+    found: dict[torch.fx.Node, None] = {}
+    for part in node.get_nodes():
+        ir_node = part.node
+        if ir_node is None:
+            continue
+        for origin in ir_node.get_origins() if hasattr(ir_node, "get_origins") else ():
+            found[origin] = None
+    return list(found)
+
+
+def snode_origin(node: Any) -> torch.fx.Node | None:
+    """The FX node that an extern kernel stands for, None when Inductor does not say."""
+    ir_node = node.node
+    origin = getattr(ir_node, "origin_node", None) if ir_node is not None else None
+    if origin is None and ir_node is not None and hasattr(ir_node, "get_origin_node"):
+        origin = ir_node.get_origin_node()
+    return origin if isinstance(origin, torch.fx.Node) else None
+
+
+def snode_op(node: Any) -> Any:
+    """The operator overload that an extern kernel calls, None when it is no operator call."""
+    return getattr(node.node, "op_overload", None)
+
+
+def snode_waited_buffers(node: Any) -> list[str]:
+    """Buffers that a wait waits for."""
+    return [str(buffer.get_name()) for buffer in node.node.inputs if hasattr(buffer, "get_name")]
+
+
+def snode_is_template(node: Any) -> bool:
+    """Whether a scheduler node is a template (a matmul with fused epilogues, for instance)."""
+    return bool(node.is_template())
+
+
+def snode_bytes(node: Any) -> int:
+    """Bytes that a scheduler node reads and writes, by hints."""
+    return int(node.get_read_write_buffers_sizes())
+
+
+def snode_buffers(node: Any) -> list[tuple[str, int, list[str]]]:
+    """(name, bytes that it allocates, names of buffers whose memory it shares) for each buffer a node defines."""
+    from torch._inductor.ir import MultiOutput, MultiOutputLayout, NoneLayout
+    from torch._inductor.virtualized import V
+
+    out = []
+    for buffer in node.get_outputs():
+        shared = [str(n) for n in (*buffer.get_mutations(), *buffer.get_aliases())]
+        layout = buffer.node.layout
+        if shared or isinstance(layout, (NoneLayout, MultiOutputLayout)):
+            size = 0
+        else:
+            size = _hint(V.graph.sizevars, layout.storage_size()) * layout.dtype.itemsize
+        if isinstance(buffer.node, MultiOutput):
+            # Its memory comes into being with the multi-output op; from here on it has a name.
+            shared = [n for n in shared if n not in {i.get_name() for i in buffer.node.inputs}]
+        out.append((str(buffer.get_name()), size, shared))
+    return out
+
+
+def _hint(sizevars: Any, expression: Any) -> int:
+    if hasattr(sizevars, "optimization_hint"):
+        return int(sizevars.optimization_hint(expression, fallback=0))
+    return int(sizevars.size_hint(expression, fallback=0))
+
+
+def lowered_inputs() -> dict[str, int]:
+    """Graph inputs of the graph being lowered: name -> bytes by hint (0 for inputs that are no tensors)."""
+    from torch._inductor.virtualized import V
+
+    sizes: dict[str, int] = {}
+    for name, value in V.graph.graph_inputs.items():
+        size = 0
+        layout_of = getattr(value, "get_layout", None)
+        if layout_of is not None and hasattr(value, "get_dtype"):
+            try:
+                size = _hint(V.graph.sizevars, value.get_layout().storage_size()) * value.get_dtype().itemsize
+            except (NotImplementedError, AttributeError):
+                size = 0
+        sizes[str(name)] = size
+    return sizes
+
+
+def lowered_outputs() -> list[str]:
+    """Names of the buffers and inputs that the graph being lowered returns."""
+    from torch._inductor.virtualized import V
+
+    return [str(n) for n in V.graph.get_output_names()]
+
+
+def lowered_is_inference() -> bool:
+    """Whether the graph being lowered was traced without a backward."""
+    from torch._inductor.virtualized import V
+
+    return bool(getattr(V.graph, "is_inference", False))
+
+
+def unwaited_names(names: Sequence[str]) -> list[str]:
+    """Names with Inductor's renames by mutation undone, so that a mutated buffer and its memory have one name."""
+    from torch._inductor.virtualized import V
+
+    real = getattr(V.graph.scheduler, "mutation_real_name", {}) if getattr(V.graph, "scheduler", None) else {}
+    return [str(real.get(n, n)) for n in names]
+
+
+def generates_python() -> bool:
+    """Whether the graph being lowered becomes a Python wrapper (not C++, not an ahead-of-time package)."""
+    from torch._inductor.virtualized import V
+
+    return not (getattr(V.graph, "cpp_wrapper", False) or getattr(V.graph, "aot_mode", False))
+
+
+def add_module_statement(statement: str) -> None:
+    """Add a statement to the top level of the generated Python module: runs whenever the module is loaded."""
+    from torch._inductor.virtualized import V
+
+    V.graph.wrapper_code.header.writeline(statement)
+
+
+def when_generated(callback: Callable[[list[tuple[str, tuple[str, ...]]]], str]) -> bool:
+    """Call ``callback`` with the emitted statements when the wrapper of the current graph is generated.
+
+    The statements are those that run something: ``(kind, buffer names)`` where kind is ``extern`` (one kernel, its
+    output buffer) or ``kernel`` (a generated kernel, the buffers among its arguments). The text that ``callback``
+    returns becomes a comment in the wrapper. Returns False where this torch has no such place.
+    """
+    try:
+        from torch._inductor.codegen import wrapper as w
+        from torch._inductor.virtualized import V
+    except ImportError:
+        return False
+    code = V.graph.wrapper_code
+    if not hasattr(w, "WrapperLine") or not hasattr(code, "lines") or not generates_python():
+        return False
+
+    class _Witness(w.WrapperLine):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            self.wrapper = code
+
+        def codegen(self, text: Any) -> None:
+            for line in callback(list(_emitted(w, code.lines))).splitlines():
+                text.writeline(f"# {line}")
+
+        @staticmethod
+        def codegen_fx(converter: Any) -> Any:
+            return lambda line: None
+
+    code.lines.append(_Witness())
+    return True
+
+
+def _emitted(w: Any, lines: Iterable[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    extern = tuple(
+        getattr(w, name)
+        for name in ("ExternKernelAllocLine", "ExternKernelOutLine", "ExternKernelMultiOutLine", "ScatterFallbackLine")
+        if hasattr(w, name)
+    )
+    for line in lines:
+        if isinstance(line, extern):
+            yield "extern", (str(line.node.get_name()),)
+        elif isinstance(line, w.KernelCallLine):
+            yield "kernel", tuple(str(a) for a in line.call_args)
