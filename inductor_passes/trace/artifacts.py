@@ -31,7 +31,7 @@ FAILURE = "failure"
 KINDS = (*ALWAYS, *PLANNED, *DEBUG, FAILURE)
 
 _log = logging.getLogger("inductor_passes")
-_warned: set[str] = set()
+_warned = False
 
 
 def artifact_name(kind: str, report: GraphReport) -> str:
@@ -81,7 +81,7 @@ def emit(
                 if graph is not None:
                     _write(kind, report, "string", _headed(identity, graph))
 
-    guarded("the trace artifacts", write)
+    guarded(write)
 
 
 def emit_failure(report: GraphReport, failed: PassReport, graph: Callable[[], str] | None = None) -> None:
@@ -101,20 +101,20 @@ def emit_failure(report: GraphReport, failed: PassReport, graph: Callable[[], st
                 lambda: dumps(_failure(report, failed, graph)),
             )
 
-    guarded("the failure artifact", write)
+    guarded(write)
 
 
-def guarded(what: str, action: Callable[[], None]) -> None:
-    """Run ``action``; an exception becomes one warning per kind of thing, and the compilation goes on."""
+def guarded(action: Callable[[], None]) -> None:
+    """Run ``action``; the first exception in this process becomes a warning, and the compilation goes on."""
+    global _warned
     try:
         action()
     except Exception as error:
-        if what not in _warned:
-            _warned.add(what)
+        if not _warned:
+            _warned = True
             _log.warning(
-                "could not write %s (%s: %s); compilation goes on without. Check that the directory in TORCH_TRACE "
-                "can be written to.",
-                what,
+                "could not write a trace artifact (%s: %s); compilation goes on without. Check that the directory in "
+                "TORCH_TRACE can be written to and has space.",
                 type(error).__name__,
                 error,
             )
@@ -134,7 +134,8 @@ def identify(report: GraphReport) -> dict[str, Any]:
 def _write(kind: str, report: GraphReport, encoding: str, payload: Callable[[], str]) -> None:
     from inductor_passes._torch import trace_artifact
 
-    trace_artifact(artifact_name(kind, report), encoding, payload)
+    # Each on its own, so that one that cannot be built does not take the others with it.
+    guarded(lambda: trace_artifact(artifact_name(kind, report), encoding, payload))
 
 
 def _config(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any]:

@@ -52,14 +52,14 @@ def _time(ns: int) -> float:
 
 
 def _metadata(problem: Problem, rank: int) -> Iterator[str]:
-    def meta(name: str, thread: int, **args: object) -> str:
-        return _encode({"ph": "M", "pid": rank, "tid": thread, "name": name, "args": args})
+    def meta(what: str, thread: int, args: dict[str, object]) -> str:
+        return _encode({"ph": "M", "pid": rank, "tid": thread, "name": what, "args": args})
 
-    yield meta("process_name", COMPUTE_THREAD, name=f"rank {rank}: {problem.name or 'graph'}")
-    yield meta("process_sort_index", COMPUTE_THREAD, sort_index=rank)
+    yield meta("process_name", COMPUTE_THREAD, {"name": f"rank {rank}: {problem.name or 'graph'}"})
+    yield meta("process_sort_index", COMPUTE_THREAD, {"sort_index": rank})
     for thread, name in enumerate(["compute", *(lane.name for lane in problem.lanes)]):
-        yield meta("thread_name", thread, name=name)
-        yield meta("thread_sort_index", thread, sort_index=thread)
+        yield meta("thread_name", thread, {"name": name})
+        yield meta("thread_sort_index", thread, {"sort_index": thread})
 
 
 def _slices(problem: Problem, order: Sequence[int], at: Timeline, rank: int) -> Iterator[str]:

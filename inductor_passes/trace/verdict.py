@@ -36,6 +36,8 @@ KINDS = {
 }
 #: A part of a collective's duration below which it does not count: kernels too short to hide anything.
 NEGLIGIBLE = 0.1
+#: How many tasks after a stall are looked at for work that was ready: it is rarely listed far behind.
+READY_WINDOW = 512
 
 
 def explain(
@@ -178,12 +180,13 @@ def _from_the_start(view: _View, i: int) -> tuple[Reason, str] | None:
     allowed = max(t.preds[i], key=lambda p: view.position[p], default=-1)
     earliest = view.position[allowed] + 1 if allowed >= 0 else 0
     issued = timeline.start_ns[i]
-    if issued > (timeline.end_ns[allowed] if allowed >= 0 else 0):
+    small = NEGLIGIBLE * view.charges.exposed_ns[i]
+    if issued - (timeline.end_ns[allowed] if allowed >= 0 else 0) > small:
         # It was issued later than its predecessors allow, with work in between that it could have run beside.
         if not view.fits(earliest, view.position[i], t.alloc[i]):
             return Reason.MEMORY_BUDGET, f"an earlier start needs {t.alloc[i]} bytes more than the budget leaves"
         return Reason.NOT_PROFITABLE, "no earlier start was found that makes the step faster"
-    if allowed != ready and issued > (timeline.end_ns[ready] if ready >= 0 else 0):
+    if allowed != ready and issued - (timeline.end_ns[ready] if ready >= 0 else 0) > small:
         what = "fence" if view.problem.tasks[allowed].fence else "fixed order of its communicator after"
         return Reason.FENCE, f"{what} {view.label(allowed)}"
     return None
@@ -196,7 +199,6 @@ def _from_the_stall(view: _View, i: int) -> tuple[Reason, str] | None:
         return None
     t, here = view.t, view.position[stall]
     blocked = 0
-    # Looking at a window keeps this linear in practice: work that is ready now is rarely listed far behind.
     for k in range(here + 1, min(here + 1 + READY_WINDOW, len(view.order))):
         j = view.order[k]
         if t.kind[j] != int(Kind.COMPUTE) or t.busy_ns[j] < NEGLIGIBLE * view.charges.exposed_ns[i]:
@@ -209,9 +211,6 @@ def _from_the_stall(view: _View, i: int) -> tuple[Reason, str] | None:
     if blocked:
         return Reason.MEMORY_BUDGET, f"work that could run beside it needs {blocked} bytes more than the budget leaves"
     return None
-
-
-READY_WINDOW = 512
 
 
 def _from_the_graph(view: _View, starts: Sequence[int]) -> dict[int, tuple[Reason, str]]:
