@@ -7,6 +7,7 @@ across which nothing that communicates may move.
 
 from __future__ import annotations
 
+import operator
 from enum import Enum
 
 import torch
@@ -105,6 +106,14 @@ PURE_HIGHER_ORDER = frozenset(
         "graphsafe_run_with_rng_state",
     }
 )
+#: Higher-order ops that draw from, save or restore a random generator.
+RANDOM_HIGHER_ORDER = frozenset(
+    {
+        "higher_order::run_and_save_rng_state",
+        "higher_order::run_with_rng_state",
+        "higher_order::graphsafe_run_with_rng_state",
+    }
+)
 #: Higher-order ops that run sub-graphs: pure when no sub-graph communicates or has unknown effects.
 CONTAINER_HIGHER_ORDER = frozenset(
     {"cond", "while_loop", "invoke_subgraph", "checkpoint", "tag_activation_checkpoint", "wrap", "switch"}
@@ -128,7 +137,7 @@ def communicates(module: torch.fx.GraphModule) -> bool:
     )
 
 
-def _subgraphs(node: torch.fx.Node) -> list[torch.fx.GraphModule] | None:
+def subgraphs(node: torch.fx.Node) -> list[torch.fx.GraphModule] | None:
     """The graphs that a container op runs, None when one of them cannot be looked up."""
     owner = node.graph.owning_module
     found = []
@@ -155,29 +164,33 @@ def role(node: torch.fx.Node) -> Role:
     name = _torch.op_name(node.target)
     if not name:
         return _python_function_role(node)
+    namespace, _, base = name.partition("::")
+    if namespace == "higher_order":
+        return _higher_order_role(node, base)
+    return op_role(node.target)
+
+
+def op_role(target: object) -> Role:
+    """The :class:`Role` of a call to an operator overload."""
+    name = _torch.op_name(target)
     if name in COLLECTIVES:
         return Role.START
     if name in WAITS:
         return Role.WAIT
     if name in HOST_SYNCHRONISATION or name in BLOCKING_COLLECTIVES:
         return Role.FENCE
-    namespace, _, base = name.partition("::")
-    if namespace == "higher_order":
-        return _higher_order_role(node, base)
-    if namespace not in PURE_NAMESPACES:
+    if name.partition("::")[0] not in PURE_NAMESPACES:
         return Role.FENCE
-    if name.startswith("aten::sym_") or name in ("aten::_assert_scalar", "aten::_assert_async"):
-        return Role.COMPUTE if "assert" in name else Role.FREE
-    if is_view(node):
+    if name.startswith("aten::sym_"):
         return Role.FREE
-    return Role.COMPUTE
+    return Role.FREE if _is_view_op(target) else Role.COMPUTE
 
 
 def _higher_order_role(node: torch.fx.Node, base: str) -> Role:
     if base in PURE_HIGHER_ORDER:
         return Role.COMPUTE
     if base in CONTAINER_HIGHER_ORDER:
-        graphs = _subgraphs(node)
+        graphs = subgraphs(node)
         if graphs is not None and not any(communicates(g) for g in graphs):
             return Role.COMPUTE
     return Role.FENCE
@@ -186,6 +199,11 @@ def _higher_order_role(node: torch.fx.Node, base: str) -> Role:
 def _python_function_role(node: torch.fx.Node) -> Role:
     """Plain Python targets: getitem and arithmetic on symbolic sizes are free, anything else is unknown."""
     module = getattr(node.target, "__module__", "") or ""
+    if node.target is not operator.getitem and any(
+        isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes
+    ):
+        # Python arithmetic on tensors computes, and may write (operator.iadd)
+        return Role.FENCE
     if module in ("_operator", "operator", "math", "builtins", "sympy") or module.startswith(
         ("torch.fx.experimental.sym_node", "torch.utils._sympy", "torch.sym_")
     ):
@@ -195,14 +213,28 @@ def _python_function_role(node: torch.fx.Node) -> Role:
     return Role.FENCE
 
 
+def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
+    """``random``, ``fence``, ``assert`` or "": nodes of one channel keep their order among each other."""
+    if node.op == "call_function":
+        name = _torch.op_name(node.target)
+        if _torch.is_seeded_random(node.target) or name in RANDOM_HIGHER_ORDER:
+            return "random"
+        if name.startswith("aten::_assert"):
+            return "assert"
+        if name.startswith("higher_order::") and its_role is not Role.FENCE:
+            bodies = subgraphs(node) or []
+            if any(effect_channel(n, role(n)) == "random" for body in bodies for n in body.graph.nodes):
+                return "random"
+    return "fence" if its_role is Role.FENCE else ""
+
+
 def is_view(node: torch.fx.Node) -> bool:
     """Whether the node returns memory of one of its inputs and writes nothing."""
-    target = node.target
-    return (
-        _torch.is_op(target)
-        and not _torch.mutated_argument_names(target)
-        and bool(_torch.aliased_argument_names(target))
-    )
+    return _torch.is_op(node.target) and _is_view_op(node.target)
+
+
+def _is_view_op(target: object) -> bool:
+    return not _torch.mutated_argument_names(target) and bool(_torch.aliased_argument_names(target))
 
 
 def mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -246,3 +278,13 @@ def source_line(node: torch.fx.Node) -> str:
                 continue
             found = f"{path}:{rest.split(',')[0].strip()}"
     return found
+
+def label(node: torch.fx.Node) -> str:
+    """Short label for nodes that carry weight in a schedule string: matmuls, attention, convolutions, fences."""
+    name = _torch.op_name(node.target).partition("::")[2]
+    for known in ("addmm", "baddbmm", "bmm", "mm", "convolution_backward", "convolution"):
+        if name in (known, f"_scaled_{known}", f"_grouped_{known}"):
+            return known
+    if "attention" in name:
+        return "attn"
+    return ""

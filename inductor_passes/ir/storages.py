@@ -44,6 +44,7 @@ class Storages:
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._of: dict[torch.fx.Node, tuple[FxStorage, ...]] = {}
         self._outputs: dict[torch.fx.Node, list[tuple[FxStorage, ...]]] = {}
+        self._attributes: dict[str, tuple[FxStorage, ...]] = {}
         self.all: list[FxStorage] = []
         for node in graph.nodes:
             self._add(node)
@@ -78,12 +79,20 @@ class Storages:
             outputs = self._outputs.get(source)
             if outputs is not None and isinstance(index, int) and -len(outputs) <= index < len(outputs):
                 self._set(node, outputs[index])
-            else:
-                self._set(node, self._of.get(source, ()))
+            elif source in self._of:
+                self._set(node, self._of[source])
+            elif isinstance(node.meta.get("val"), torch.Tensor):
+                # an element of a dict, e.g. of a functional Triton kernel's results
+                self._set(node, (self._new(node, node.meta["val"]),))
+            return
+        if node.op == "get_attr" and str(node.target) in self._attributes:
+            self._set(node, self._attributes[str(node.target)])
             return
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             self._set(node, (self._new(node, value),))
+            if node.op == "get_attr":
+                self._attributes[str(node.target)] = self._of[node]
         elif isinstance(value, (list, tuple)):
             outputs = [
                 (self._new(node, v),) if isinstance(v, torch.Tensor) else () for v in value

@@ -90,7 +90,7 @@ class GraphView:
                         waits[origin[source]].append(node)
         of_wait: dict[torch.fx.Node, list[Collective]] = {}
         for index, (start, its_waits) in enumerate(waits.items()):
-            collective = _collective(index, start, tuple(its_waits))
+            collective = describe(index, start, tuple(its_waits))
             self.collectives.append(collective)
             self.by_start[start] = collective
             for wait in its_waits:
@@ -102,17 +102,13 @@ class GraphView:
 
         - around every write to a storage: earlier readers and writers before it, later ones after it; a read by a
           collective lasts until its waits, and a collective's result is written until its wait;
-        - random operators keep their order; so do fences among each other (what crosses a fence is the
+        - random operators keep their order; so do asserts, and fences among each other (what crosses a fence is the
           schedule's business).
         """
         edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         last: dict[str, torch.fx.Node] = {}
         for node in self.nodes:
-            channel = ""
-            if node.op == "call_function" and _torch.is_seeded_random(node.target):
-                channel = "random"
-            elif self.roles[node] is Role.FENCE:
-                channel = "fence"
+            channel = ops.effect_channel(node, self.roles[node])
             if channel:
                 if channel in last:
                     edges.append((last[channel], node))
@@ -129,8 +125,10 @@ class GraphView:
         for member in members:
             accesses[member] = None
             for user in member.users:
-                if user.op != "output":
-                    accesses[user] = None
+                accesses[user] = None
+        # A view touches no memory; what reads through it is among the members' users.
+        timeless = (Role.OUTPUT, Role.FREE)
+        accesses = {node: None for node in accesses if self.roles[node] not in timeless}
         ordered = sorted(accesses, key=self.position.__getitem__)
         edges = []
         last_write: torch.fx.Node | None = None
@@ -150,7 +148,8 @@ class GraphView:
         return edges
 
 
-def _collective(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> Collective:
+def describe(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> Collective:
+    """The :class:`Collective` that a start node issues; ``index`` numbers it in its graph."""
     kind = ops.COLLECTIVES[_torch.op_name(start.target)]
     arguments = _torch.op_arguments(start)
     data = next(iter(arguments.values()))
