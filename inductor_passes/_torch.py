@@ -547,8 +547,11 @@ def snode_bytes(node: Any) -> int:
     return int(node.get_read_write_buffers_sizes())
 
 
-def snode_buffers(node: Any) -> list[tuple[str, int, list[str]]]:
-    """(name, bytes that it allocates, names of buffers whose memory it shares) for each buffer a node defines."""
+def snode_buffers(node: Any) -> list[tuple[str, int, list[str], str]]:
+    """What a scheduler node defines: (name, bytes, names of buffers whose memory it shares, allocated with) each.
+
+    The last is the name of the multi-output buffer whose kernel allocates this one, "" when the node itself does.
+    """
     from torch._inductor.ir import MultiOutput, MultiOutputLayout, NoneLayout
     from torch._inductor.virtualized import V
 
@@ -560,10 +563,10 @@ def snode_buffers(node: Any) -> list[tuple[str, int, list[str]]]:
             size = 0
         else:
             size = _hint(V.graph.sizevars, layout.storage_size()) * layout.dtype.itemsize
-        if isinstance(buffer.node, MultiOutput):
-            # Its memory comes into being with the multi-output op; from here on it has a name.
-            shared = [n for n in shared if n not in {i.get_name() for i in buffer.node.inputs}]
-        out.append((str(buffer.get_name()), size, shared))
+        allocated_with = ""
+        if isinstance(buffer.node, MultiOutput) and not shared:
+            allocated_with = str(buffer.node.inputs[0].get_name())
+        out.append((str(buffer.get_name()), size, shared, allocated_with))
     return out
 
 
@@ -669,3 +672,8 @@ def _emitted(w: Any, lines: Iterable[Any]) -> Iterator[tuple[str, tuple[str, ...
             yield "extern", (str(line.node.get_name()),)
         elif isinstance(line, w.KernelCallLine):
             yield "kernel", tuple(str(a) for a in line.call_args)
+
+
+def name_group(group: Any, name: str) -> None:
+    """Give a process group written in Python the name under which torch registers it."""
+    group._set_group_name(name)
