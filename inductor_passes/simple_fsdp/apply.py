@@ -1,0 +1,119 @@
+"""Applying data parallelism to a module in place."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from inductor_passes.simple_fsdp.access import managed_class
+from inductor_passes.simple_fsdp.layout import distribute
+from inductor_passes.simple_fsdp.settings import Mode, Settings, SimpleFSDPError
+
+#: Every module that an application has covered, whether it owns parameters or not.
+_COVERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def simple_fsdp(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mode: Mode = "fully_shard",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    shard_dim: int = 0,
+) -> nn.Module:
+    """Make a module data-parallel in a way that ``torch.compile(fullgraph=True)`` sees.
+
+    Parameters become DTensors on ``mesh``. Each access in forward casts and gathers, each backward reduces and
+    averages the gradient over the data-parallel ranks, all with functional collectives that appear in the compiled
+    forward and backward graphs: one all_gather and one reduce_scatter per access of a sharded parameter. Shared
+    parameters stay shared, frozen ones are gathered but not reduced, buffers are left alone.
+
+    Combine with ``parallelize_module`` by applying that first: DTensor parameters on other dimensions of the same
+    device mesh become DTensors on (data-parallel, inner) dimensions. Parts that need another mesh (experts) are
+    given to ``simple_fsdp`` first; a later call on a parent leaves them as they are.
+
+    A meta-device module is distributed without memory; afterwards ``to_empty`` and ``reset_parameters`` work as
+    usual (other initialisation code belongs inside :func:`sharded_parameters`). A real one takes the values of each
+    group's first rank.
+
+    Args:
+        module: changed in place.
+        mesh: one dimension, or two for hybrid_shard: (replicate, shard).
+        mode: ``fully_shard`` shards parameters, gradients and optimizer state (ZeRO-3, or ZeRO-2 with
+            ``reshard_after_forward=False``); ``hybrid_shard`` does so within groups of ranks that replicate each
+            other; ``replicate`` keeps whole parameters and all-reduces gradients (DDP).
+        mp_policy: ``param_dtype`` is what parameters are cast to before the gather, ``reduce_dtype`` what gradients
+            are reduced in (default: as backward produces them); ``cast_forward_inputs`` and ``output_dtype`` concern
+            ``module``'s own arguments and results. Stored parameters and gradients keep their dtype.
+        reshard_after_forward: whether the compiled backward gathers again (True) or keeps the gathered parameters
+            (False). Without ``torch.compile`` they are always kept until backward.
+        shard_dim: tensor dimension to shard; tensors with fewer dimensions use dimension 0, tensors without any are
+            replicated. Sizes need not be divisible. Any other than 0 costs a transposing copy of each gradient.
+
+    Returns:
+        ``module``.
+
+    Raises:
+        SimpleFSDPError: a bad argument, a module that was covered before, or a parameter that cannot be laid out.
+            The module is unchanged then.
+    """
+    settings, policy = Settings.of(mesh, mode, mp_policy, reshard_after_forward, shard_dim)
+    if not isinstance(module, nn.Module):
+        raise SimpleFSDPError(f"module={type(module).__name__}; expected a torch.nn.Module")
+    if module in _COVERED:
+        raise SimpleFSDPError(
+            f"simple_fsdp was already applied to this {type(module).__name__}; apply it once, to parts first and to "
+            "the whole last"
+        )
+    covered_before = {id(p) for part in module.modules() if part in _COVERED for p in part.parameters()}
+    replacement: dict[int, nn.Parameter] = {}
+    owners: list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = []
+    for prefix, part in module.named_modules():
+        if part in _COVERED:
+            continue
+        owned = list(part.named_parameters(recurse=False, remove_duplicate=False))
+        owners.append((part, owned))
+        for name, parameter in owned:
+            full_name = f"{prefix}.{name}" if prefix else name
+            if id(parameter) in covered_before:
+                raise SimpleFSDPError(
+                    f"parameter {full_name} is shared with a part that simple_fsdp was applied to before; apply it "
+                    "to the smallest module that contains both"
+                )
+            if id(parameter) not in replacement:
+                replacement[id(parameter)] = distribute(full_name, parameter, mesh, settings)
+    for part, owned in owners:
+        for name, parameter in owned:
+            part.register_parameter(name, replacement[id(parameter)])
+        if owned:
+            part.__class__ = managed_class(type(part), tuple(name for name, _ in owned), settings)
+        _COVERED.add(part)
+    _cast_at_the_border(module, policy)
+    return module
+
+
+def _cast_at_the_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+    inputs, outputs = policy.param_dtype, policy.output_dtype
+    if inputs is not None and policy.cast_forward_inputs:
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (cast(args, inputs), cast(kwargs, inputs)), with_kwargs=True
+        )
+    if outputs is not None:
+        module.register_forward_hook(lambda _, args, result: cast(result, outputs))
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with the floating-point tensors in it (through tuples, lists and dicts) cast to ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) is tuple or type(value) is list:
+        return type(value)([cast(v, dtype) for v in value])
+    if type(value) is dict:
+        return {k: cast(v, dtype) for k, v in value.items()}
+    return value

@@ -1,0 +1,213 @@
+"""From the stored shard of a parameter to the tensor that the forward pass computes with, and back for gradients.
+
+``torch.ops.inductor_passes.unshard`` is composite: dynamo sees one call per parameter access, and AOTAutograd sees
+what is inside, so that the joint graph holds plain functional collectives:
+
+    forward    shard -> cast to the compute dtype -> all_gather -> tensor
+    backward   gradient -> cast to the reduce dtype -> reduce_scatter over the sharding dimension -> all_reduce over
+               the replicating one -> mean over the data-parallel ranks, in the parameter's dtype
+
+The cast comes before the gather so that fewer bytes travel; the reduction over the sharding dimension comes before
+the other one for the same reason. This is the idea of SimpleFSDP (Zhang et al., 2024, arXiv:2411.00284): data
+parallelism as parameter access, left to the compiler to schedule.
+
+An uneven dimension is split as ``torch.chunk`` does: all ranks but the last non-empty one hold full chunks, so that
+the parameter is a prefix of what a gather of padded chunks returns.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from inductor_passes import _torch
+
+_LIBRARY = torch.library.Library("inductor_passes", "DEF")
+_LIBRARY.define(
+    "unshard(Tensor parameter, int mesh_dims, ScalarType? compute_dtype, ScalarType? reduce_dtype, "
+    "bool reshard_after_forward) -> Tensor"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the local tensors of one parameter make up the whole on the data-parallel dimensions.
+
+    Attributes:
+        mesh: the parameter's mesh; its first ``mesh_dims`` dimensions are data-parallel.
+        mesh_dims: see ``mesh``.
+        shard_mesh_dim: the mesh dimension that shards, or -1.
+        dim: the tensor dimension that is sharded; 0 when none is.
+        size: of the unsharded tensor along ``dim`` on this rank (inner mesh dimensions may still shard it).
+        reduce_dtype: what gradients are reduced in, or None.
+    """
+
+    mesh: DeviceMesh
+    mesh_dims: int
+    shard_mesh_dim: int
+    dim: int
+    size: int
+    reduce_dtype: torch.dtype | None
+
+    @staticmethod
+    def of(parameter: DTensor, mesh_dims: int, reduce_dtype: torch.dtype | None) -> Layout:
+        """The layout of a parameter whose first ``mesh_dims`` mesh dimensions are data-parallel."""
+        mesh, placements = parameter.device_mesh, parameter.placements
+        sharded = [i for i in range(mesh_dims) if not placements[i].is_replicate()]
+        dim = placements[sharded[0]].dim if sharded else 0
+        size = local_size(parameter.shape[dim], dim, mesh, placements, mesh_dims) if sharded else 0
+        return Layout(mesh, mesh_dims, sharded[0] if sharded else -1, dim, size, reduce_dtype)
+
+    @property
+    def ranks(self) -> int:
+        """The number of data-parallel ranks."""
+        result = 1
+        for i in range(self.mesh_dims):
+            result *= self.mesh.size(i)
+        return result
+
+    @property
+    def chunk(self) -> int:
+        """The size of a full chunk along ``dim``."""
+        return -(-self.size // self.mesh.size(self.shard_mesh_dim))
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The unsharded tensor from this rank's chunk."""
+        if self.shard_mesh_dim < 0 or self.mesh.size(self.shard_mesh_dim) == 1:
+            return local.view_as(local)
+        rows = pad(swap(local, self.dim), self.chunk)
+        return swap(cut(_torch.all_gather(rows, self.mesh, self.shard_mesh_dim), self.size), self.dim)
+
+    def reduce(self, gradient: torch.Tensor, like: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's chunk, of shape ``like``, of the mean of the ranks' gradients, in ``dtype``."""
+        gradient = gradient.to(self.reduce_dtype or gradient.dtype)
+        ranks = self.ranks
+        # A sum in half precision overflows where the mean would not: divide before it.
+        early = gradient.dtype is torch.float16
+        if early:
+            gradient = gradient / ranks
+        for i in reversed(range(self.mesh_dims)):
+            if self.mesh.size(i) == 1:
+                continue
+            if i == self.shard_mesh_dim:
+                rows = pad(swap(gradient, self.dim), self.chunk * self.mesh.size(i))
+                gradient = swap(cut(_torch.reduce_scatter_sum(rows, self.mesh, i), like[self.dim]), self.dim)
+            elif gradient.numel() > 0:
+                gradient = _torch.all_reduce_sum(gradient, self.mesh, i)
+        gradient = gradient.to(dtype)
+        return gradient if early or ranks == 1 else gradient / ranks
+
+
+def local_size(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int) -> int:
+    """``size`` along ``dim`` after the mesh dimensions from ``first`` on have sharded it, on this rank."""
+    for i in range(first, mesh.ndim):
+        placement = placements[i]
+        if isinstance(placement, Shard) and placement.dim == dim:
+            chunk = -(-size // mesh.size(i))
+            if size % mesh.size(i):
+                chunk = max(0, min(chunk, size - chunk * mesh.get_local_rank(i)))
+            size = chunk
+    return size
+
+
+# The helpers below give back the same tensor where there is nothing to do, to keep no-ops out of the graph.
+
+
+def swap(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A view with dimensions 0 and ``dim`` exchanged; its own inverse."""
+    return tensor if dim == 0 else tensor.transpose(0, dim)
+
+
+def cut(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """A view of the first ``rows`` along dimension 0."""
+    return tensor if tensor.shape[0] == rows else tensor.narrow(0, 0, rows)
+
+
+def pad(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """``tensor`` with zeros appended along dimension 0 up to ``rows``."""
+    missing = rows - tensor.shape[0]
+    if missing == 0:
+        return tensor
+    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, missing])
+
+
+@functools.lru_cache(maxsize=64)
+def inner_mesh(mesh: DeviceMesh, mesh_dims: int) -> DeviceMesh:
+    """The dimensions of ``mesh`` after the data-parallel ones."""
+    names = mesh.mesh_dim_names
+    assert names is not None, "a mesh made of slices has named dimensions"
+    return mesh[names[mesh_dims:]]
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, layout: Layout, compute_dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.layout, ctx.shape, ctx.dtype = layout, local.shape, local.dtype
+        if compute_dtype is not None and local.is_floating_point():
+            local = local.to(compute_dtype)
+        return layout.gather(local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.layout.reduce(gradient, ctx.shape, ctx.dtype), None, None
+
+
+def _unshard(
+    parameter: torch.Tensor,
+    mesh_dims: int,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        raise TypeError(
+            f"a parameter managed by simple_fsdp is a {type(parameter).__name__}; expected a DTensor. It was "
+            "replaced after simple_fsdp was applied: copy values into the parameter instead."
+        )
+    layout = Layout.of(parameter, mesh_dims, reduce_dtype)
+    if reshard_after_forward:
+        with _torch.recomputed_in_backward():
+            whole = _Unshard.apply(parameter.to_local(), layout, compute_dtype)
+    else:
+        whole = _Unshard.apply(parameter.to_local(), layout, compute_dtype)
+    if parameter.device_mesh.ndim == mesh_dims:
+        return whole
+    return DTensor.from_local(
+        whole,
+        inner_mesh(parameter.device_mesh, mesh_dims),
+        parameter.placements[mesh_dims:],
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+_LIBRARY.impl("unshard", _unshard, "CompositeImplicitAutograd")
+
+
+def unshard(
+    parameter: torch.Tensor,
+    mesh_dims: int,
+    compute_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+) -> torch.Tensor:
+    """The tensor to compute with: a plain one, or a DTensor on the inner mesh dimensions when there are any.
+
+    Args:
+        parameter: a DTensor whose first ``mesh_dims`` mesh dimensions are data-parallel.
+        mesh_dims: see ``parameter``.
+        compute_dtype: dtype of the result (floating-point parameters only), or None.
+        reduce_dtype: dtype in which gradients are reduced, or None.
+        reshard_after_forward: whether compiled backward gathers again instead of keeping the result.
+    """
+    return torch.ops.inductor_passes.unshard.default(
+        parameter, mesh_dims, compute_dtype, reduce_dtype, reshard_after_forward
+    )
