@@ -672,8 +672,3 @@ def _emitted(w: Any, lines: Iterable[Any]) -> Iterator[tuple[str, tuple[str, ...
             yield "extern", (str(line.node.get_name()),)
         elif isinstance(line, w.KernelCallLine):
             yield "kernel", tuple(str(a) for a in line.call_args)
-
-
-def name_group(group: Any, name: str) -> None:
-    """Give a process group written in Python the name under which torch registers it."""
-    group._set_group_name(name)
