@@ -672,3 +672,26 @@ def _emitted(w: Any, lines: Iterable[Any]) -> Iterator[tuple[str, tuple[str, ...
             yield "extern", (str(line.node.get_name()),)
         elif isinstance(line, w.KernelCallLine):
             yield "kernel", tuple(str(a) for a in line.call_args)
+
+
+# -- building graphs ---------------------------------------------------------------------------------------------------
+
+
+def collective_op(name: str) -> Any:
+    """The functional collective ``name`` (``all_gather_into_tensor``, ``wait_tensor`` ...) as an operator overload."""
+    import torch.distributed._functional_collectives  # registers the operators
+
+    return getattr(torch.ops._c10d_functional, name).default
+
+
+def fake_mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The fake tensor mode that made ``tensor``.
+
+    Raises:
+        TypeError: it is no fake tensor.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if not isinstance(tensor, FakeTensor):
+        raise TypeError(f"expected a fake tensor, got {type(tensor).__name__}")
+    return tensor.fake_mode
