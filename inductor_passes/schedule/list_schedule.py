@@ -27,6 +27,7 @@ from inductor_passes.schedule.tables import Tables
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 #: How many candidates are tried against the memory cap before falling back to the reference order.
 _TRIES = 6
+_FOREVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Rule:
         collective: priority of each ``START``, smallest first.
         eager: issue collectives as soon as they are ready instead of when their machine would fall idle.
         strict: compute tasks run exactly in the order of their priority, even when that means to wait.
+        release: per ``START`` the ns of compute-lane work before which it is not issued; None: no such limit.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Rule:
     collective: Sequence[int]
     eager: bool = False
     strict: bool = False
+    release: Sequence[int] | None = None
 
 
 def list_schedule(t: Tables, rule: Rule, memory: Continuation | None = None) -> list[int]:
@@ -62,6 +65,7 @@ class _Builder:
         self.rule = rule
         self.memory = memory
         self.now = 0
+        self.progress = 0
         self.free = [0] * t.machines
         self.lane_end = [0] * t.n
         self.missing = [len(p) for p in t.preds]
@@ -88,17 +92,17 @@ class _Builder:
                 # Zero-length tasks need no cover; whatever follows them gets it.
                 if self.t.busy_ns[compute]:
                     before = self.now
-                    self._feed(self.now + self.t.busy_ns[compute])
+                    self._feed(self.now + self.t.busy_ns[compute], self.t.busy_ns[compute])
                     if self.now != before and self.waits and self.waits[0][0] <= self.now:
                         continue
                     if self.memory is not None and not self.memory.admits(compute):
                         continue
                 self._run_compute(compute)
-            elif self._feed(self.now + 1) or self._step_reference():
+            elif self._feed(self.now + 1, 1) or self._step_reference():
                 continue
             elif not self._run_wait():
                 # Only collectives that nobody waits for keep the machines busy: queue the rest behind them.
-                self._feed(max(self.free) + 1)
+                self._feed(max(self.free) + 1, _FOREVER)
         return self.order
 
     # -- what is ready ---------------------------------------------------------------------------------------------
@@ -127,7 +131,8 @@ class _Builder:
                 return -1
         if self.memory is None or self.memory.admits(best):
             return best
-        refused, found = [], -1
+        refused: list[tuple[int, int]] = []
+        found = -1
         while heap and len(refused) < _TRIES and found < 0:
             entry = heapq.heappop(heap)
             refused.append(entry)
@@ -145,6 +150,7 @@ class _Builder:
         self.order.append(i)
         self.ran[i] = 1
         self.now += self.t.busy_ns[i]
+        self.progress += self.t.busy_ns[i]
         if self.memory is not None:
             self.memory.run(i)
         if self.t.kind[i] == _START:
@@ -174,26 +180,33 @@ class _Builder:
             self._run(i)
         return True
 
-    def _feed(self, until: int) -> bool:
-        """Issue collectives so that no machine falls idle before ``until``; whether any was issued."""
+    def _feed(self, until: int, work: int) -> bool:
+        """Issue collectives so that no machine falls idle before ``until``, ``work`` ns of compute-lane work from now;
+        whether any was issued.
+        """
+        horizon = self.progress + work
         issued = False
         for m, heap in enumerate(self.starts):
             while heap and (self.rule.eager or self.free[m] < until):
-                i = self._next_start(heap)
+                i = self._next_start(heap, horizon)
                 if i < 0:
                     break
                 self._run(i)
                 issued = True
         return issued
 
-    def _next_start(self, heap: list[tuple[int, int]]) -> int:
-        """Take the best collective that memory admits from ``heap``; -1 when none of the first few is."""
-        refused, found = [], -1
+    def _next_start(self, heap: list[tuple[int, int]], horizon: int) -> int:
+        """Take the best collective that is due and that memory admits from ``heap``; -1 when none of the first few is."""
+        release = self.rule.release
+        refused: list[tuple[int, int]] = []
+        found = -1
         while heap and len(refused) < _TRIES:
             entry = heapq.heappop(heap)
             if self.ran[entry[1]]:
                 continue
-            if self.memory is None or self.memory.admits(entry[1]):
+            if (release is None or release[entry[1]] < horizon) and (
+                self.memory is None or self.memory.admits(entry[1])
+            ):
                 found = entry[1]
                 break
             refused.append(entry)

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from inductor_passes.schedule.bounds import lower_bound, tails
+from inductor_passes.schedule.justify import improve
 from inductor_passes.schedule.list_schedule import Rule, list_schedule
 from inductor_passes.schedule.memory import Continuation
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.reference import lazy
-from inductor_passes.schedule.simulate import simulate
+from inductor_passes.schedule.simulate import Timeline, simulate
+from inductor_passes.schedule.slack import as_progress, latest_issue, relieves
 from inductor_passes.schedule.tables import Tables, tables
 
 
@@ -92,7 +94,7 @@ def plan(
     t = tables(problem)
     bound = lower_bound(problem)
     best = _Best(problem, budget_bytes)
-    if t.n and best.makespan > bound or not best.feasible:
+    if best.makespan > bound or not best.feasible:
         for method, order in _constructions(t, best):
             best.offer(order, method)
             if best.feasible and best.makespan <= bound:
@@ -126,19 +128,39 @@ def rules(t: Tables) -> list[Rule]:
     ]
 
 
+def just_in_time(t: Tables, rule: Rule, order: Sequence[int], timeline: Timeline, margin: int) -> Rule:
+    """``rule`` made to repeat the unconstrained ``order``, but with gathers issued no earlier than they are needed.
+
+    ``margin`` is how many of its own durations sooner than that a collective may be issued.
+    """
+    position = [0] * t.n
+    for k, i in enumerate(order):
+        position[i] = k
+    latest = latest_issue(t, order, timeline)
+    due = as_progress(t, order, timeline, [time - margin * d for time, d in zip(latest, t.lane_ns)])
+    release = [0 if early else d for early, d in zip(relieves(t), due)]
+    return Rule(f"{rule.name}/just-in-time{margin or ''}", position, latest, strict=rule.strict, release=release)
+
+
 def _constructions(t: Tables, best: _Best) -> Iterator[tuple[str, list[int]]]:
     position = range(t.n)
-    references: list[Sequence[int]] = [position]
-    if best.budget is not None:
-        for order in (lazy(t, position), lazy(t, position, hold_waits=True)):
-            best.offer(order, "lazy")
-            if simulate(best.problem, order).peak_bytes <= best.budget:
-                references.append(order)
-        if best.input_peak > best.budget:
-            references = references[1:]
-    for rule in rules(t):
-        if best.budget is None:
-            yield rule.name, list_schedule(t, rule)
-            continue
-        for reference in references:
-            yield rule.name, list_schedule(t, rule, Continuation(t, reference, best.budget))
+    free = [(rule, list_schedule(t, rule)) for rule in rules(t)]
+    for rule, order in list(free):
+        yield rule.name, order
+        if rule.eager: continue
+        for k, more in enumerate(improve(t, order, 3)):
+            r=Rule(f"{rule.name}/justified{k + 1}", (), ())
+            free.append((r, more))
+            yield r.name, more
+    if best.budget is None:
+        return
+    references: list[Sequence[int]] = [position] if best.input_peak <= best.budget else []
+    for order in (lazy(t, position), lazy(t, position, hold_waits=True)):
+        best.offer(order, "lazy")
+        if simulate(best.problem, order).peak_bytes <= best.budget:
+            references.append(order)
+    for rule, order in free:
+        timeline = simulate(best.problem, order)
+        for jit in [just_in_time(t, rule, order, timeline, margin) for margin in (0, 1, 2)] + ([rule] if rule.compute else []):
+            for reference in references:
+                yield jit.name, list_schedule(t, jit, Continuation(t, reference, best.budget))

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from inductor_passes.schedule.memory import replay
 from inductor_passes.schedule.problem import Kind, Problem, ProblemError
-from inductor_passes.schedule.tables import tables
+from inductor_passes.schedule.tables import Tables, tables
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 
@@ -96,28 +97,30 @@ class Timeline:
         return sum(self.exposed_ns)
 
 
-def simulate(problem: Problem, order: Sequence[int] | None = None) -> Timeline:
-    """Replay ``order`` (default: the input order). O(N).
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Times only, in ns by task number: stay on the compute lane, stay on the machine (-1: none), exposed time."""
 
-    The order must be legal (:meth:`Problem.check_order`); only what would make the replay meaningless is checked here.
+    makespan: int
+    begin: list[int]
+    end: list[int]
+    lane_begin: list[int]
+    lane_end: list[int]
+    exposed: list[int]
+
+
+def replay_time(t: Tables, order: Sequence[int]) -> Trace:
+    """The machines' half of :func:`simulate`. O(N).
 
     Raises:
-        ProblemError: the order's length is not the number of tasks, or a wait comes before its start.
+        ProblemError: a wait comes before its start.
     """
-    t = tables(problem)
     n = t.n
-    if order is None:
-        order = range(n)
-    elif len(order) != n:
-        raise ProblemError(f"{problem.name}: order has {len(order)} of {n} tasks")
     kind, busy, lane_ns, machine, start_of = t.kind, t.busy_ns, t.lane_ns, t.machine, t.start
-    alloc, transient, consumes, size = t.alloc, t.transient, t.consumes, t.size
     begin, end = [0] * n, [0] * n
     lane_begin, lane_end, exposed = [-1] * n, [-1] * n, [0] * n
     free = [0] * t.machines
-    unread = [len(r) for r in t.readers]
     now = 0
-    live = peak = t.live0
     last = -1
     for i in order:
         begin[i] = now
@@ -137,38 +140,46 @@ def simulate(problem: Problem, order: Sequence[int] | None = None) -> Timeline:
         else:
             done = lane_end[start_of[i]]
             if done < 0:
-                raise ProblemError(f"{problem.name}: {problem.tasks[i].name} waits before its start")
+                raise ProblemError(f"task {i} waits before its start {start_of[i]}")
             if done > now:
                 exposed[start_of[i]] += done - now
                 now = done
             now += busy[i]
         end[i] = now
-        if alloc[i]:
-            live += alloc[i]
-            if live > peak:
-                peak = live
-            live -= transient[i]
-        for s in consumes[i]:
-            unread[s] -= 1
-            if not unread[s]:
-                live -= size[s]
     makespan = now
     if last >= 0 and lane_end[last] > now:
         makespan = lane_end[last]
         exposed[last] += makespan - now
-    compute = sum(b for b, k in zip(busy, kind) if k == _COMPUTE)
+    return Trace(makespan, begin, end, lane_begin, lane_end, exposed)
+
+
+def simulate(problem: Problem, order: Sequence[int] | None = None) -> Timeline:
+    """Replay ``order`` (default: the input order). O(N).
+
+    The order must be legal (:meth:`Problem.check_order`); only what would make the replay meaningless is checked here.
+
+    Raises:
+        ProblemError: the order's length is not the number of tasks, or a wait comes before its start.
+    """
+    t = tables(problem)
+    if order is None:
+        order = range(t.n)
+    elif len(order) != t.n:
+        raise ProblemError(f"{problem.name}: order has {len(order)} of {t.n} tasks")
+    trace = replay_time(t, order)
+    compute = sum(b for b, k in zip(t.busy_ns, t.kind) if k == _COMPUTE)
     return Timeline(
-        makespan_ns=makespan,
+        makespan_ns=trace.makespan,
         compute_ns=compute,
-        issue_ns=sum(busy) - compute,
-        communication_ns=sum(lane_ns),
-        start_ns=begin,
-        end_ns=end,
-        lane_begin_ns=lane_begin,
-        lane_end_ns=lane_end,
-        exposed_ns=exposed,
-        hidden_ns=[d - e if e < d else 0 for d, e in zip(lane_ns, exposed)],
-        peak_bytes=peak,
+        issue_ns=sum(t.busy_ns) - compute,
+        communication_ns=sum(t.lane_ns),
+        start_ns=trace.begin,
+        end_ns=trace.end,
+        lane_begin_ns=trace.lane_begin,
+        lane_end_ns=trace.lane_end,
+        exposed_ns=trace.exposed,
+        hidden_ns=[d - e if e < d else 0 for d, e in zip(t.lane_ns, trace.exposed)],
+        peak_bytes=max(replay(t, order), default=t.live0),
     )
 
 

@@ -1,0 +1,76 @@
+"""How late each collective of a simulated order may be issued without delaying anything (its *latest* time).
+
+One sweep backwards over the order: a wait is needed when its first reader begins, a collective must end when its first
+wait is needed and when the next one on its machine must begin. Prefetching earlier than that gains no time and holds
+memory, which, accumulated over hundreds of layers, eats the room that later prefetches need.
+
+Two programs do not share a clock (stalls differ), so the times are given as *progress*: ns of compute-lane work done.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from inductor_passes.schedule.problem import Kind
+from inductor_passes.schedule.simulate import Timeline
+from inductor_passes.schedule.tables import Tables
+
+_COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
+
+
+def latest_issue(t: Tables, order: Sequence[int], timeline: Timeline) -> list[int]:
+    """Per ``START`` the latest issue in ns on the timeline of ``order``; other tasks: the latest begin. O(N + edges)."""
+    latest = [timeline.makespan_ns] * t.n
+    next_begin = [timeline.makespan_ns] * t.machines
+    for k in range(t.n - 1, -1, -1):
+        i = order[k]
+        if t.kind[i] == _COMPUTE:
+            latest[i] = timeline.start_ns[i]
+            continue
+        need = timeline.makespan_ns
+        for j in t.succs[i]:
+            if latest[j] < need:
+                need = latest[j]
+        if t.kind[i] == _START:
+            m = t.machine[i]
+            if next_begin[m] < need:
+                need = next_begin[m]
+            # What is exposed today may stay exposed: it need not end before its wait ends today.
+            need -= t.lane_ns[i]
+            if timeline.lane_begin_ns[i] > need:
+                need = timeline.lane_begin_ns[i]
+            next_begin[m] = need
+        latest[i] = need - t.busy_ns[i]
+    return latest
+
+
+def as_progress(t: Tables, order: Sequence[int], timeline: Timeline, latest: Sequence[int]) -> list[int]:
+    """Times of ``order``'s timeline as ns of compute-lane work done by then. O(N log N)."""
+    begins, progress, done = [], [], 0
+    for i in order:
+        if t.kind[i] == _COMPUTE and t.busy_ns[i]:
+            begins.append(timeline.start_ns[i])
+            progress.append(done)
+        done += t.busy_ns[i]
+    progress.append(done)
+    result = []
+    for time in latest:
+        k = bisect_right(begins, time) - 1
+        result.append(min(progress[k] + time - begins[k], progress[k + 1]) if k >= 0 else 0)
+    return result
+
+
+def relieves(t: Tables) -> list[bool]:
+    """Per ``START``: whether running it and its waits early frees at least as much memory as it takes.
+
+    True for reductions, whose input dies at the wait, False for gathers, whose output is the larger part.
+    """
+    result = [False] * t.n
+    for i in range(t.n):
+        if t.kind[i] != _START:
+            continue
+        mine = {i, *t.waits[i]}
+        freed = sum(t.size[s] for s in t.consumes[i] if mine.issuperset(t.readers[s]))
+        result[i] = freed >= t.alloc[i]
+    return result
