@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from inductor_passes.schedule.bounds import lower_bound, tails
 from inductor_passes.schedule.justify import improve
 from inductor_passes.schedule.list_schedule import Rule, list_schedule
+from inductor_passes.schedule.local_search import local_search
 from inductor_passes.schedule.memory import Continuation
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.reference import lazy
 from inductor_passes.schedule.simulate import Timeline, simulate
 from inductor_passes.schedule.slack import as_progress, latest_issue, relieves
 from inductor_passes.schedule.tables import Tables, tables
+
+#: States that local search may expand per unit of effort: per task, and for any problem.
+_STATES_PER_TASK, _STATES = 10, 40_000
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,9 @@ def plan(
             best.offer(order, method)
             if best.feasible and best.makespan <= bound:
                 break
+        if best.feasible and best.makespan > bound and effort:
+            better = local_search(t, best.order, budget_bytes, bound, effort * _STATES_PER_TASK * t.n + _STATES)
+            best.offer(better, "local-search")
     order = tuple(best.order)
     problem.check_order(order)
     return Plan(

@@ -1,0 +1,107 @@
+"""Local search: windows of an order are re-ordered one after another, from the end of the program to its beginning.
+
+Going backwards, the clocks before a window are those of one forward replay, untouched by what was changed further
+back, and the tails after it grow by the tasks passed: every window is judged by the exact makespan of the whole
+program at a cost that depends on the window alone. Only windows in which time is lost are searched: the compute lane
+waits in them, or a machine falls idle before a collective on the critical path.
+
+The allowance is a number of expanded states, so that every rank makes the same decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inductor_passes.schedule.memory import replay
+from inductor_passes.schedule.problem import Kind
+from inductor_passes.schedule.simulate import Trace, replay_time
+from inductor_passes.schedule.tables import Tables
+from inductor_passes.schedule.window import Head, Tail, evaluate, improve_window
+
+_START = int(Kind.START)
+#: (window length, states kept per level), tried in turn.
+SHAPES = ((12, 24), (24, 16), (48, 12))
+#: Problems up to this length are searched whole, with a width at which most are solved to optimality.
+WHOLE, WHOLE_WIDTH = 14, 3000
+
+
+def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: int, allowance: int) -> list[int]:
+    """An order at least as good as ``order``, within ``cap_bytes`` if that is."""
+    result = list(order)
+    shapes = ((t.n, WHOLE_WIDTH),) if t.n <= WHOLE else SHAPES
+    idle = turn = 0
+    while idle < len(shapes) and allowance > 0:
+        length, width = shapes[turn % len(shapes)]
+        before = replay_time(t, result).makespan
+        if before <= bound:
+            break
+        result, used = _sweep(t, result, cap_bytes, length, width, allowance)
+        allowance -= used + t.n // 4
+        if replay_time(t, result).makespan < before:
+            idle = 0
+        else:
+            idle += 1
+            turn += 1
+    return result
+
+
+def _sweep(
+    t: Tables, order: list[int], cap_bytes: int | None, length: int, width: int, allowance: int
+) -> tuple[list[int], int]:
+    """One pass over all windows, last to first; the new order and the number of states expanded."""
+    n = t.n
+    trace = replay_time(t, order)
+    live = replay(t, order)
+    loses = _loses_time(t, order, trace)
+    free_before = [0] * n
+    free = [0] * t.machines
+    for i in order:
+        if t.kind[i] == _START:
+            free_before[i] = free[t.machine[i]]
+            free[t.machine[i]] = trace.lane_end[i]
+    unread = [0] * len(t.size)
+    tail = Tail.at_end(t)
+    used, stop, at = 0, n, n
+    while stop > 0 and used < allowance:
+        first = max(0, stop - length)
+        while at > first:
+            at -= 1
+            i = order[at]
+            for s in t.consumes[i]:
+                unread[s] += 1
+            if t.kind[i] == _START:
+                free[t.machine[i]] = free_before[i]
+        if any(loses[first:stop]):
+            window = order[first:stop]
+            head = Head(trace.begin[window[0]], free, trace.lane_end, live[first] - t.alloc[window[0]])
+            current = evaluate(t, window, head, tail)
+            answer = improve_window(t, window, head, tail, unread, cap_bytes, width, current)
+            used += len(window)
+            if answer is not None:
+                used += answer.expanded
+                order[first:stop] = answer.tasks
+        step = max(1, (stop - first) // 2) if first else stop
+        for k in range(stop - 1, stop - step - 1, -1):
+            tail.extend(t, order[k])
+        stop -= step
+    return order, used
+
+
+def _loses_time(t: Tables, order: Sequence[int], trace: Trace) -> list[bool]:
+    """Per position: whether a critical path loses time there.
+
+    That is a wait in which the compute lane stands still, or a start whose machine was idle before it: only these
+    can be improved by issuing something sooner or covering it better.
+    """
+    result = [False] * t.n
+    tail = Tail.at_end(t)
+    for k in range(t.n - 1, -1, -1):
+        i = order[k]
+        tail.extend(t, i)
+        if t.kind[i] == _START:
+            begin = trace.lane_begin[i]
+            result[k] = begin == trace.end[i] and begin + tail.machine[t.machine[i]] >= trace.makespan
+        elif t.kind[i] > _START:
+            end = trace.lane_end[t.start[i]]
+            result[k] = end > trace.begin[i] and end + tail.compute >= trace.makespan
+    return result
