@@ -362,6 +362,15 @@ def inductor_option(name: str, default: Any = None) -> Any:
     return value
 
 
+def set_inductor_option(name: str, value: Any) -> None:
+    """Set a (possibly nested) Inductor option for the whole process."""
+    target: Any = inductor_config()
+    *parents, last = name.split(".")
+    for part in parents:
+        target = getattr(target, part)
+    setattr(target, last, value)
+
+
 def expand_mode(mode: str) -> dict[str, Any]:
     """The Inductor options that ``torch.compile(mode=...)`` stands for.
 
@@ -695,3 +704,80 @@ def fake_mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]
     if not isinstance(tensor, FakeTensor):
         raise TypeError(f"expected a fake tensor, got {type(tensor).__name__}")
     return tensor.fake_mode
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """(rank, world size) of this process; (0, 1) without torch.distributed."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+# -- redistribution without compiling ----------------------------------------------------------------------------------
+
+
+def per_rank(callback: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """``callback(rank, *local tensors)`` for this rank, or for every simulated rank under ``LocalTensorMode``."""
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+    mode = local_tensor_mode()
+    if mode is None or not tensors or not isinstance(tensors[0], LocalTensor):
+        return callback(dist.get_rank(), *tensors)
+    with mode.disable():
+        return LocalTensor({r: callback(r, *(t._local_tensors[r] for t in tensors)) for r in sorted(mode.ranks)})
+
+
+def per_rank_sizes(callback: Callable[[int], list[int]], like: torch.Tensor) -> list[Any]:
+    """Sizes that depend on the rank: ``callback(rank)``; rank-valued integers when ``like`` is simulated for all."""
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalIntNode, LocalTensor, local_tensor_mode
+
+    mode = local_tensor_mode()
+    if mode is None or not isinstance(like, LocalTensor):
+        return callback(dist.get_rank())
+    ranks = sorted(mode.ranks)
+    columns = zip(*(callback(r) for r in ranks))
+    return [torch.SymInt(LocalIntNode(dict(zip(ranks, column)))) for column in columns]
+
+
+def call_collective(name: str, tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+    """A functional collective (``all_gather_into_tensor``, ``all_to_all_single`` ...), waited for."""
+    return collective_op("wait_tensor")(collective_op(name)(tensor, *args))
+
+
+def group_name_of(ranks: tuple[int, ...]) -> str | None:
+    """Name of the first created process group of exactly these ranks that this process belongs to; None without one."""
+    import torch.distributed.distributed_c10d as c10d
+
+    wanted = set(ranks)
+    for group, members in c10d._world.pg_group_ranks.items():
+        if set(members) == wanted:
+            return str(group.group_name)
+    return None
+
+
+def dtensor_of(local: torch.Tensor, like: Any, placements: list[Any], shard_order: Any) -> Any:
+    """A ``DTensor`` of ``like``'s mesh, shape and stride around ``local``, with a shard order where torch has it.
+
+    Raises:
+        NotImplementedError: a shard order on a torch without one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not shard_order:
+        return DTensor.from_local(
+            local, like.device_mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    try:
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
+    except ImportError:
+        raise NotImplementedError(f"torch {torch.__version__} has no shard order; plan to a _StridedShard") from None
+    default = {e.tensor_dim: e for e in DTensorSpec.compute_default_shard_order(tuple(placements))}
+    for dim, dims in shard_order:
+        default[dim] = ShardOrderEntry(tensor_dim=dim, mesh_dims=tuple(dims))
+    order = tuple(default[dim] for dim in sorted(default))
+    spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=like._spec.tensor_meta, shard_order=order)
+    return DTensor(local, spec, requires_grad=local.requires_grad)
