@@ -781,3 +781,11 @@ def dtensor_of(local: torch.Tensor, like: Any, placements: list[Any], shard_orde
     order = tuple(default[dim] for dim in sorted(default))
     spec = DTensorSpec(like.device_mesh, tuple(placements), tensor_meta=like._spec.tensor_meta, shard_order=order)
     return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def create_groups(partition: tuple[tuple[int, ...], ...]) -> None:
+    """Create one process group for each tuple of ranks; every process of the default group must call it alike."""
+    import torch.distributed as dist
+
+    for ranks in partition:
+        dist.new_group(list(ranks))

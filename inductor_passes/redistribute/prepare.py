@@ -1,0 +1,76 @@
+"""The process groups that plans need: looked up by their ranks, created collectively ahead of time.
+
+A plan communicates on sub-meshes; the flat group of a sub-mesh exists when the user flattened the mesh, when it is a
+mesh dimension's own or the world, or when :func:`prepare_groups` made it. Creating a group is itself a collective, so it
+never happens inside a plan or a compiler pass. ``DeviceMesh._flatten`` is not used: it would make DTensor merge its own
+all_gathers over the new mesh, which is wrong for uneven sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+from inductor_passes import _torch
+
+from .mesh import Mesh
+
+
+class GroupError(RuntimeError):
+    """A process group that a plan needs does not exist; the message says how to create it."""
+
+
+def mesh_of(mesh: Any) -> Mesh:
+    """A :class:`Mesh` from ours or a torch ``DeviceMesh``."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+
+
+def group_name(mesh: Mesh, dims: Iterable[int]) -> str:
+    """Name of this rank's process group over ``dims``.
+
+    Raises:
+        GroupError: there is none.
+    """
+    dims = tuple(dims)
+    rank, _ = _torch.rank_and_world_size()
+    ranks = mesh.group(rank, dims)
+    name = _torch.group_name_of(ranks)
+    if name is None:
+        raise GroupError(
+            f"no process group of ranks {ranks} (mesh dims {dims} of mesh {mesh.shape}) exists; "
+            "call inductor_passes.prepare_groups(mesh) on all ranks before compiling"
+        )
+    return name
+
+
+def prepare_groups(mesh: Any, dims: Iterable[Iterable[int]] | None = None) -> tuple[tuple[int, ...], ...]:
+    """Create the flat process groups of sub-meshes that do not exist yet. Collective: call it on all ranks alike.
+
+    Whether a group exists must not differ between ranks, as it does not when all of them were created collectively;
+    a second call creates nothing.
+
+    Args:
+        mesh: a ``DeviceMesh`` or a :class:`Mesh`.
+        dims: sub-meshes as tuples of mesh dims, e.g. ``plan.groups``; None for all combinations of dims of size > 1.
+
+    Returns:
+        The sub-meshes for which groups were created, in order of creation.
+    """
+    plain = mesh_of(mesh)
+    if dims is None:
+        used = [m for m, size in enumerate(plain.shape) if size > 1]
+        wanted = [c for k in range(1, len(used) + 1) for c in itertools.combinations(used, k)]
+    else:
+        wanted = sorted({tuple(sorted(plain.check_dims(d))) for d in dims}, key=lambda d: (len(d), d))
+    created = []
+    rank, _ = _torch.rank_and_world_size()
+    for combination in wanted:
+        mine = plain.group(rank, combination) if rank in plain.ranks else ()
+        if mine and _torch.group_name_of(mine) is not None:
+            continue
+        _torch.create_groups(plain.groups(combination))
+        created.append(combination)
+    return tuple(created)

@@ -1,0 +1,187 @@
+"""One step of a plan, and what it costs.
+
+Bytes follow the ring model, per rank, of the busiest rank and the busier direction of its link: all_gather
+``(g-1) * in``, reduce_scatter ``(g-1) * out``, all_reduce ``2 (g-1)/g * in``, all_to_all what is really sent or
+received. Tensors of unequal size travel padded to the largest in a gather or reduce_scatter, unpadded in an
+all_to_all. Times add a latency per collective, bytes over bandwidth and the copies that pack and unpack; without a
+cost profile a stated default link stands in.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from .mesh import Mesh
+from .spec import Layout
+from .traffic import traffic
+
+Kind = Literal["local", "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "partition"]
+
+#: The default link: 10 us per collective, 100 GB/s per rank and direction; local copies at 1 TB/s read plus write.
+DEFAULT_LATENCY_NS = 10_000
+DEFAULT_BYTES_PER_US = 100_000
+COPY_BYTES_PER_US = 1_000_000
+
+
+class Profile(Protocol):
+    """What a plan needs from a cost profile."""
+
+    def communication_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
+        """Time of one collective over ``ranks``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """A local rearrangement or one collective, for all ranks at once.
+
+    Attributes:
+        kind: ``local`` selects or copies, ``partition`` turns a replicated value into a pending reduction; the
+            others are collectives.
+        mesh_dims: the sub-mesh that communicates; one process group per combination of the other coordinates.
+        before / after: layouts.
+        reduce_op: of a reduction or a partition, else "".
+        bytes: sent or received per rank, ring model, maximum over ranks.
+        copy_bytes: read plus written by packing and unpacking, maximum over ranks.
+        cost_ns: link and copies.
+        working_bytes: buffers alive at the worst moment of the step (its input, staging buffers, output).
+    """
+
+    kind: Kind
+    mesh_dims: tuple[int, ...]
+    before: Layout
+    after: Layout
+    reduce_op: str = ""
+    bytes: int = 0
+    copy_bytes: int = 0
+    cost_ns: int = 0
+    working_bytes: int = 0
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the step is a collective."""
+        return self.kind not in ("local", "partition")
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """Prices steps for one mesh, element size and cost profile (None: the default link)."""
+
+    mesh: Mesh
+    itemsize: int
+    profile: Profile | None = None
+
+    def link_ns(self, kind: str, input_bytes: int, output_bytes: int, wire_bytes: int, dims: tuple[int, ...]) -> int:
+        """Time of a collective over ``dims``: of the slowest of its groups when a profile knows them apart."""
+        if self.profile is None:
+            return DEFAULT_LATENCY_NS + wire_bytes * 1000 // DEFAULT_BYTES_PER_US
+        return max(
+            self.profile.communication_ns(kind, input_bytes, output_bytes, group) for group in self.mesh.groups(dims)
+        )
+
+    def movements(self, before: Layout, after: Layout) -> list[Step]:
+        """The single steps that rearrange ``before`` into ``after``: local when nothing crosses, else a gather with a
+        selection and an exchange with exact splits, both on the smallest sub-mesh that suffices."""
+        moves = traffic(before, after)
+        size = self.itemsize
+        large_in, large_out = before.max_numel * size, after.max_numel * size
+        if not moves.crossing:
+            # Equal sizes and nothing to fetch: every rank already holds exactly its new block.
+            copy = 0 if large_in == large_out else 2 * large_out
+            return [self._step("local", (), before, after, 0, 0, copy, large_in + large_out)]
+        dims = moves.crossing
+        group = self.mesh.group_size(dims)
+        gathered = group * large_in
+        in_order = _gathers_in_order(before, after, dims)
+        uneven = _uneven(before)
+        copy = (2 * large_in if uneven else 0) + (0 if in_order else 2 * large_out)
+        ring = (group - 1) * large_in
+        gather = self._step(
+            "all_gather",
+            dims,
+            before,
+            after,
+            ring,
+            self.link_ns("all_gather", large_in, gathered, ring, dims),
+            copy,
+            large_in + gathered + max(large_in if uneven else 0, 0 if in_order else large_out),
+        )
+        wire = moves.busiest * size
+        # Cost models expect the whole message of an all_to_all, of which 1/g stays at home; ours keeps nothing in it.
+        message = -(-wire * group // (group - 1))
+        sent, received = moves.max_sent * size, moves.max_received * size
+        exchange = self._step(
+            "all_to_all",
+            dims,
+            before,
+            after,
+            wire,
+            self.link_ns("all_to_all", message, message, wire, dims),
+            2 * sent + 2 * large_out,
+            max(large_in + sent + received, large_in + received + large_out),
+        )
+        return [gather, exchange]
+
+    def reduce(self, before: Layout, after: Layout, dims: tuple[int, ...], op: str) -> Step:
+        """An all_reduce (``after`` replicates along ``dims``) or a reduce_scatter (``after`` is cut by them)."""
+        size = self.itemsize
+        group = self.mesh.group_size(dims)
+        large_in, large_out = before.max_numel * size, after.max_numel * size
+        if set(dims) <= set(after.replicate_dims):
+            wire = -(-2 * (group - 1) * large_in // group)
+            ns = self.link_ns("all_reduce", large_in, large_in, wire, dims)
+            return self._step("all_reduce", dims, before, after, wire, ns, 0, 2 * large_in, op)
+        packed = group * large_out
+        wire = (group - 1) * large_out
+        in_order = packed == large_in and _gathers_in_order(after, before, dims)
+        ns = self.link_ns("reduce_scatter", packed, large_out, wire, dims)
+        copy = 0 if in_order else 2 * packed
+        staging = 0 if in_order else packed
+        return self._step("reduce_scatter", dims, before, after, wire, ns, copy, large_in + staging + large_out, op)
+
+    def partition(self, before: Layout, after: Layout, dims: tuple[int, ...], op: str) -> Step:
+        """A replicated value becomes one that is pending reduction along ``dims``; no communication."""
+        large = before.max_numel * self.itemsize
+        copy = 2 * large if op in ("sum", "product") else 0
+        return self._step("partition", dims, before, after, 0, 0, copy, 2 * large, op)
+
+    def _step(
+        self,
+        kind: Kind,
+        dims: tuple[int, ...],
+        before: Layout,
+        after: Layout,
+        wire: int,
+        link_ns: int,
+        copy: int,
+        working: int,
+        op: str = "",
+    ) -> Step:
+        cost = link_ns + copy * 1000 // COPY_BYTES_PER_US
+        return Step(kind, dims, before, after, op, wire, copy, cost, working)
+
+
+def _uneven(layout: Layout) -> bool:
+    """Whether some rank holds less than another."""
+    for size, cuts in zip(layout.shape, layout.cuts):
+        for m, factor in cuts:
+            if size % (layout.mesh_shape[m] * factor):
+                return True
+            size //= layout.mesh_shape[m]
+    return False
+
+
+def _gathers_in_order(before: Layout, after: Layout, dims: tuple[int, ...]) -> bool:
+    """Whether the gathered buffer of ``before`` over ``dims`` already is the local tensor of ``after``.
+
+    True when the layouts differ in one tensor dimension only, whose innermost cuts by ``dims`` in ascending order
+    disappear, the sizes are even and everything before that dimension has extent 1 (row-major memory).
+    """
+    changed = [d for d, (a, b) in enumerate(zip(before.cuts, after.cuts)) if a != b]
+    if len(changed) != 1 or _uneven(before):
+        return False
+    (d,) = changed
+    leading = math.prod(after.local_shape((0,) * len(after.mesh_shape))[:d])
+    return leading == 1 and before.cuts[d] == after.cuts[d] + tuple((m, 1) for m in sorted(dims))
