@@ -1,0 +1,274 @@
+"""What a single FX graph must satisfy, whoever made it; O(nodes + edges).
+
+A buffer is *in flight* from the start of a collective until the waits of all its results: its inputs are being read
+by the link, its results (and the memory an in-place or out variant was given) are being written. While in flight an
+input must not be written and a result must neither be read nor written, through any chain of views.
+
+Waits: every result of a start is waited exactly where the graph says so, on straight-line FX code the only path;
+bodies of higher-order ops are checked as graphs of their own and must wait for what they start. A result that is
+returned without a wait is ``unwaited-output``: torch can wait for it outside, so a caller that knows that its
+reference did the same passes the reference, and the finding is not held against the graph twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.ir import ops
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.storages import FxStorage
+from inductor_passes.ir.view import GraphView
+from inductor_passes.report import Finding
+from inductor_passes.verify import effects
+
+
+def finding(rule: str, node: torch.fx.Node, message: str, other: torch.fx.Node | None = None) -> Finding:
+    """A :class:`~inductor_passes.report.Finding` at a node, with the user's source line."""
+    return Finding(rule, node.name, message, "" if other is None else other.name, ops.source_line(node))
+
+
+def topology(graph: torch.fx.Graph) -> list[Finding]:
+    """Definitions before uses, every operand in this graph, names unique, one output and it comes last."""
+    found: list[Finding] = []
+    position: dict[torch.fx.Node, int] = {}
+    names: set[str] = set()
+    outputs = 0
+    for index, node in enumerate(graph.nodes):
+        if outputs:
+            found.append(finding("topology", node, f"{node.name} comes after the output"))
+        for operand in node.all_input_nodes:
+            if operand not in position:
+                found.append(finding("topology", node, f"{node.name} uses {operand.name} before its definition", operand))
+        if node.name in names:
+            found.append(finding("topology", node, f"two nodes have the name {node.name}"))
+        names.add(node.name)
+        position[node] = index
+        outputs += node.op == "output"
+    if not outputs:
+        found.append(Finding("topology", "", "the graph has no output node"))
+    return found
+
+
+class _Flight:
+    """Which storages are in flight at a point of the program."""
+
+    def __init__(self) -> None:
+        self.written_by: dict[FxStorage, torch.fx.Node] = {}
+        self.read_by: dict[FxStorage, dict[torch.fx.Node, None]] = {}
+        self.results: dict[torch.fx.Node, set[FxStorage]] = {}
+        self.inputs: dict[torch.fx.Node, list[FxStorage]] = {}
+
+    def issue(self, start: torch.fx.Node, inputs: list[FxStorage], results: list[FxStorage]) -> None:
+        self.results[start] = set(results)
+        self.inputs[start] = inputs
+        for storage in results:
+            self.written_by[storage] = start
+        for storage in inputs:
+            self.read_by.setdefault(storage, {})[start] = None
+
+    def land(self, storage: FxStorage) -> None:
+        start = self.written_by.pop(storage, None)
+        if start is None:
+            return
+        left = self.results[start]
+        left.discard(storage)
+        if not left:
+            for read in self.inputs[start]:
+                self.read_by[read].pop(start, None)
+
+    def writer(self, storage: FxStorage) -> torch.fx.Node | None:
+        return self.written_by.get(storage)
+
+    def reader(self, storage: FxStorage) -> torch.fx.Node | None:
+        return next(iter(self.read_by.get(storage, ())), None)
+
+
+def waits_and_flight(view: GraphView) -> list[Finding]:
+    """Waits complete; no read before the wait; no write to a buffer in flight."""
+    found: list[Finding] = []
+    storages = view.storages
+    flight = _Flight()
+    waitable = _waitable(view, flight)
+    unwaited: set[FxStorage] = set()
+    for node in view.nodes:
+        role = view.roles[node]
+        if role is Role.WAIT:
+            for storage in storages.of(node):
+                flight.land(storage)
+                if storage not in waitable:
+                    found.append(
+                        finding("wait-without-start", node, f"{node.name} waits for memory that no collective writes")
+                    )
+            continue
+        if role is Role.OUTPUT:
+            for operand in dict.fromkeys(effects.nodes_in(node.args)):
+                for storage in storages.of(operand):
+                    if (start := flight.writer(storage)) is not None and storage not in unwaited:
+                        unwaited.add(storage)
+                        found.append(
+                            finding("unwaited-output", start, f"{start.name} is returned without a wait", operand)
+                        )
+            continue
+        written = effects.writes(node, role)
+        found.extend(_conflicts(view, flight, node, role, written))
+        if role is Role.START:
+            results = list(storages.of(node))
+            results += [s for n in written for s in storages.of(n) if s not in results]
+            inputs = [s for n in node.all_input_nodes for s in storages.of(n) if s not in results]
+            flight.issue(node, inputs, results)
+    for storage, start in flight.written_by.items():
+        if storage not in unwaited:
+            found.append(finding("missing-wait", start, f"{start.name} has a result that is never waited for"))
+    return found
+
+
+def _waitable(view: GraphView, flight: _Flight) -> set[FxStorage]:
+    """Memory that some collective writes, or may have been written by before the graph or by an unknown op."""
+    result: set[FxStorage] = set()
+    for node in view.nodes:
+        role = view.roles[node]
+        if role in (Role.INPUT, Role.FENCE):
+            result.update(view.storages.of(node))
+        if role is Role.START:
+            result.update(view.storages.of(node))
+            for written in ops.mutated_inputs(node):
+                result.update(view.storages.of(written))
+    own = {s for node in view.nodes if view.roles[node] is Role.START for s in view.storages.of(node)}
+    for node in view.nodes:
+        if view.roles[node] is Role.WAIT:
+            for storage in view.storages.of(node):
+                if storage.producer.op == "placeholder" and storage not in own:
+                    # a collective of the caller's that is still running on entry
+                    flight.issue(storage.producer, [], [storage])
+    return result
+
+
+def _conflicts(
+    view: GraphView, flight: _Flight, node: torch.fx.Node, role: Role, written: list[torch.fx.Node]
+) -> Iterator[Finding]:
+    storages = view.storages
+    writes = set(written)
+    for operand in effects.reads(node, role):
+        for storage in storages.of(operand):
+            start = flight.writer(storage)
+            if start is not None and operand not in writes:
+                yield finding(
+                    "read-before-wait",
+                    node,
+                    f"{node.name} reads {operand.name}, which {start.name} is still writing: its wait comes later",
+                    start,
+                )
+                break
+    for operand in dict.fromkeys(written):
+        for storage in storages.of(operand):
+            start = flight.writer(storage)
+            if start is not None:
+                yield finding(
+                    "write-in-flight",
+                    node,
+                    f"{node.name} writes {operand.name} while {start.name} is writing it",
+                    start,
+                )
+                break
+            start = flight.reader(storage)
+            if start is not None:
+                yield finding(
+                    "write-in-flight",
+                    node,
+                    f"{node.name} writes {operand.name} while {start.name} is reading it",
+                    start,
+                )
+                break
+
+
+def metadata(view: GraphView) -> list[Finding]:
+    """Fake tensors are there and fit: results of collectives against their inputs and group size, waits, getitems."""
+    found: list[Finding] = []
+    for node in view.nodes:
+        role = view.roles[node]
+        if role in (Role.START, Role.WAIT, Role.COMPUTE) and "val" not in node.meta and node.users:
+            found.append(finding("metadata", node, f"{node.name} has no fake tensor (meta['val'])"))
+        elif role is Role.START:
+            found.extend(finding("metadata", node, message) for message in _collective_errors(view, node))
+        elif role is Role.WAIT:
+            source = node.all_input_nodes[0] if node.all_input_nodes else None
+            if source is not None and not _same(source.meta.get("val"), node.meta.get("val")):
+                found.append(finding("metadata", node, f"{node.name} has another shape or dtype than {source.name}"))
+    return found
+
+
+def _same(a: object, b: object) -> bool:
+    """Equal shape and dtype; unknown values are equal to everything."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and str(tuple(a.shape)) == str(tuple(b.shape))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b))
+    return True
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _shape(tensor: torch.Tensor) -> list[int | None]:
+    return [_torch.size_hint(d) for d in tensor.shape]
+
+
+def _collective_errors(view: GraphView, node: torch.fx.Node) -> Iterator[str]:
+    collective = view.by_start[node]
+    arguments = _torch.op_arguments(node)
+    world = collective.group.size
+    group_size = arguments.get("group_size", world)
+    if world and isinstance(group_size, int) and group_size != world:
+        yield f"{node.name} says group_size={group_size}; group {collective.group} has {world} ranks"
+    inputs = [t for n in collective.inputs for t in _tensors(n.meta.get("val"))]
+    outputs = _tensors(node.meta.get("val"))
+    if len(inputs) != len(collective.inputs) or len(inputs) != len(outputs):
+        yield f"{node.name} has {len(collective.inputs)} inputs and {len(outputs)} results"
+        return
+    for given, result in zip(inputs, outputs):
+        if given.dtype != result.dtype:
+            yield f"{node.name} turns {given.dtype} into {result.dtype}"
+        if message := _shape_error(collective.kind, _shape(given), _shape(result), group_size, arguments):
+            yield f"{node.name}: {message}"
+
+
+def _shape_error(
+    kind: str, given: list[int | None], result: list[int | None], group_size: object, arguments: dict[str, object]
+) -> str:
+    if None in given or None in result:
+        return ""
+    if kind in ("all_reduce", "broadcast"):
+        return "" if given == result else f"{kind} turns shape {given} into {result}"
+    if not given or not result:
+        return f"{kind} of a scalar"
+    if given[1:] != result[1:]:
+        return f"{kind} turns shape {given} into {result}: only dimension 0 may change"
+    if kind == "all_to_all":
+        return _split_error(arguments, "output_split_sizes", result[0], group_size) or _split_error(
+            arguments, "input_split_sizes", given[0], group_size
+        )
+    if not isinstance(group_size, int) or group_size == 0:
+        return ""
+    small, large = (given[0], result[0]) if kind == "all_gather" else (result[0], given[0])
+    assert small is not None
+    if small * group_size != large:
+        return f"{kind} over {group_size} ranks turns {given[0]} rows into {result[0]}"
+    return ""
+
+
+def _split_error(arguments: dict[str, object], name: str, rows: int | None, group_size: object) -> str:
+    splits = arguments.get(name)
+    if not isinstance(splits, (list, tuple)) or not splits:
+        return ""
+    if isinstance(group_size, int) and group_size and len(splits) != group_size:
+        return f"{name} has {len(splits)} entries for {group_size} ranks"
+    sizes = [_torch.size_hint(s.meta.get("val") if isinstance(s, torch.fx.Node) else s) for s in splits]
+    if None not in sizes and sum(s for s in sizes if s is not None) != rows:
+        return f"{name}={sizes} does not add up to {rows} rows"
+    return ""

@@ -1,0 +1,54 @@
+"""Peak memory of an FX graph by storage-level replay in graph order; O(nodes + edges).
+
+Storages, not allocator reserve: views share, an in-place op adds nothing, a collective's inputs live until the last of
+its waits, graph inputs and attributes belong to the caller and stay for the whole call, outputs live to the end.
+A node's results are allocated before its operands are released.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.view import GraphView
+
+
+def peak_bytes(graph: torch.fx.Graph) -> int | None:
+    """Peak bytes of a graph, by hint; None when a size has no hint."""
+    return peak_of(GraphView(graph))
+
+
+def peak_of(view: GraphView) -> int | None:
+    """:func:`peak_bytes` of a graph that has been looked at already."""
+    last = len(view.nodes) - 1
+    released: list[int] = [0] * (last + 2)
+    allocated: list[int] = [0] * (last + 2)
+    live = 0
+    for storage in view.storages.all:
+        if storage.size_bytes is None:
+            return None
+        if storage.producer.op in ("placeholder", "get_attr"):
+            live += storage.size_bytes
+            continue
+        allocated[view.position[storage.producer]] += storage.size_bytes
+        end = view.position[storage.producer]
+        for member in storage.members:
+            end = max(end, view.position[member])
+            for user in member.users:
+                end = max(end, _last_touch(view, user))
+        if end < last:
+            released[end] += storage.size_bytes
+    peak = live
+    for index in range(last + 1):
+        live += allocated[index]
+        peak = max(peak, live)
+        live -= released[index]
+    return peak
+
+
+def _last_touch(view: GraphView, user: torch.fx.Node) -> int:
+    end = view.position[user]
+    if view.roles[user] is Role.START:
+        end = max([end, *(view.position[w] for w in view.by_start[user].waits)])
+    return end
