@@ -1,0 +1,63 @@
+"""The command ``inductor-passes``. Sub-commands are imported when they run, so that ``--help`` needs neither them nor torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+#: Sub-command -> (module with a typer ``app``, one line for the overview).
+COMMANDS = {
+    "report": ("inductor_passes.cli.report", "What happened to each graph of a TORCH_TRACE directory, and why."),
+    "simulate": ("inductor_passes.cli.simulate", "Plan a captured graph again for other links, budgets and devices."),
+    "calibrate": ("inductor_passes.cli.calibrate", "Measure this machine's links once and write a cost profile."),
+    "doctor": ("inductor_passes.cli.doctor", "Check the environment and say what will work."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Knows its sub-commands by name and imports one only to run it.
+
+    Contexts are typed ``Any``: their class is click's or typer's own copy of it, depending on typer's version.
+    """
+
+    _overview = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module, line = COMMANDS[cmd_name]
+        if self._overview:
+            return TyperCommand(cmd_name, help=line)
+        app: Any = importlib.import_module(module).app
+        return typer.main.get_command(app)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._overview = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._overview = False
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    help="Compiler passes for torch.compile that make distributed graphs faster: reports and tools.",
+)
+
+
+@app.callback()
+def _main() -> None:
+    pass
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,141 @@
+"""``inductor-passes report``: the trace of a run as text, JSON, a page or a Perfetto trace; ``report diff`` for two runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from inductor_passes.trace.reader import Trace
+
+
+class _ShowByDefault(TyperGroup):
+    """``report DIR`` is ``report show DIR``: people type the former."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or args[0] not in self.commands:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_ShowByDefault, add_completion=False)
+
+
+@app.command()
+def show(
+    trace_dir: Annotated[Path, typer.Argument(help="The directory that TORCH_TRACE named, or one log of it.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write one self-contained HTML page, for offline use.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the reports as JSON instead of text.")] = False,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="Write the planned timelines of all ranks as one Chrome trace.")
+    ] = None,
+    tlparse: Annotated[
+        Path | None,
+        typer.Option(help="Run tlparse into this new directory, with our page linked from its index."),
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option(min=1, help="Show only this many collectives per graph, most exposed first.")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
+) -> None:
+    """What happened to each graph of a run, and why each exposed collective is exposed.
+
+    `inductor-passes report diff A B` compares two runs.
+    """
+    trace = _read(trace_dir)
+    if rank is not None:
+        trace.graphs = [graph for graph in trace.graphs if graph.rank == rank]
+    console = _console()
+    wrote = False
+    if output is not None:
+        from inductor_passes.trace.html import write_page
+
+        write_page(trace, output, title=trace_dir.name)
+        _say(console, f"wrote {output}")
+        wrote = True
+    if perfetto is not None:
+        from inductor_passes.trace.perfetto import write_perfetto
+
+        _say(console, f"wrote {perfetto} ({write_perfetto(trace, perfetto)} timelines); open it in ui.perfetto.dev")
+        wrote = True
+    if tlparse is not None:
+        from inductor_passes.trace.tlparse import TlparseError, run_tlparse
+
+        try:
+            index = run_tlparse(trace_dir, tlparse, trace, page=output)
+        except TlparseError as error:
+            raise _fail(str(error)) from error
+        _say(console, f"wrote {index}")
+        wrote = True
+    if as_json:
+        from inductor_passes.trace.payload import dumps
+
+        reports = [graph.report.to_json() for graph in trace.graphs if graph.report is not None]
+        print(dumps({"schema_version": 1, "graphs": reports, "notes": trace.notes}, indent=1))
+    elif not wrote:
+        _print(console, trace, top)
+    if not any(graph.report for graph in trace.graphs):
+        raise typer.Exit(1)
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="TORCH_TRACE directory of the first run.")],
+    b: Annotated[Path, typer.Argument(help="TORCH_TRACE directory of the second run.")],
+) -> None:
+    """Compare two runs graph by graph: figures, settings, verdicts."""
+    from inductor_passes.trace.compare import across_runs
+    from inductor_passes.trace.text import render_diff
+
+    names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
+    _console().print(render_diff(across_runs(_read(a).graphs, _read(b).graphs), names))
+
+
+def _read(path: Path) -> Trace:
+    from inductor_passes.trace.reader import TraceError, read_trace
+
+    try:
+        return read_trace(path)
+    except TraceError as error:
+        raise _fail(str(error)) from error
+
+
+def _fail(message: str) -> typer.Exit:
+    typer.secho(message, err=True, fg=typer.colors.RED)
+    return typer.Exit(2)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    # A file or a pipe has no width of its own, and folding a table at 80 columns makes it unreadable.
+    return console if console.is_terminal else Console(highlight=False, width=180)
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True, style="dim")
+
+
+def _print(console: Console, trace: Trace, top: int | None) -> None:
+    from rich.text import Text
+
+    from inductor_passes.trace.compare import across_ranks
+    from inductor_passes.trace.text import render_group
+
+    for group in across_ranks(trace.graphs):
+        console.print(render_group(group, top=top))
+    for note in trace.notes:
+        console.print(Text(f"note: {note}", style="yellow"))
+    if not any(graph.report for graph in trace.graphs):
+        console.print(
+            "No graph of inductor_passes in this trace. Was the plugin enabled, and compiled with TORCH_TRACE set? "
+            "`inductor-passes doctor` checks the environment."
+        )

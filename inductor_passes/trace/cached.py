@@ -1,0 +1,76 @@
+"""The report of a graph that comes out of a cache.
+
+On a warm cache no pass runs. So the report (and what the timeline needs) travels inside the generated module, as one
+compressed statement that runs when the module is loaded: the same report then appears in the trace, marked as coming
+from the cache, wherever the cache entry came from.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+from inductor_passes.report import GraphReport
+from inductor_passes.schedule.problem import Problem
+
+#: Reports that this process has just compiled: their first load is not a cache hit.
+_compiled_here: set[str] = set()
+_MAX_BYTES = 1 << 28
+
+
+def statement(report: GraphReport, problem: Problem, order: Sequence[int]) -> str:
+    """A Python statement that replays the report when it runs; deterministic for equal reports."""
+    timeless = report.to_json()
+    for one in timeless["passes"]:
+        one["duration_ns"] = 0
+    content = {"report": timeless, "problem": problem.to_json(), "order": list(order)}
+    packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
+    text = base64.b85encode(packed).decode()
+    _compiled_here.add(report.digest)
+    return f"__import__('inductor_passes.trace.cached', fromlist=['loaded']).loaded({report.digest!r}, {text!r})"
+
+
+def loaded(digest: str, packed: str) -> None:
+    """Called by a generated module while it is loaded; emits the stored report unless it was compiled just now."""
+    if digest in _compiled_here:
+        _compiled_here.discard(digest)
+        return
+    try:
+        _emit(packed)
+    except Exception as error:  # a report must never stop a compiled program from running
+        logging.getLogger("inductor_passes").warning("inductor_passes: cannot replay a stored report: %s", error)
+
+
+def _emit(packed: str) -> None:
+    from inductor_passes import _torch
+    from inductor_passes.trace.artifacts import emit
+
+    if not _torch.trace_enabled():
+        return
+    content = unpack(packed)
+    report = GraphReport.from_json(content["report"])
+    report.from_cache = True
+    report.compile_id = _torch.compile_id()
+    report.rank, report.world_size = _torch.rank_and_world_size()
+    problem = Problem.from_json(content["problem"])
+    emit(report, problem=problem, order_before=problem.input_order, order_after=content["order"])
+
+
+def unpack(packed: str) -> dict[str, Any]:
+    """Inverse of the packing in :func:`statement`.
+
+    Raises:
+        ValueError: the content is larger than a report can be, or is no report.
+    """
+    stream = zlib.decompressobj()
+    data = stream.decompress(base64.b85decode(packed), _MAX_BYTES)
+    if stream.unconsumed_tail:
+        raise ValueError(f"stored report is larger than {_MAX_BYTES} bytes")
+    content = json.loads(data)
+    if not isinstance(content, dict):
+        raise ValueError("stored report is no JSON object")
+    return content

@@ -1,0 +1,146 @@
+"""Comparisons: the same graph on several ranks, and the same graph in two runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from inductor_passes.report import GraphReport, Reason
+from inductor_passes.trace.reader import GraphTrace
+
+#: What identifies a graph across ranks and runs: (compile id, phase, graph index).
+Key = tuple[str, str, int]
+
+
+@dataclass
+class RankGroup:
+    """One graph on all ranks that compiled it.
+
+    Attributes:
+        graph: of the lowest rank; the one that is shown.
+        agreeing: ranks whose plan digest equals its digest (its own rank included).
+        differences: (rank, first difference) for every other rank.
+    """
+
+    key: Key
+    graph: GraphTrace
+    agreeing: list[int]
+    differences: list[tuple[int, str]]
+
+
+def key_of(graph: GraphTrace) -> Key:
+    """The graph's identity across ranks and runs."""
+    return graph.compile_id, graph.phase, graph.graph_index
+
+
+def across_ranks(graphs: Iterable[GraphTrace]) -> list[RankGroup]:
+    """Readable graphs, grouped over ranks, in the order in which the lowest rank compiled them."""
+    groups: dict[Key, RankGroup] = {}
+    for graph in graphs:
+        if graph.report is None:
+            continue
+        group = groups.get(key_of(graph))
+        if group is None:
+            groups[key_of(graph)] = RankGroup(key_of(graph), graph, [graph.rank], [])
+            continue
+        difference = _difference(group.graph, graph)
+        if difference:
+            group.differences.append((graph.rank, difference))
+        else:
+            group.agreeing.append(graph.rank)
+    return list(groups.values())
+
+
+def _difference(first: GraphTrace, other: GraphTrace) -> str:
+    """The first difference between two ranks' plans, or ""."""
+    assert first.report is not None and other.report is not None
+    if first.report.digest == other.report.digest:
+        return ""
+    ours, theirs = schedule_labels(first), schedule_labels(other)
+    for k, (a, b) in enumerate(zip(ours, theirs)):
+        if a != b:
+            return f"schedule differs at label {k}: {a} on rank {first.rank}, {b} on rank {other.rank}"
+    if len(ours) != len(theirs):
+        return f"schedule has {len(ours)} labels on rank {first.rank}, {len(theirs)} on rank {other.rank}"
+    return f"same labels in the same order, but digest {first.report.digest} against {other.report.digest}"
+
+
+def schedule_labels(graph: GraphTrace, when: str = "after") -> list[str]:
+    """The labels of the schedule artifact, in order; empty without one."""
+    labels: list[str] = []
+    taking = False
+    for line in graph.artifacts.get("schedule", "").splitlines():
+        if line in ("before:", "after:"):
+            taking = line == f"{when}:"
+        elif taking:
+            labels += line.split()
+    return labels
+
+
+@dataclass(frozen=True)
+class Change:
+    """One quantity of a graph in run A and run B; None where the run lacks it. ``unit``: ``ns``, ``bytes`` or ""."""
+
+    what: str
+    a: int | float | str | None
+    b: int | float | str | None
+    unit: str = ""
+
+
+@dataclass
+class GraphDiff:
+    """What changed in one graph between two runs; a graph that only one run has says so in ``only``."""
+
+    key: Key
+    changes: list[Change]
+    only: str = ""
+
+
+def across_runs(a: Sequence[GraphTrace], b: Sequence[GraphTrace]) -> list[GraphDiff]:
+    """Graph by graph (lowest rank of each run): figures, settings and verdicts that differ.
+
+    Graphs are matched by compile id, phase and index.
+    """
+    first = {group.key: group.graph.report for group in across_ranks(a)}
+    second = {group.key: group.graph.report for group in across_ranks(b)}
+    result = []
+    for key in [*first, *(k for k in second if k not in first)]:
+        ours, theirs = first.get(key), second.get(key)
+        if ours is None or theirs is None:
+            result.append(GraphDiff(key, [], only="A" if theirs is None else "B"))
+        else:
+            result.append(GraphDiff(key, list(_changes(ours, theirs))))
+    return result
+
+
+def _changes(a: GraphReport, b: GraphReport) -> Iterable[Change]:
+    for name in sorted({*a.config, *b.config}):
+        ours, theirs = a.config.get(name), b.config.get(name)
+        if ours != theirs:
+            yield Change(f"setting {name}", str(ours), str(theirs))
+    for name, unit in (
+        ("makespan_after_ns", "ns"),
+        ("exposed_after_ns", "ns"),
+        ("peak_after_bytes", "bytes"),
+        ("budget_bytes", "bytes"),
+        ("lower_bound_ns", "ns"),
+        ("tasks", ""),
+        ("method", ""),
+    ):
+        ours, theirs = getattr(a.schedule, name, None), getattr(b.schedule, name, None)
+        if ours != theirs:
+            yield Change(name.removesuffix("_ns").removesuffix("_bytes").replace("_", " "), ours, theirs, unit)
+    if a.digest != b.digest:
+        yield Change("plan digest", a.digest, b.digest)
+    before = {c.name: c for c in a.collectives}
+    after = {c.name: c for c in b.collectives}
+    for name in [*before, *(n for n in after if n not in before)]:
+        x, y = before.get(name), after.get(name)
+        label = (x or y).label if x or y else name
+        if x is None or y is None:
+            yield Change(f"{label} ({name})", "present" if x else None, "present" if y else None)
+        elif (x.reason, x.exposed_ns) != (y.reason, y.exposed_ns):
+            if x.exposed_ns != y.exposed_ns:
+                yield Change(f"{label} exposed", x.exposed_ns, y.exposed_ns, "ns")
+            if x.reason != y.reason:
+                yield Change(f"{label} reason", Reason(x.reason).value, Reason(y.reason).value)

@@ -1,0 +1,135 @@
+"""The report as one self-contained HTML page: no network, no other file, everything escaped.
+
+The page's data travel as JSON in inert ``<script type="application/json">`` elements, in which ``<``, ``>`` and ``&``
+are written as escapes, and its script writes them with ``textContent`` only: a node name or a source path can hold
+anything. A content security policy forbids every load. Timelines are flat integer arrays that are decoded when a
+graph is shown and drawn on a canvas, so that tens of thousands of tasks open at once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from inductor_passes.report import GraphReport
+from inductor_passes.trace.compare import RankGroup, across_ranks
+from inductor_passes.trace.payload import finite
+from inductor_passes.trace.perfetto import timelines
+from inductor_passes.trace.reader import GraphTrace, Trace
+
+#: Slice categories, by number in the page's arrays.
+CATEGORIES = ("compute", "wait", "issue", "transfer")
+
+
+def write_page(trace: Trace, path: Path, *, title: str) -> None:
+    """Write the page of a whole trace to ``path``."""
+    path.write_text(render_page(across_ranks(trace.graphs), trace.notes, title=title), encoding="utf-8")
+
+
+def render_page(groups: Sequence[RankGroup], notes: Sequence[str], *, title: str) -> str:
+    """The page of these graphs as text.
+
+    Raises:
+        ModuleNotFoundError: jinja2 is missing; the message names the extra that brings it.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the HTML report needs jinja2: pip install 'inductor-passes[report]'") from error
+    folder = files("inductor_passes.trace") / "templates"
+    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(
+        (folder / "report.html").read_text(encoding="utf-8")
+    )
+    drawn = [_timelines(group.graph) for group in groups]
+    data = {
+        "title": title,
+        "categories": CATEGORIES,
+        "graphs": [_graph(group, lines) for group, lines in zip(groups, drawn)],
+        "notes": list(notes),
+    }
+    return template.render(
+        title=title,
+        style=(folder / "report.css").read_text(encoding="utf-8"),
+        script=(folder / "report.js").read_text(encoding="utf-8"),
+        data=embed(data),
+        timelines=[
+            (f"timeline-{k}-{when}", embed(lines[when])) for k, lines in enumerate(drawn) for when in lines
+        ],
+    )
+
+
+def embed(data: Any) -> str:
+    """JSON that can stand inside a ``<script>`` element: it cannot end the element or open a comment."""
+    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _graph(group: RankGroup, lines: dict[str, Any]) -> dict[str, Any]:
+    report = group.graph.report
+    assert isinstance(report, GraphReport)
+    data = report.to_json()
+    for schedule in data["schedules"]:
+        del schedule["schedule_before"], schedule["schedule_after"]
+    return {
+        "title": group.graph.title,
+        "report": data,
+        "agreeing": group.agreeing,
+        "differences": [list(d) for d in group.differences],
+        "timelines": list(lines),
+        "failures": _failures(group.graph),
+    }
+
+
+def _failures(graph: GraphTrace) -> list[dict[str, Any]]:
+    payloads = (graph.payload(kind) for kind in sorted(graph.artifacts) if kind.startswith("failure_"))
+    return [payload for payload in payloads if payload is not None]
+
+
+def _timelines(graph: GraphTrace) -> dict[str, Any]:
+    return {when: compact(data["traceEvents"]) for when, data in timelines(graph).items()}
+
+
+def compact(events: Sequence[Any]) -> dict[str, Any]:
+    """Chrome events as flat arrays: ``slices`` has 6 integers each (thread, category, begin ns, duration ns, name,
+    source; the last two index ``strings``), sorted by thread and time; ``memory`` has 2 (time ns, bytes). ``threads``
+    holds the threads' names. Events that are not ours, or malformed, are left out.
+    """
+    strings: dict[str, int] = {"": 0}
+
+    def intern(text: object) -> int:
+        return strings.setdefault(str(text), len(strings))
+
+    threads: dict[int, str] = {}
+    slices: list[tuple[int, ...]] = []
+    memory: list[int] = []
+    for event in events:
+        try:
+            phase = event["ph"]
+            if phase == "X":
+                args = event.get("args", {})
+                slices.append(
+                    (
+                        int(event["tid"]),
+                        CATEGORIES.index(event["cat"]),
+                        round(event["ts"] * 1000),
+                        round(event["dur"] * 1000),
+                        intern(event["name"]),
+                        intern(args.get("source", "")),
+                    )
+                )
+            elif phase == "C":
+                memory += round(event["ts"] * 1000), int(event["args"]["bytes"])
+            elif phase == "M" and event["name"] == "thread_name":
+                threads[int(event["tid"])] = str(event["args"]["name"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    slices.sort()
+    return {
+        "threads": [[thread, threads[thread]] for thread in sorted(threads)],
+        "strings": list(strings),
+        "slices": [number for one in slices for number in one],
+        "memory": memory,
+    }

@@ -1,0 +1,181 @@
+"""The text report: what happened to each graph and why each exposed collective is exposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from inductor_passes.report import CollectiveReport, GraphReport, Reason, ScheduleReport
+from inductor_passes.trace.compare import Change, GraphDiff, RankGroup
+from inductor_passes.trace.units import change, duration, percent, size
+
+
+def render_group(group: RankGroup, *, top: int | None = None) -> RenderableType:
+    """One graph of a trace on all its ranks; see :func:`render_graph`."""
+    assert group.graph.report is not None
+    title = f"{group.graph.title}  " + _ranks(group.agreeing)
+    parts = [render_graph(group.graph.report, title=title, top=top)]
+    for rank, difference in group.differences:
+        parts.append(Text(f"rank {rank} has another plan: {difference}", style="bold red"))
+    return Group(*parts)
+
+
+def render_graph(report: GraphReport, *, title: str = "", top: int | None = None) -> RenderableType:
+    """One graph: figures before and after, passes that were rolled back, one line per collective.
+
+    Args:
+        top: show only that many collectives, most exposed first; None shows all, in order of issue.
+    """
+    parts: list[RenderableType] = [Text(title or f"{report.phase}_{report.graph_index}", style="bold")]
+    if report.from_cache:
+        parts.append(Text("from cache: compiled earlier, its stored report is shown", style="cyan"))
+    schedule = report.schedule
+    if schedule is None:
+        parts.append(Text("nothing was planned" + _because(report)))
+    else:
+        parts += [_figures(schedule), Text(_plan_line(report, schedule))]
+    parts += [Text(line, style="yellow") for line in _rollbacks(report)]
+    parts += [Text(note, style="dim") for note in report.notes]
+    if report.collectives:
+        parts += [_collectives(report.collectives, top), *_help(report.collectives)]
+    return Group(*parts, Text(""))
+
+
+def render_diff(diffs: Sequence[GraphDiff], names: tuple[str, str]) -> RenderableType:
+    """Two runs, graph by graph; ``names`` are what A and B are called."""
+    parts: list[RenderableType] = []
+    for diff in diffs:
+        compile_id, phase, index = diff.key
+        parts.append(Text(f"{phase}_{index}" + (f" [{compile_id}]" if compile_id else ""), style="bold"))
+        if diff.only:
+            parts.append(Text(f"only in {names[0] if diff.only == 'A' else names[1]}", style="yellow"))
+        elif not diff.changes:
+            parts.append(Text("equal"))
+        else:
+            table = Table(box=box.SIMPLE, pad_edge=False)
+            for head in ("what", *names, "change"):
+                table.add_column(escape(head), justify="left" if head == "what" else "right")
+            for one in diff.changes:
+                table.add_row(escape(one.what), _value(one, one.a), _value(one, one.b), _relative(one))
+            parts.append(table)
+    return Group(*parts) if parts else Text("no graphs in either run")
+
+
+def _value(one: Change, value: int | float | str | None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return escape(value)
+    return {"ns": duration, "bytes": size}.get(one.unit, str)(value)
+
+
+def _relative(one: Change) -> str:
+    if isinstance(one.a, int) and isinstance(one.b, int):
+        return change(one.a, one.b)
+    return ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
+        return f"ranks {ranks[0]}-{ranks[-1]}, same plan"
+    return f"ranks {', '.join(map(str, ranks))}, same plan"
+
+
+def _because(report: GraphReport) -> str:
+    reasons = {d.reason for p in report.passes for d in p.decisions}
+    if Reason.NO_COLLECTIVES in reasons:
+        return f": {Reason.NO_COLLECTIVES.value}"
+    return ""
+
+
+def _figures(s: ScheduleReport) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("predicted")
+    for head in ("before", "after", "change", "limit"):
+        table.add_column(head, justify="right")
+    table.add_row(
+        "step",
+        duration(s.makespan_before_ns),
+        duration(s.makespan_after_ns),
+        change(s.makespan_before_ns, s.makespan_after_ns),
+        f"at least {duration(s.lower_bound_ns)}, gap {percent(s.gap)}",
+    )
+    table.add_row(
+        "exposed communication",
+        duration(s.exposed_before_ns),
+        duration(s.exposed_after_ns),
+        change(s.exposed_before_ns, s.exposed_after_ns),
+        f"of {duration(s.communication_ns)}",
+    )
+    over = s.budget_bytes is not None and s.peak_after_bytes > s.budget_bytes
+    table.add_row(
+        "peak memory",
+        size(s.peak_before_bytes),
+        Text(size(s.peak_after_bytes), style="bold red" if over else ""),
+        change(s.peak_before_bytes, s.peak_after_bytes),
+        "unlimited" if s.budget_bytes is None else f"budget {size(s.budget_bytes)}",
+    )
+    return table
+
+
+def _plan_line(report: GraphReport, s: ScheduleReport) -> str:
+    parts = [
+        f"plan {report.digest or s.digest}",
+        f"method {s.method or '-'}",
+        f"{s.tasks} tasks ({s.level})",
+        f"costs: {report.cost_profile or '-'}",
+    ]
+    if report.order_check:
+        parts.append(f"order: {report.order_check}")
+    return ", ".join(parts)
+
+
+def _rollbacks(report: GraphReport) -> Iterator[str]:
+    for one in report.passes:
+        if one.rolled_back is not None:
+            detail = f" ({one.detail})" if one.detail else ""
+            yield f"pass {one.name} was rolled back: {one.rolled_back.value}{detail}"
+            for finding in one.findings:
+                yield f"  {finding.rule} at {finding.node}: {finding.message}"
+
+
+def _collectives(collectives: Sequence[CollectiveReport], top: int | None) -> Table:
+    shown = list(collectives)
+    if top is not None and len(shown) > top:
+        shown = sorted(shown, key=lambda c: -c.exposed_ns)[:top]
+    table = Table(box=box.SIMPLE, pad_edge=False, title_justify="left")
+    for head in ("", "kind", "size", "lane", "hidden", "exposed", "why", "setting that would help", "source"):
+        table.add_column(head, justify="right" if head in ("size", "hidden", "exposed") else "left")
+    for one in shown:
+        table.add_row(
+            escape(one.label) + (f" in {escape(one.bucket)}" if one.bucket else ""),
+            escape(one.kind),
+            size(one.size_bytes),
+            escape(one.lane),
+            duration(one.hidden_ns),
+            Text(duration(one.exposed_ns), style="bold" if one.exposed_ns else "dim"),
+            escape(one.reason.value),
+            escape(one.setting),
+            escape(one.source),
+        )
+    if len(shown) < len(collectives):
+        table.caption = f"{len(shown)} of {len(collectives)} collectives, most exposed first"
+    return table
+
+
+def _help(collectives: Sequence[CollectiveReport]) -> Iterator[Text]:
+    """What would help, once per setting."""
+    settings: dict[tuple[str, str], list[CollectiveReport]] = {}
+    for one in collectives:
+        if one.setting and one.gain_ns > 0:
+            settings.setdefault((one.reason.value, one.setting), []).append(one)
+    for (reason, setting), ones in sorted(settings.items(), key=lambda item: -item[1][0].gain_ns):
+        gain = duration(ones[0].gain_ns)
+        yield Text(f"{setting}: {gain} ({reason}, {len(ones)} collectives)", style="green")
