@@ -16,8 +16,7 @@ Every collective is logged with its issue, its begin and end on the link, and it
 be faster than the emulated one; ``StepTime.violations`` counts where it was not.
 
 Environment (read by :func:`register`): ``EMULATED_LINK_LATENCY_NS``, ``EMULATED_LINK_BYTES_PER_S`` for all
-links,
-``EMULATED_LINK_INTRA_...`` / ``EMULATED_LINK_INTER_...`` for one, and ``EMULATED_LINK_RANKS_PER_HOST``
+links, ``EMULATED_LINK_INTRA_...`` / ``EMULATED_LINK_INTER_...`` for one, and ``EMULATED_LINK_RANKS_PER_HOST``
 (default: all ranks on one host, so that every group uses the link ``intra``).
 
 Limits: all ranks on one machine; CPU tensors; a wait through a ``Future`` sleeps but is not logged; a send is
@@ -39,7 +38,7 @@ from inductor_passes.cost.communication import INTER, INTRA
 from inductor_passes.emulated_group import BACKEND, EmulatedGroup, LinkState
 from inductor_passes.link_model import Rate, Record, StepClock
 
-__all__ = ["EmulatedGroup", "log", "register", "set_rate", "step_clock"]
+__all__ = ["EmulatedGroup", "log", "ranks_per_host", "register", "set_rate", "step_clock"]
 
 _ENV = "EMULATED_LINK_"
 
@@ -92,6 +91,11 @@ def set_rate(latency_ns: int = 0, bytes_per_s: float = float("inf"), link: str |
         raise ValueError(f"link is {link!r}; expected one of {', '.join(links)}")
     for name in links if link is None else (link,):
         links[name].rate = Rate(latency_ns, bytes_per_s)
+
+
+def ranks_per_host() -> int | None:
+    """How many neighbouring ranks count as one host; None: all."""
+    return _current().ranks_per_host or None
 
 
 def log() -> list[Record]:

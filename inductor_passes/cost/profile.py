@@ -41,7 +41,8 @@ MAX_FILE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class MatmulPoint:
-    """A measured matmul: ``flops`` (2mnk) of ``dtype`` take ``ns``, kernel overhead included."""
+    """A measured matmul: ``flops`` (2mnk) of ``dtype`` take ``ns``, the fixed cost per kernel not included.
+    """
 
     dtype: str
     flops: float

@@ -1,0 +1,97 @@
+"""Measuring a device's compute: time of matmuls by dtype and size, streaming bandwidth, fixed cost of a
+kernel.
+
+On a CPU with one intra-op thread the clock is the thread's CPU time, which other processes do not disturb;
+elsewhere it is the wall clock, on accelerators around batches of calls that end with a synchronisation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from inductor_passes.cost.profile import MatmulPoint
+
+#: Square matmuls of these sizes.
+CPU_SIZES = (32, 64, 128, 256, 512)
+ACCELERATOR_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+_STREAM_BYTES_CPU = 8 * 2**20
+_STREAM_BYTES_ACCELERATOR = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What :func:`measure` found: ``matmul`` without the fixed cost ``kernel_ns``; ``bytes_per_s`` reads and
+    writes.
+    """
+
+    matmul: tuple[MatmulPoint, ...]
+    bytes_per_s: float
+    kernel_ns: float
+
+
+def measure(device: torch.device, dtypes: Sequence[torch.dtype], repeats: int) -> Roofline:
+    """Measure ``device`` alone, without communication.
+
+    Args:
+        device: where to compute.
+        dtypes: of the matmuls; one that the device cannot multiply is left out.
+        repeats: samples per size; their median counts.
+    """
+    tiny = torch.zeros(8, device=device)
+    kernel_ns = _time(device, lambda: tiny.add_(1.0), repeats, calls=200)
+    points: list[MatmulPoint] = []
+    for dtype in dtypes:
+        last = MatmulPoint(_name(dtype), 0.0, 0.0)
+        for size in CPU_SIZES if device.type == "cpu" else ACCELERATOR_SIZES:
+            try:
+                ns = _matmul_ns(device, dtype, size, repeats)
+            except RuntimeError:
+                break
+            # Profiles want rising times: a larger matmul does not take less than a smaller one.
+            last = MatmulPoint(last.dtype, 2.0 * size**3, max(ns - kernel_ns, last.ns, 1.0))
+            points.append(last)
+    count = (_STREAM_BYTES_CPU if device.type == "cpu" else _STREAM_BYTES_ACCELERATOR) // 8
+    source = torch.ones(count, device=device)
+    target = torch.empty_like(source)
+    stream_ns = _time(device, lambda: torch.add(source, 1.0, out=target), repeats, calls=3)
+    moved = 2 * count * source.element_size()
+    return Roofline(tuple(points), moved / max(1.0, stream_ns - kernel_ns) * 1e9, kernel_ns)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _matmul_ns(device: torch.device, dtype: torch.dtype, size: int, repeats: int) -> float:
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    right = torch.ones(size, size, device=device, dtype=dtype)
+    out = torch.empty_like(left)
+    calls = max(1, 2 * 10**7 // size**3) if device.type == "cpu" else 10
+    return _time(device, lambda: torch.mm(left, right, out=out), repeats, calls)
+
+
+def _time(device: torch.device, call: Callable[[], object], repeats: int, calls: int) -> float:
+    """Median ns per call."""
+    cpu_clock = device.type == "cpu" and torch.get_num_threads() == 1
+    now = time.thread_time_ns if cpu_clock else time.perf_counter_ns
+    samples = []
+    for sample in range(repeats + 1):
+        synchronize(device)
+        begin = now()
+        for _ in range(calls):
+            call()
+        synchronize(device)
+        if sample:
+            samples.append((now() - begin) / calls)
+    return median(samples)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until ``device`` has done all it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

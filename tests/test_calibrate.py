@@ -1,0 +1,134 @@
+"""Calibration: the fit, the merge over ranks, and a real run on the emulated link whose constants are known.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from typer.testing import CliRunner
+
+from inductor_passes import emulated_link
+from inductor_passes.cli.calibrate import app
+from inductor_passes.cost.calibrate import Sample, calibrate, group_costs
+from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.fit import fit_line
+from inductor_passes.cost.profile import CostProfile
+
+
+def test_fit_finds_the_line() -> None:
+    sizes = [0.0, 1e3, 1e4, 1e5, 1e6]
+    alpha, beta = fit_line(sizes, [500 + 2 * s for s in sizes])
+    assert alpha == pytest.approx(500) and beta == pytest.approx(2)
+
+
+def test_fit_survives_outliers() -> None:
+    generator = random.Random(7)
+    sizes = [float(4**k) for k in range(5, 13)]
+    times = [(20_000 + 3 * s) * generator.uniform(0.98, 1.02) for s in sizes]
+    times[3] *= 9
+    alpha, beta = fit_line(sizes, times)
+    assert alpha == pytest.approx(20_000, rel=0.05) and beta == pytest.approx(3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times", "expected"),
+    [
+        ([1.0, 2.0, 3.0], [5.0, 4.0, 3.0], None),
+        ([1.0, 10.0, 100.0], [0.1, 2.0, 22.0], None),
+        ([7.0], [3.0], (3.0, 0.0)),
+        ([7.0, 7.0], [3.0, 3.0], (3.0, 0.0)),
+    ],
+)
+def test_fit_has_no_negative_costs(
+    sizes: list[float], times: list[float], expected: tuple[float, float] | None
+) -> None:
+    alpha, beta = fit_line(sizes, times)
+    assert alpha >= 0 and beta >= 0
+    assert alpha == 0 or beta == 0
+    if expected:
+        assert (alpha, beta) == pytest.approx(expected)
+
+
+def test_fit_refuses_nonsense() -> None:
+    for sizes, times in (([], []), ([1.0], [0.0]), ([1.0, 2.0], [1.0])):
+        with pytest.raises(ValueError, match="cannot fit"):
+            fit_line(sizes, times)
+
+
+def test_the_slowest_rank_counts() -> None:
+    layout = Layout(2, 1, 2)
+    samples = [
+        Sample(layout, "all_gather", size, 2 * size, link, 10.0)
+        for size in (100, 1_000)
+        for link in (50.0 + size, 70.0 + 3 * size)
+    ]
+    (group,) = group_costs(samples, {layout: "gloo"})
+    cost = group.cost("all_gather")
+    assert cost is not None and group.backend == "gloo" and group.link == "intra"
+    assert cost.alpha_ns == pytest.approx(70) and cost.beta_ns_per_byte == pytest.approx(3)
+    assert cost.issue_ns == pytest.approx(10) and cost.issue_ns_per_byte == 0
+
+
+def _register(rank: int, world_size: int) -> None:
+    emulated_link.register()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2, backend="emulated", setup=_register) as pool:
+        yield pool
+
+
+def _calibrated(rank: int, world_size: int) -> CostProfile:
+    emulated_link.set_rate(latency_ns=2_000_000, bytes_per_s=50e6)
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    return calibrate(
+        [dist.group.WORLD, alone],
+        dtypes=[torch.float32],
+        sizes=(1 << 12, 1 << 16, 1 << 18),
+        repeats=3,
+        name="known",
+    )
+
+
+@pytest.mark.ranks
+def test_calibration_finds_the_emulated_link(ranks: Ranks) -> None:
+    mine, theirs = ranks.run(_calibrated)
+    assert mine == theirs and mine.hash() == theirs.hash()
+    assert mine.measured and mine.name == "known" and mine.ranks_per_host == 2
+    (group,) = mine.groups
+    assert group.layout == Layout(2, 1, 2) and group.backend == "emulated"
+    assert [c.kind for c in group.costs] == [
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "all_to_all",
+        "broadcast",
+        "send",
+        "recv",
+    ]
+    for cost in group.costs:
+        # It cannot be faster than the link. How much slower depends on the machine's load.
+        assert cost.alpha_ns + cost.beta_ns_per_byte * 131_072 >= 0.98 * (2e6 + 20 * 131_072), cost
+        assert cost.issue_ns > 0
+    assert [p.dtype for p in mine.matmul] == ["float32"] * len(mine.matmul) and mine.matmul
+    assert mine.memory_bytes_per_s > 0 and mine.kernel_ns > 0
+    assert CostProfile.from_json(mine.to_json()) == mine
+
+
+def test_command_needs_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / "p.json")])
+    assert result.exit_code != 0 and "torchrun" in result.output
+
+
+def test_command_names_a_bad_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / "p.json"), "--mesh", "2by2"])
+    assert result.exit_code != 0 and "'2by2'" in result.output
