@@ -515,6 +515,23 @@ def snode_reads(node: Any) -> list[str]:
     ]
 
 
+def snode_data_reads(node: Any) -> list[str]:
+    """Names of buffers and graph inputs whose contents a scheduler node reads; nothing that only orders or keeps alive."""
+    from torch._inductor.dependencies import WeakDep
+
+    return [str(dep.name) for dep in node.read_writes.reads if not isinstance(dep, WeakDep)]
+
+
+def snode_mutations(node: Any) -> list[str]:
+    """Names of existing buffers and graph inputs that a scheduler node writes to."""
+    return [str(name) for buffer in node.get_outputs() for name in buffer.get_mutations()]
+
+
+def snode_parts(node: Any) -> list[Any]:
+    """The nodes of a group that must stay together, in order; any other node alone."""
+    return [p for part in node.snodes for p in snode_parts(part)] if snode_kind(node) == "group" else [node]
+
+
 def snode_origins(node: Any) -> list[torch.fx.Node]:
     """FX nodes that a scheduler node computes, in no particular order; may be empty."""
     found: dict[torch.fx.Node, None] = {}
@@ -789,3 +806,14 @@ def create_groups(partition: tuple[tuple[int, ...], ...]) -> None:
 
     for ranks in partition:
         dist.new_group(list(ranks))
+
+
+def default_group() -> Any:
+    """The default process group object.
+
+    Raises:
+        ValueError: torch.distributed is not initialised.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    return c10d._get_default_group()

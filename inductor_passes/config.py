@@ -7,11 +7,14 @@ attributes of the ``inductor_passes.config`` namespace; every bad one raises :cl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
@@ -230,3 +233,79 @@ def check_value(key: str, value: object) -> None:
             raise ConfigError(key, value, allowed_values(key))
     elif not isinstance(value, str):
         raise ConfigError(key, value, allowed_values(key))
+
+
+_process: dict[str, Any] = {}
+
+
+def current() -> PassConfig:
+    """Settings of this process: defaults, overridden by the environment, overridden by this module's attributes."""
+    return PassConfig.from_mapping(_process, PassConfig.from_env())
+
+
+class _Namespace(types.ModuleType):
+    """``inductor_passes.config``: the settings as attributes, ``enabled`` to switch the plugin on for the process.
+
+    Setting an unknown or bad value raises :class:`ConfigError`; ``patch`` sets values for a ``with`` block.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "enabled":
+            return bool(_state["enabled"])
+        if name in FIELDS:
+            return getattr(current(), name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        elif name == "enabled":
+            _set_enabled(value)
+        else:
+            check_key(name)
+            check_value(name, value)
+            _process[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        check_key(name)
+        _process.pop(name, None)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *FIELDS, "enabled"})
+
+
+_state: dict[str, bool] = {"enabled": False}
+
+
+def _set_enabled(value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError("enabled", value, "True or False")
+    from inductor_passes import plugin
+
+    if value:
+        plugin.enable()
+    else:
+        plugin.disable()
+    _state["enabled"] = value
+
+
+@contextlib.contextmanager
+def patch(**values: Any) -> Iterator[None]:
+    """Process-wide settings (``enabled`` included) for a ``with`` block.
+
+    A compiled function is compiled at its first call, its backward at the first backward: both must be inside.
+    """
+    namespace = sys.modules[__name__]
+    saved, was_enabled = dict(_process), _state["enabled"]
+    try:
+        for name, value in values.items():
+            setattr(namespace, name, value)
+        yield
+    finally:
+        _process.clear()
+        _process.update(saved)
+        if _state["enabled"] != was_enabled:
+            _set_enabled(was_enabled)
+
+
+sys.modules[__name__].__class__ = _Namespace

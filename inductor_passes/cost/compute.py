@@ -1,0 +1,107 @@
+"""How long the compute of an FX graph takes, before Inductor has fused it.
+
+A matmul-like node costs what the roofline says for its FLOPs and bytes. Everything that Inductor would fuse costs
+memory traffic only where a fused region meets the outside: a value read from a matmul, a collective or an input, and a
+value that one of those (or an output) reads. So a chain of pointwise ops counts once. Views, getitems and size
+arithmetic are free.
+
+FLOP formulas come from ``torch.utils.flop_counter``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils.flop_counter import flop_registry
+
+from inductor_passes import _torch
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.view import GraphView
+
+#: Attention on CPU has no formula of its own in torch; its arguments are those of the flash kernel.
+_SAME_FORMULA = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+}
+
+
+def flops(node: torch.fx.Node) -> int | None:
+    """Floating-point operations of a matmul-like node; None for a node without a formula or without size hints."""
+    if node.op != "call_function" or not _torch.is_op(node.target):
+        return None
+    packet: Any = node.target.overloadpacket  # type: ignore[union-attr]
+    name = _torch.op_name(node.target)
+    if name in _SAME_FORMULA:
+        packet = getattr(torch.ops.aten, _SAME_FORMULA[name])
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return None
+    value = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
+    keywords = torch.fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
+    try:
+        counted = formula(*value, **keywords, out_val=node.meta.get("val"))
+    except (TypeError, ValueError, AssertionError, AttributeError, IndexError, RuntimeError):
+        # A formula that does not know this overload's arguments: the node counts as memory traffic.
+        return None
+    return _torch.size_hint(counted)
+
+
+def value_bytes(value: object) -> int:
+    """Bytes of a (nested) tensor value by hint; 0 for anything without a size."""
+    if isinstance(value, torch.Tensor):
+        return _torch.tensor_bytes(value) or 0
+    if isinstance(value, (list, tuple)):
+        return sum(value_bytes(v) for v in value)
+    return 0
+
+
+def dtype_name(value: object) -> str:
+    """``float32``, ``bfloat16`` ... of a tensor or of the first tensor in a list; ``float32`` for anything else."""
+    if isinstance(value, (list, tuple)):
+        value = next((v for v in value if isinstance(v, torch.Tensor)), None)
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "float32"
+
+
+class ComputeCosts:
+    """Durations in ns for the compute nodes of one graph.
+
+    ``estimator`` comes first when it has an answer (``fn(node) -> ns | None``).
+    """
+
+    def __init__(
+        self, view: GraphView, profile: CostProfile, estimator: Callable[[torch.fx.Node], float | None] | None = None
+    ) -> None:
+        self._view = view
+        self._profile = profile
+        self._estimator = estimator
+        self._flops = {n: flops(n) for n in view.nodes if view.role(n) is Role.COMPUTE}
+
+    def duration_ns(self, node: torch.fx.Node) -> int:
+        """Time of one node on the compute lane; 0 for views, inputs and outputs."""
+        if self._estimator is not None:
+            own = self._estimator(node)
+            if own is not None:
+                return max(0, round(own))
+        if self._view.role(node) not in (Role.COMPUTE, Role.FENCE):
+            return 0
+        count = self._flops.get(node)
+        if count is not None:
+            moved = sum(value_bytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
+            first = next((n for n in node.all_input_nodes), node)
+            return self._profile.compute_ns(count, moved, dtype_name(first.meta.get("val")), 1)
+        read = sum(value_bytes(n.meta.get("val")) for n in node.all_input_nodes if not self._fuses(n))
+        leaves = any(not self._fuses(user) for user in node.users)
+        written = value_bytes(node.meta.get("val")) if leaves else 0
+        if not read and not leaves:
+            return 0
+        return self._profile.compute_ns(0, read + written, dtype_name(node.meta.get("val")), 1 if leaves else 0)
+
+    def _fuses(self, node: torch.fx.Node) -> bool:
+        """Whether Inductor would keep the node's value inside a fused region (views look through to their base)."""
+        while self._view.role(node) is Role.FREE and node.all_input_nodes:
+            node = node.all_input_nodes[0]
+        return self._view.role(node) is Role.COMPUTE and self._flops.get(node) is None

@@ -1,0 +1,66 @@
+"""What a compiled graph depends on besides the graph: the key under which Inductor may cache it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from inductor_passes import _torch
+from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.cost.profile import CostProfile
+
+
+@functools.cache
+def source_hash() -> str:
+    """SHA-256 of the package's source: a new version of a pass never meets an old cache entry."""
+    root = Path(__file__).parent
+    hasher = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        hasher.update(str(path.relative_to(root)).encode())
+        hasher.update(path.read_bytes())
+    return hasher.hexdigest()
+
+
+@functools.lru_cache(maxsize=8)
+def _profile(path: str, modified_ns: int) -> CostProfile:
+    del modified_ns
+    return CostProfile.load(path)
+
+
+def load_profile(config: PassConfig) -> CostProfile:
+    """The cost profile that ``config`` names, or the defaults of the current accelerator.
+
+    Raises:
+        ConfigError: the file does not exist.
+        ValueError: it is no valid profile; the message names the file.
+    """
+    if not config.cost_profile:
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return CostProfile.default(accelerator.type if accelerator is not None else "cpu")
+    path = Path(config.cost_profile)
+    if not path.is_file():
+        raise ConfigError("cost_profile", config.cost_profile, "the path of an existing file")
+    return _profile(str(path), path.stat().st_mtime_ns)
+
+
+def cache_key(config: PassConfig, profile: CostProfile) -> str | None:
+    """Key of everything that our passes depend on; None (do not cache) for an estimator without an id.
+
+    The package's source, the settings, the cost profile, torch's version and the process groups.
+    """
+    if config.estimator is not None and not isinstance(
+        getattr(config.estimator, "inductor_passes_uuid", None), str
+    ):
+        return None
+    content = {
+        "source": source_hash(),
+        "config": config.to_json(),
+        "profile": profile.hash(),
+        "torch": torch.__version__,
+        "groups": {name: list(ranks) for name, ranks in sorted(_torch.group_layout().items())},
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,270 @@
+"""How torch.compile finds us: options, the backend entry point, and enabling for a whole process.
+
+Every way ends in the same two objects among Inductor's options: a graph pass after Inductor's own rewrites, and a hook
+at the end of scheduling. Both are part of Inductor's cache key by what they depend on (see ``identity``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.fx
+
+from inductor_passes import _torch, config, identity, in_tree
+from inductor_passes.config import PREFIX, ConfigError, PassConfig
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
+from inductor_passes.reorder.pass_ import ReorderPass
+from inductor_passes.replay import hook
+
+_PASSES = "post_grad_custom_post_pass"
+_REORDER = "reorder_for_compute_comm_overlap"
+_REORDER_PASSES = "reorder_for_compute_comm_overlap_passes"
+
+
+def passes_of(settings: PassConfig) -> list[Pass]:
+    """The FX passes that a configuration switches on, in order."""
+    passes: list[Pass] = []
+    if settings.schedule == "on":
+        passes.append(ReorderPass())
+    return passes
+
+
+class GraphPass(_torch.graph_pass_base()):  # type: ignore[misc]
+    """Our passes as one post-grad graph pass of Inductor, for forward, backward and inference graphs.
+
+    Without settings of its own it uses those of the process at the time of each compilation.
+    """
+
+    def __init__(self, settings: PassConfig | None = None) -> None:
+        self._settings = settings
+
+    @property
+    def settings(self) -> PassConfig:
+        """What this pass runs with."""
+        return self._settings or config.current()
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
+        """Rewrite, reorder and verify one graph in place."""
+        run(graph, is_inference, self.settings)
+
+    def uuid(self) -> str | None:
+        """Cache key; None keeps Inductor from caching."""
+        settings = self.settings
+        return identity.cache_key(settings, identity.load_profile(settings))
+
+
+class SchedulerHook:
+    """Our hook at the end of Inductor's scheduling; pickles to its cache key and nothing else."""
+
+    def __init__(self, settings: PassConfig | None = None) -> None:
+        self._settings = settings
+
+    @property
+    def settings(self) -> PassConfig:
+        """What this hook runs with."""
+        return self._settings or config.current()
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """The nodes in the planned order; as they came for graphs that our graph pass left alone."""
+        context = hook.context_of_current_graph()
+        if context is None or not hook.has_replay(self.settings):
+            return nodes
+        return hook.replay(nodes, context)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerHook:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SchedulerHook) and self._settings == other._settings
+
+    def __hash__(self) -> int:
+        return hash(("inductor_passes.SchedulerHook", self._settings))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        settings = self.settings
+        key = identity.cache_key(settings, identity.load_profile(settings))
+        return (_hook_from_key, (key,))
+
+
+def _hook_from_key(key: str | None) -> SchedulerHook:
+    """A pickled hook is a cache key; the settings behind it stay in the process that made it."""
+    del key
+    return SchedulerHook()
+
+
+def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Context | None:
+    """Run all passes on one graph; returns what happened, None for a graph that is none of our business.
+
+    Raises:
+        ConfigError: Inductor's own communication passes are on and ``in_tree_passes`` is ``error``.
+        VerificationError: with ``verify="strict"``, when a pass failed or broke a rule.
+    """
+    view = GraphView(graph)
+    if not has_collectives(view):
+        return None
+    if _refuse_to_combine(settings):
+        return None
+    profile = identity.load_profile(settings)
+    report = new_report(graph, is_inference, settings, profile)
+    context = Context(settings, profile, report, backward=report.phase == "backward")
+    run_passes(graph, passes_of(settings), context)
+    module = graph.owning_module
+    if hook.has_replay(settings) and settings.codegen == "inductor" and module is not None:
+        module.meta[hook.META_KEY] = context
+    else:
+        if settings.codegen == "inductor" and settings.replay == "on":
+            report.notes.append("Inductor's deterministic mode skips its reordering hook: planned on FX only")
+            warn_once(f"inductor_passes: {report.notes[-1]}")
+        hook.finish_without_replay(context)
+    return context
+
+
+def _refuse_to_combine(settings: PassConfig) -> bool:
+    """Whether to leave the graph to Inductor's own passes, which are on."""
+    if settings.codegen != "inductor":
+        return False
+    found = in_tree.clashes(_torch.inductor_option, lambda p: isinstance(p, SchedulerHook))
+    if in_tree.has_simple_overlap() and _torch.inductor_option(in_tree.SIMPLE_OVERLAP):
+        found.append(f"{in_tree.SIMPLE_OVERLAP}=True")
+    if not found:
+        return False
+    _clash(found, settings)
+    return True
+
+
+def _clash(found: list[str], settings: PassConfig) -> None:
+    shown = ", ".join(found)
+    if settings.in_tree_passes == "error":
+        raise ConfigError(
+            "in-tree communication passes",
+            shown,
+            'all of them off, or inductor_passes.options(in_tree_passes="warn") to leave such graphs to them',
+        )
+    warn_once(f"inductor_passes: leaving graphs alone, Inductor's own communication passes are on: {shown}")
+
+
+def compile_options(
+    settings: PassConfig | None = None,
+    *,
+    mode: str | None = None,
+    inductor: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Options for ``torch.compile(model, options=...)`` that switch the plugin on.
+
+    Args:
+        settings: a complete configuration; default: that of the process (``inductor_passes.config`` and environment).
+        mode: what ``torch.compile(mode=...)`` would be; torch does not accept ``mode`` beside ``options``.
+        inductor: further Inductor options, e.g. ``{"max_autotune": True}``; custom passes of your own run before ours.
+        **fields: fields of :class:`~inductor_passes.config.PassConfig`, e.g. ``memory_budget="+5%"``.
+
+    Returns:
+        A new dict for ``torch.compile``.
+
+    Raises:
+        ConfigError: an unknown field or a value that is not allowed, an unknown mode, or Inductor's own communication
+            passes among ``inductor`` (see ``in_tree_passes``).
+    """
+    resolved = PassConfig.from_mapping(fields, settings or config.current())
+    if resolved.codegen != "inductor":
+        raise ConfigError("codegen", resolved.codegen, '"inductor" here; backend="inductor_passes" offers the others')
+    own = _expand(mode, inductor)
+    lookup = in_tree.overlay(own)
+    if resolved.in_tree_passes == "error":
+        found = in_tree.clashes(lookup, lambda p: isinstance(p, SchedulerHook))
+        if found:
+            _clash(found, resolved)
+    if own.get(in_tree.SIMPLE_OVERLAP):
+        _clash([f"{in_tree.SIMPLE_OVERLAP}=True"], resolved)
+    identity.load_profile(resolved)
+    return _with_ours(own, lookup, resolved)
+
+
+def _expand(mode: str | None, inductor: Mapping[str, Any] | None) -> dict[str, Any]:
+    own: dict[str, Any] = {}
+    if mode is not None:
+        try:
+            own.update(_torch.expand_mode(mode))
+        except ValueError as error:
+            raise ConfigError("mode", mode, str(error).partition("expected ")[2]) from None
+    if inductor:
+        known = _torch.inductor_option_names()
+        for key, value in inductor.items():
+            if key.replace("-", "_") not in known:
+                raise ConfigError("inductor", {key: value}, "options of Inductor; ours are keyword arguments")
+            own[key.replace("-", "_")] = value
+    return own
+
+
+def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: PassConfig | None) -> dict[str, Any]:
+    existing = [p for p in _torch.as_pass_list(lookup(_PASSES)) if not isinstance(p, GraphPass)]
+    result = dict(own)
+    result[_PASSES] = [*existing, GraphPass(settings)]
+    foreign = [p for p in lookup(_REORDER_PASSES) or [] if not isinstance(p, SchedulerHook)]
+    kept = foreign if lookup(_REORDER) else []
+    result[_REORDER] = True
+    result[_REORDER_PASSES] = [*kept, SchedulerHook(settings)]
+    if in_tree.has_simple_overlap() and not own.get(in_tree.SIMPLE_OVERLAP):
+        result[in_tree.SIMPLE_OVERLAP] = False
+    return result
+
+
+def backend(
+    module: torch.fx.GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """The dynamo backend ``inductor_passes``: Inductor (or AOT eager) with our passes.
+
+    Args:
+        mode: as for ``torch.compile``.
+        options: our settings under dotted keys (``"inductor_passes.memory_budget": "+5%"``), Inductor's under theirs.
+
+    Raises:
+        ConfigError: as for :func:`inductor_passes.options`.
+    """
+    fields: dict[str, Any] = {}
+    inductor: dict[str, Any] = {}
+    for key, value in (options or {}).items():
+        if key.startswith(PREFIX):
+            fields[key[len(PREFIX) :]] = value
+        else:
+            inductor[key] = value
+    for key in fields:
+        config.check_key(key, shown=PREFIX + key)
+    settings = PassConfig.from_mapping(fields, config.current())
+    if settings.codegen == "aot_eager":
+        if inductor or mode not in (None, "default"):
+            raise ConfigError("codegen", "aot_eager", "no mode and no Inductor options beside it")
+        return _torch.compile_aot_eager(module, example_inputs, GraphPass(settings))
+    merged = compile_options(settings, mode=mode, inductor=inductor)
+    return _torch.compile_fx(module, example_inputs, merged)
+
+
+_before_enabling: dict[str, Any] | None = None
+
+
+def enable() -> None:
+    """Put our passes into Inductor's process-wide configuration; later ``torch.compile`` calls pick them up."""
+    global _before_enabling
+    if _before_enabling is not None:
+        return
+    ours = _with_ours({}, _torch.inductor_option, None)
+    _before_enabling = {name: _torch.inductor_option(name) for name in ours}
+    for name, value in ours.items():
+        _torch.set_inductor_option(name, value)
+
+
+def disable() -> None:
+    """Undo :func:`enable`."""
+    global _before_enabling
+    if _before_enabling is None:
+        return
+    for name, value in _before_enabling.items():
+        _torch.set_inductor_option(name, value)
+    _before_enabling = None
+

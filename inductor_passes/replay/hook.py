@@ -1,0 +1,193 @@
+"""Inductor's last scheduling hook: plan on the fused kernels, check, reorder, and watch the code come out.
+
+The order of collectives was decided on FX and is kept by Inductor's own dependencies; here starts and waits find their
+place among the real kernels under the memory budget. What leaves this hook is what is generated: no pass of Inductor
+moves it again, and the emitted statements are compared with the plan for every graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from inductor_passes import _torch, verify
+from inductor_passes.config import PassConfig
+from inductor_passes.pipeline import Context, complain, schedule_report, warn_once
+from inductor_passes.replay import order_check
+from inductor_passes.replay.problem import SchedulerProblem, build
+from inductor_passes.report import Decision, GraphReport, PassReport, Reason, Verdict
+from inductor_passes.schedule.plan import Plan, plan
+from inductor_passes.schedule.simulate import Timeline, simulate
+from inductor_passes.trace import cached, spans
+from inductor_passes.trace.artifacts import emit
+from inductor_passes.trace.verdict import explain
+
+log = logging.getLogger("inductor_passes")
+
+#: Where a graph module carries the report from the FX passes to this hook.
+META_KEY = "inductor_passes"
+
+
+def replay(nodes: list[Any], context: Context) -> list[Any]:
+    """Plan the fused nodes of the graph being lowered; returns them in the planned order (or as they came)."""
+    report = PassReport("replay")
+    context.report.passes.append(report)
+    try:
+        with spans.span("replay"):
+            return _replay(nodes, context, report)
+    except Exception as error:
+        log.debug("replay failed", exc_info=True)
+        report.changed = False
+        report.rolled_back, report.detail = Reason.EXCEPTION, f"{type(error).__name__}: {error}"
+        complain("replay was undone", report, context.config, error)
+        finish_without_replay(context)
+        return nodes
+
+
+def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]:
+    built = build(
+        nodes,
+        context.profile,
+        backward=context.backward,
+        name=f"{context.report.phase}_{context.report.graph_index}",
+        estimator=context.config.estimator,
+    )
+    before = simulate(built.problem)
+    limit = context.config.budget.limit_bytes(before.peak_bytes)
+    result = plan(built.problem, limit)
+    order = [nodes[i] for i in result.order]
+    report.changed = result.method != "input"
+    if report.changed:
+        findings = verify.check_snodes(order, nodes)
+        if findings:
+            report.findings = findings
+            report.rolled_back = Reason.VERIFIER
+            report.detail = f"{findings[0].rule}: {findings[0].message}"
+            report.changed = False
+            complain("replay was undone", report, context.config, None)
+            result = _input_plan(built, result, before)
+            order = list(nodes)
+    after = simulate(built.problem, result.order)
+    _record(built, result, before, after, limit, context, report)
+    _dump(built, context)
+
+    def generated(statements: list[tuple[str, tuple[str, ...]]]) -> str:
+        context.report.order_check = order_check.compare(order, statements)
+        if context.report.order_check != order_check.CONFIRMED:
+            warn_once(f"inductor_passes: the generated code is not in the planned order: {context.report.order_check}")
+        _torch.add_module_statement(cached.statement(context.report, built.problem, result.order))
+        publish(context.report, built, result, before, after)
+        return f"inductor_passes: order {context.report.digest}, {context.report.order_check}"
+
+    if not _torch.when_generated(generated):
+        context.report.order_check = "not checked: this kind of generated code has no place to look"
+        publish(context.report, built, result, before, after)
+    return order
+
+
+def _input_plan(built: SchedulerProblem, result: Plan, before: Timeline) -> Plan:
+    """The plan that leaves everything as it is."""
+    bound = result.lower_bound_ns
+    return Plan(
+        order=built.problem.input_order,
+        makespan_ns=before.makespan_ns,
+        peak_bytes=before.peak_bytes,
+        lower_bound_ns=bound,
+        gap=before.makespan_ns / bound - 1 if bound else 0.0,
+        method="input",
+        input_makespan_ns=before.makespan_ns,
+        input_peak_bytes=before.peak_bytes,
+        budget_bytes=result.budget_bytes,
+        feasible=result.feasible,
+    )
+
+
+def _record(
+    built: SchedulerProblem,
+    result: Plan,
+    before: Timeline,
+    after: Timeline,
+    limit: int | None,
+    context: Context,
+    report: PassReport,
+) -> None:
+    graph = context.report
+    graph.schedules.append(schedule_report("scheduler", built.problem, result, before, after))
+    graph.digest = graph.schedules[-1].digest
+    groups = {c.group.name: c.group.ranks for c in built.collectives.values()}
+    graph.collectives = explain(built.problem, result.order, before, after, limit, ranks=groups)
+    applied = report.changed
+    gain = before.makespan_ns - after.makespan_ns
+    report.decisions = [
+        Decision(
+            "replay",
+            built.problem.tasks[start].name,
+            Verdict.APPLIED if applied else Verdict.REFUSED,
+            Reason.PROFITABLE if applied else Reason.ALREADY_OPTIMAL if result.feasible else Reason.OVER_BUDGET,
+            result.method,
+            source=built.problem.tasks[start].source,
+            group=collective.group.name,
+            gain_ns=gain,
+        )
+        for start, collective in built.collectives.items()
+    ]
+
+
+def _dump(built: SchedulerProblem, context: Context) -> None:
+    if not context.config.dump_problem:
+        return
+    directory = Path(context.config.dump_problem)
+    name = f"rank{context.report.rank}_{built.problem.name}_{built.problem.digest()}.json"
+    try:
+        from inductor_passes.trace.payload import dumps
+
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(dumps(built.problem.to_json(), indent=None))
+    except OSError as error:
+        warn_once(f"inductor_passes: cannot write the problem to dump_problem={directory}: {error}")
+
+
+def publish(
+    report: GraphReport, built: SchedulerProblem, result: Plan, before: Timeline, after: Timeline
+) -> None:
+    """Write the finished report into the trace."""
+    emit(
+        report,
+        problem=built.problem,
+        order_before=built.problem.input_order,
+        order_after=result.order,
+        timeline_before=before,
+        timeline_after=after,
+    )
+
+
+def finish_without_replay(context: Context) -> None:
+    """Publish what the FX passes did, for graphs whose order is not planned on scheduler nodes."""
+    report = context.report
+    if context.fx is None or context.plan is None:
+        emit(report, problem=None, order_before=None, order_after=None)
+        return
+    problem, result = context.fx.problem, context.plan
+    before, after = simulate(problem), simulate(problem, result.order)
+    report.digest = problem.digest(result.order)
+    report.collectives = explain(problem, result.order, before, after, result.budget_bytes)
+    emit(
+        report,
+        problem=problem,
+        order_before=problem.input_order,
+        order_after=result.order,
+        timeline_before=before,
+        timeline_after=after,
+    )
+
+
+def context_of_current_graph() -> Context | None:
+    """What the FX passes left for the graph that Inductor is lowering; None when they left it alone."""
+    module = _torch.current_graph_module()
+    return module.meta.get(META_KEY) if module is not None else None
+
+
+def has_replay(config: PassConfig) -> bool:
+    """Whether this hook will run for the graph being compiled."""
+    return config.replay == "on" and not _torch.inductor_option("deterministic", False)
