@@ -1,0 +1,106 @@
+"""Which collectives depend on which: reachability restricted to collectives, in near-linear time.
+
+Merging collectives contracts them into one node of the dependency graph, which stays acyclic if and only if no path
+leads from one member to another. Instead of searching paths per pair, one sweep in graph order carries a bit set of
+collectives through the graph, O(edges * collectives / word size), and drops a node's set after its last reader.
+A merge then updates the sets of the collectives alone, so that several merges are checked against each other too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch.fx
+
+from inductor_passes.ir.view import Collective, GraphView
+
+
+class Dependencies:
+    """Transitive dependencies between the collectives of a graph, under a growing set of merges.
+
+    Attributes:
+        visits: edges looked at while building; the measure of work for tests.
+    """
+
+    def __init__(self, view: GraphView) -> None:
+        self._ancestors = [0] * len(view.collectives)
+        self.visits = 0
+        extra: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        for before, after in view.ordering_edges():
+            extra.setdefault(after, []).append(before)
+        last_reader: dict[torch.fx.Node, int] = {}
+        for position, node in enumerate(view.nodes):
+            for source in (*node.all_input_nodes, *extra.get(node, ())):
+                last_reader[source] = position
+        dying: dict[int, list[torch.fx.Node]] = {}
+        for source, position in last_reader.items():
+            dying.setdefault(position, []).append(source)
+
+        owners: dict[torch.fx.Node, int] = {}
+        for collective in view.collectives:
+            for member in (collective.start, *collective.waits):
+                owners[member] = owners.get(member, 0) | 1 << collective.index
+        reached: dict[torch.fx.Node, int] = {}
+        for position, node in enumerate(view.nodes):
+            bits = 0
+            for source in (*node.all_input_nodes, *extra.get(node, ())):
+                bits |= reached.get(source, 0)
+                self.visits += 1
+            own = owners.get(node, 0)
+            if own:
+                for index in _indices(own):
+                    self._ancestors[index] |= bits & ~(1 << index)
+                bits |= own
+            if bits and node in last_reader:
+                reached[node] = bits
+            for source in dying.get(position, ()):
+                reached.pop(source, None)
+
+    def independent(self, members: Iterable[Collective]) -> bool:
+        """Whether no member depends on another: merging them keeps the graph acyclic."""
+        mask = _mask(members)
+        return not any(self._ancestors[index] & mask for index in _indices(mask))
+
+    def conflict(self, members: Iterable[Collective], candidate: Collective) -> Collective | None:
+        """The first of ``members`` that depends on ``candidate`` or that it depends on, None if there is none."""
+        ancestors, bit = self._ancestors[candidate.index], 1 << candidate.index
+        for member in members:
+            if ancestors >> member.index & 1 or self._ancestors[member.index] & bit:
+                return member
+        return None
+
+    def merge(self, members: Iterable[Collective]) -> None:
+        """Treat ``members`` as one from now on: what depends on one depends on all.
+
+        Raises:
+            ValueError: the members depend on each other.
+        """
+        mask = _mask(members)
+        together = 0
+        for index in _indices(mask):
+            together |= self._ancestors[index]
+        if together & mask:
+            raise ValueError("collectives that depend on each other cannot be merged")
+        for index, ancestors in enumerate(self._ancestors):
+            if mask >> index & 1:
+                self._ancestors[index] = together
+            elif ancestors & mask:
+                self._ancestors[index] = ancestors | mask | together
+
+    def depends(self, later: Collective, earlier: Collective) -> bool:
+        """Whether ``later`` cannot start before ``earlier`` was started."""
+        return bool(self._ancestors[later.index] >> earlier.index & 1)
+
+
+def _mask(members: Iterable[Collective]) -> int:
+    mask = 0
+    for member in members:
+        mask |= 1 << member.index
+    return mask
+
+
+def _indices(mask: int) -> Iterable[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

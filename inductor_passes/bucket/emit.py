@@ -1,0 +1,77 @@
+"""Making nodes one after the other, each with its fake tensor and the origin of the node it stands for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+
+#: Facts about a node's origin that its replacement inherits: where it was written, the user's annotations, what
+#: activation checkpointing and the partitioner were told.
+RECOMPUTE_META = ("recompute", "ac_graph_id", "partitioner_tag")
+INHERITED_META = ("stack_trace", "custom", "nn_module_stack", "seq_nr", *RECOMPUTE_META)
+
+
+class Emitter:
+    """Appends nodes to a graph behind a cursor.
+
+    Attributes:
+        cursor: the node behind which the next one goes.
+        made: every node made so far, in order.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, cursor: torch.fx.Node) -> None:
+        self._graph = graph
+        self._origin: torch.fx.Node | None = None
+        self.cursor = cursor
+        self.made: list[torch.fx.Node] = []
+
+    @contextlib.contextmanager
+    def standing_for(self, origin: torch.fx.Node) -> Any:
+        """Nodes made inside inherit what is known about ``origin``."""
+        before, self._origin = self._origin, origin
+        try:
+            yield
+        finally:
+            self._origin = before
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A call to an operator; its fake tensor is what the operator returns for the arguments' fake tensors."""
+        with self._graph.inserting_after(self.cursor):
+            node = self._graph.call_function(target, args, kwargs)
+        fakes = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        tensors = [n.meta["val"] for n in node.all_input_nodes] or [self._origin_value()]
+        with _torch.fake_mode_of(_first_tensor(tensors)):
+            node.meta["val"] = target(*fakes[0], **fakes[1])
+        if self._origin is not None:
+            for key in INHERITED_META:
+                if key in self._origin.meta:
+                    node.meta[key] = self._origin.meta[key]
+        self.cursor = node
+        self.made.append(node)
+        return node
+
+    def place(self, node: torch.fx.Node) -> None:
+        """Move an existing node behind the cursor."""
+        if self.cursor.next is not node:
+            self.cursor.append(node)
+        self.cursor = node
+
+    def _origin_value(self) -> Any:
+        if self._origin is None:
+            raise ValueError("an operator without tensor arguments needs an origin to take its fake mode from")
+        return self._origin.meta["val"]
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            return _first_tensor(value)
+    raise TypeError("expected a fake tensor among the arguments")
