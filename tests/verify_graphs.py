@@ -7,6 +7,7 @@ by those books, pair by pair, and not by anything that the package under test co
 from __future__ import annotations
 
 import contextlib
+import itertools
 import operator
 import random
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # noqa: F401  registers the ops
+import torch.distributed._functional_collectives
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -87,7 +88,7 @@ class Program:
                     if a.node is not b.node and position[a.node] < position[b.node] and (a.writes or b.writes):
                         before[b.node].update(n for n in [a.node, *a.until] if n is not b.node)
         for chain in self.chains.values():
-            for a, b in zip(chain, chain[1:]):
+            for a, b in itertools.pairwise(chain):
                 before[b].add(a)
         for fence in self.fences:
             for node in self.communication:
@@ -125,7 +126,7 @@ class Program:
 
 def apply_order(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
     """Move the nodes of a graph into an order."""
-    for a, b in zip(order, order[1:]):
+    for a, b in itertools.pairwise(order):
         a.append(b)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch.fx
 
@@ -44,8 +44,11 @@ def _bodies(graph: torch.fx.Graph) -> list[Finding]:
     return found
 
 
-def snapshot(graph: torch.fx.Graph) -> ReferenceSnapshot:
+def snapshot(graph: torch.fx.Graph, *, donated: Collection[str] = ()) -> ReferenceSnapshot:
     """Plain data about a graph, to hold a later version of it against; O(nodes + edges).
+
+    Args:
+        donated: names of graph inputs that are freed after their last use; matters for ``peak_bytes`` only.
 
     Raises:
         ValueError: the graph uses a value before it is defined.
@@ -53,7 +56,7 @@ def snapshot(graph: torch.fx.Graph) -> ReferenceSnapshot:
     view, found = _own_findings(graph)
     if view is None:
         raise ValueError(f"inductor_passes: no snapshot of an illegal graph: {found[0].message}")
-    return take(view, found, memory.peak_of(view))
+    return take(view, found, memory.peak_of(view, donated))
 
 
 def check(
@@ -61,6 +64,7 @@ def check(
     *,
     reference: ReferenceSnapshot | torch.fx.Graph | None = None,
     memory_budget: int | None = None,
+    donated: Collection[str] = (),
     certificates: Sequence[Certificate] = (),
     group_order: GroupOrder = "kept",
 ) -> list[Finding]:
@@ -71,6 +75,7 @@ def check(
             duplicated, changed or reordered is found; and findings about single nodes that the reference had itself
             are not repeated.
         memory_budget: cap on the peak in bytes (:func:`~inductor_passes.verify.peak_bytes`); None: no cap.
+        donated: names of graph inputs that are freed after their last use.
         certificates: what rewrites say that they did since the reference.
         group_order: ``"kept"``: another order of starts within a process group than the reference's is a finding;
             ``"any"``: it is not, because the ranks compare plans.
@@ -84,7 +89,7 @@ def check(
     view, found = _own_findings(graph)
     if view is None:
         return found
-    peak = memory.peak_of(view)
+    peak = memory.peak_of(view, donated)
     if memory_budget is not None:
         found.extend(_budget(peak, memory_budget))
     if before is not None:

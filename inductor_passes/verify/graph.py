@@ -42,7 +42,7 @@ def topology(graph: torch.fx.Graph) -> list[Finding]:
             found.append(finding("topology", node, f"{node.name} comes after the output"))
         for operand in node.all_input_nodes:
             if operand not in position:
-                found.append(finding("topology", node, f"{node.name} uses {operand.name} before its definition", operand))
+                found.append(finding("topology", node, f"{node.name} uses {operand.name} before it is there", operand))
         if node.name in names:
             found.append(finding("topology", node, f"two nodes have the name {node.name}"))
         names.add(node.name)

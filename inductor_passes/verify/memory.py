@@ -1,11 +1,13 @@
 """Peak memory of an FX graph by storage-level replay in graph order; O(nodes + edges).
 
 Storages, not allocator reserve: views share, an in-place op adds nothing, a collective's inputs live until the last of
-its waits, graph inputs and attributes belong to the caller and stay for the whole call, outputs live to the end.
-A node's results are allocated before its operands are released.
+its waits, graph inputs and attributes belong to the caller and stay for the whole call unless they are named as
+donated, outputs live to the end. A node's results are allocated before its operands are released.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import torch
 import torch.fx
@@ -14,12 +16,16 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 
 
-def peak_bytes(graph: torch.fx.Graph) -> int | None:
-    """Peak bytes of a graph, by hint; None when a size has no hint."""
-    return peak_of(GraphView(graph))
+def peak_bytes(graph: torch.fx.Graph, *, donated: Collection[str] = ()) -> int | None:
+    """Peak bytes of a graph, by hint; None when a size has no hint.
+
+    Args:
+        donated: names of graph inputs that are freed after their last use (activations in a backward graph).
+    """
+    return peak_of(GraphView(graph), donated)
 
 
-def peak_of(view: GraphView) -> int | None:
+def peak_of(view: GraphView, donated: Collection[str] = ()) -> int | None:
     """:func:`peak_bytes` of a graph that has been looked at already."""
     last = len(view.nodes) - 1
     released: list[int] = [0] * (last + 2)
@@ -30,8 +36,10 @@ def peak_of(view: GraphView) -> int | None:
             return None
         if storage.producer.op in ("placeholder", "get_attr"):
             live += storage.size_bytes
-            continue
-        allocated[view.position[storage.producer]] += storage.size_bytes
+            if storage.producer.name not in donated:
+                continue
+        else:
+            allocated[view.position[storage.producer]] += storage.size_bytes
         end = view.position[storage.producer]
         for member in storage.members:
             end = max(end, view.position[member])

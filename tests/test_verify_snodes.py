@@ -1,0 +1,216 @@
+"""Orders of Inductor's scheduler nodes: legal ones pass, each illegal one is found.
+
+The checks run inside Inductor's hook on its own nodes; raising there ends the compilation before any code is made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch._inductor import config
+from verify_graphs import fake_world, unknown
+
+from inductor_passes import _torch, verify
+
+
+class _Seen(Exception):
+    pass
+
+
+def on_scheduler_nodes(function: Callable, inputs, check: Callable[[list], None]) -> None:
+    """Lower a function and call ``check`` with the scheduler nodes of its graph."""
+    seen = []
+
+    def hook(nodes):
+        seen.append(len(nodes))
+        check(nodes)
+        raise _Seen
+
+    torch._dynamo.reset()
+    with (
+        config.patch(
+            reorder_for_compute_comm_overlap=True,
+            reorder_for_compute_comm_overlap_passes=[hook],
+            force_disable_caches=True,
+        ),
+        pytest.raises(Exception, match="_Seen"),
+    ):
+        torch.compile(function)(*inputs)
+    assert seen
+
+
+@pytest.fixture(scope="module")
+def groups():
+    with fake_world() as names:
+        yield names
+
+
+def program(groups) -> Callable:
+    def step(a, b, state):
+        gathered = funcol.all_gather_tensor(a, 0, groups["row"])
+        x = torch.mm(b, b)
+        y = funcol.all_reduce(torch.relu(x), "sum", groups["column"])
+        z = torch.mm(x, b)
+        first, second = funcol.all_reduce_coalesced([z, z + 1], "sum", groups["row"])
+        seen = unknown(z)
+        scattered = funcol.reduce_scatter_tensor(torch.mm(z, x), "sum", 0, groups["row"])
+        w = torch.mm(gathered[:16], y)
+        state.copy_(w)
+        swapped = funcol.all_to_all_single(torch.mm(x, seen), None, None, groups["column"])
+        return first + w, second, scattered + 1, torch.mm(swapped, seen), torch.mm(z, seen)
+
+    return step
+
+
+def inputs():
+    return [torch.randn(16, 16) for _ in range(3)]
+
+
+def random_order(nodes: list, rng: random.Random) -> list:
+    """A random order that honours Inductor's dependencies, fences, and the order within groups (also artificial)."""
+    producer = {b: n for n in nodes for b in _torch.snode_output_names(n)}
+    before = {n: {producer[b] for b, _ in _torch.snode_dependencies(n) if b in producer} - {n} for n in nodes}
+    communication = [n for n in nodes if _torch.snode_kind(n) in ("start", "wait")]
+    fences = [n for n in nodes if str(_torch.snode_op(n)).startswith("verify_tests")]
+    for fence in fences:
+        for n in communication:
+            if nodes.index(n) < nodes.index(fence):
+                before[fence].add(n)
+            else:
+                before[n].add(fence)
+    starts = [n for n in nodes if _torch.snode_kind(n) == "start"]
+    for a, b in zip(starts, starts[1:]):  # noqa: RUF007
+        before[b].add(a)
+    left, order = list(nodes), []
+    while left:
+        ready = [n for n in left if before[n] <= set(order)]
+        node = rng.choice(ready)
+        left.remove(node)
+        order.append(node)
+    return order
+
+
+def rules(findings) -> set[str]:
+    return {f.rule for f in findings}
+
+
+def test_legal_orders_have_no_findings(groups):
+    def check(nodes):
+        kinds = [_torch.snode_kind(n) for n in nodes]
+        assert kinds.count("start") == 5 and kinds.count("wait") == 6
+        assert verify.check_snodes(nodes, nodes) == []
+        for seed in range(100):
+            order = random_order(nodes, random.Random(seed))
+            assert verify.check_snodes(order, nodes) == []
+
+    on_scheduler_nodes(program(groups), inputs(), check)
+
+
+def test_every_broken_dependency_is_found(groups):
+    def check(nodes):
+        producer = {b: n for n in nodes for b in _torch.snode_output_names(n)}
+        broken = 0
+        for node in nodes:
+            for buffer, _ in _torch.snode_dependencies(node):
+                if buffer in producer and producer[buffer] is not node:
+                    order = [n for n in nodes if n is not node]
+                    order.insert(order.index(producer[buffer]), node)
+                    assert "dependency" in rules(verify.check_snodes(order, nodes))
+                    broken += 1
+        assert broken > 30
+
+    on_scheduler_nodes(program(groups), inputs(), check)
+
+
+def test_waits_are_checked_without_trusting_dependencies(groups):
+    """The in-flight rules alone find a reader before its wait, also when Inductor's dependencies are gone."""
+
+    def check(nodes):
+        kept = {n: n.unmet_dependencies for n in nodes}
+        found = 0
+        for wait in [n for n in nodes if _torch.snode_kind(n) == "wait"]:
+            own = set(_torch.snode_output_names(wait))
+            readers = [n for n in nodes if own & set(_torch.snode_data_reads(n))]
+            for reader in readers:
+                order = [n for n in nodes if n is not reader]
+                order.insert(order.index(wait), reader)
+                for n in nodes:
+                    n.unmet_dependencies = type(kept[n])()
+                found_rules = rules(verify.check_snodes(order, nodes))
+                for n in nodes:
+                    n.unmet_dependencies = kept[n]
+                assert "read-before-wait" in found_rules
+                found += 1
+        assert found >= 5
+
+    on_scheduler_nodes(program(groups), inputs(), check)
+
+
+def test_lost_duplicated_and_unwaited_nodes(groups):
+    def check(nodes):
+        assert rules(verify.check_snodes(nodes[1:], nodes)) == {"lost"}
+        assert rules(verify.check_snodes([*nodes, nodes[0]], nodes)) == {"duplicated"}
+        assert rules(verify.check_snodes(nodes, nodes[1:])) == {"added"}
+
+    on_scheduler_nodes(program(groups), inputs(), check)
+
+
+def test_order_of_a_group_and_fences(groups):
+    def two(a, b):
+        x = funcol.all_reduce(a, "sum", groups["row"])
+        y = funcol.all_reduce(b + 1, "sum", groups["row"])
+        return torch.mm(x, y), unknown(torch.mm(a, b))
+
+    def check(nodes):
+        starts = [n for n in nodes if _torch.snode_kind(n) == "start"]
+        for n in nodes:
+            n.unmet_dependencies = type(n.unmet_dependencies)(
+                d for d in n.unmet_dependencies if not getattr(d, "is_fake", False)
+            )
+        order = [n for n in nodes if n is not starts[0]]
+        order.insert(order.index(starts[1]) + 1, starts[0])
+        assert "group-order" in rules(verify.check_snodes(order, nodes))
+        assert "group-order" not in rules(verify.check_snodes(order, nodes, group_order="any"))
+        fence = next(n for n in nodes if str(_torch.snode_op(n)).startswith("verify_tests"))
+        order = [n for n in nodes if n is not fence]
+        inside = order.index(starts[1])
+        order.insert(inside, fence)
+        assert "fence" in rules(verify.check_snodes(order, nodes)) or nodes.index(fence) == inside
+
+    on_scheduler_nodes(two, [torch.randn(16, 16), torch.randn(16, 16)], check)
+
+
+def test_write_to_an_input_in_flight(groups):
+    def step(a, b):
+        gathered = funcol.all_gather_tensor(a, 0, groups["row"])
+        x = torch.mm(gathered[:16], b)
+        a.copy_(torch.mm(x, b))
+        return x
+
+    def check(nodes):
+        waits = [n for n in nodes if _torch.snode_kind(n) == "wait"]
+        writer = next(n for n in nodes if _torch.snode_kind(n) != "wait" and _torch.snode_mutations(n))
+        start = next(n for n in nodes if _torch.snode_kind(n) == "start")
+        order = [n for n in nodes if n is not writer]
+        order.insert(order.index(start) + 1, writer)
+        assert waits
+        assert {"write-in-flight", "dependency"} <= rules(verify.check_snodes(order, nodes))
+
+    on_scheduler_nodes(step, [torch.randn(16, 16), torch.randn(16, 16)], check)
+
+
+def test_peak_memory_follows_the_order(groups):
+    def step(a, b):
+        return torch.mm(torch.mm(a, b), b).sum(), torch.mm(torch.mm(b, a), a).sum()
+
+    def check(nodes):
+        peak = verify.snodes_peak_bytes(nodes)
+        assert peak >= 2 * 16 * 16 * 4
+        assert verify.check_snodes(nodes, nodes, memory_budget=peak) == []
+        assert rules(verify.check_snodes(nodes, nodes, memory_budget=peak - 1)) == {"memory"}
+
+    on_scheduler_nodes(step, [torch.randn(16, 16), torch.randn(16, 16)], check)
