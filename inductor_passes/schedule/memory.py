@@ -85,8 +85,18 @@ class RangeMax:
         left >>= 1
         while left:
             a, b = top[2 * left], top[2 * left + 1]
-            top[left] = (a if a > b else b) + pending[left]
+            if b > a:
+                a = b
+            a += pending[left]
+            if top[left] == a:
+                # Nothing changes further up either.
+                return
+            top[left] = a
             left >>= 1
+
+    def at_most(self, first: int, stop: int, limit: int) -> bool:
+        """Whether no position ``first`` .. ``stop - 1`` exceeds ``limit``."""
+        return self._max[1] <= limit or first >= stop or self.max(first, stop) <= limit
 
     def max(self, first: int, stop: int) -> int:
         """Maximum over positions ``first`` .. ``stop - 1``.
@@ -168,14 +178,14 @@ class Continuation:
         held = t.alloc[i] - t.transient[i]
         if not held:
             return True
-        if self._tree.max(self.next, at) + held <= self._cap:
+        if self._tree.at_most(self.next, at, self._cap - held):
             return True
         released = self._releases(i, at)
         if not released:
             return False
         for first, size in released:
             self._tree.add(first, at + 1, -size)
-        fits = self._tree.max(self.next, at) + held <= self._cap
+        fits = self._tree.at_most(self.next, at, self._cap - held)
         for first, size in released:
             self._tree.add(first, at + 1, size)
         return fits

@@ -7,19 +7,15 @@ earlier one. Everything is a pure function of the problem: no clock, no randomne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inductor_passes.schedule.bounds import lower_bound, tails
-from inductor_passes.schedule.justify import improve
-from inductor_passes.schedule.list_schedule import Rule, list_schedule
+from inductor_passes.schedule.bounds import lower_bound
+from inductor_passes.schedule.construct import Candidate, construct
 from inductor_passes.schedule.local_search import local_search
-from inductor_passes.schedule.memory import Continuation
 from inductor_passes.schedule.problem import Problem
-from inductor_passes.schedule.reference import lazy
-from inductor_passes.schedule.simulate import Timeline, simulate
-from inductor_passes.schedule.slack import as_progress, latest_issue, relieves
-from inductor_passes.schedule.tables import Tables, tables
+from inductor_passes.schedule.simulate import simulate
+from inductor_passes.schedule.tables import tables
 
 #: States that local search may expand per unit of effort: per task, and for any problem.
 _STATES_PER_TASK, _STATES = 10, 40_000
@@ -65,20 +61,19 @@ class _Best:
         self.method = "input"
         self.feasible = budget_bytes is None or self.peak <= budget_bytes
 
-    def offer(self, order: Sequence[int], method: str) -> bool:
-        """Keep ``order`` if it is better; whether it was."""
-        timeline = simulate(self.problem, order)
-        if self.budget is not None and timeline.peak_bytes > self.budget:
+    def offer(self, found: Candidate) -> bool:
+        """Keep the candidate if it is better; whether it was."""
+        if self.budget is not None and found.peak > self.budget:
             return False
-        key = (timeline.makespan_ns, timeline.peak_bytes)
+        key = (found.makespan, found.peak)
         if self.feasible:
-            if timeline.makespan_ns > self.makespan or key >= (self.makespan, self.peak):
+            if found.makespan > self.makespan or key >= (self.makespan, self.peak):
                 return False
-            if self.method == "input" and timeline.makespan_ns == self.makespan:
+            if self.method == "input" and found.makespan == self.makespan:
                 return False
-        elif timeline.makespan_ns > self.input_makespan:
+        elif found.makespan > self.input_makespan:
             return False
-        self.order, self.method, self.feasible = order, method, True
+        self.order, self.method, self.feasible = found.order, found.name, True
         self.makespan, self.peak = key
         return True
 
@@ -99,13 +94,11 @@ def plan(
     bound = lower_bound(problem)
     best = _Best(problem, budget_bytes)
     if best.makespan > bound or not best.feasible:
-        for method, order in _constructions(t, best):
-            best.offer(order, method)
-            if best.feasible and best.makespan <= bound:
-                break
+        construct(t, budget_bytes, bound, best.offer)
         if best.feasible and best.makespan > bound and effort:
             better = local_search(t, best.order, budget_bytes, bound, effort * _STATES_PER_TASK * t.n + _STATES)
-            best.offer(better, "local-search")
+            timeline = simulate(problem, better)
+            best.offer(Candidate("local-search", better, timeline.makespan_ns, timeline.peak_bytes))
     order = tuple(best.order)
     problem.check_order(order)
     return Plan(
@@ -120,54 +113,3 @@ def plan(
         budget_bytes=budget_bytes,
         feasible=best.feasible,
     )
-
-
-def rules(t: Tables) -> list[Rule]:
-    """The list-scheduling rules, in the order in which they are tried."""
-    position = list(range(t.n))
-    by_tail = [-q for q in tails(t)[0]]
-    return [
-        Rule("list/input-compute", position, by_tail, strict=True),
-        Rule("list/critical-path", by_tail, by_tail),
-        Rule("list/input-collectives", position, position),
-        Rule("list/critical-path-input-collectives", by_tail, position),
-        Rule("list/input-compute-eager", position, by_tail, eager=True),
-    ]
-
-
-def just_in_time(t: Tables, rule: Rule, order: Sequence[int], timeline: Timeline, margin: int) -> Rule:
-    """``rule`` made to repeat the unconstrained ``order``, but with gathers issued no earlier than they are needed.
-
-    ``margin`` is how many of its own durations sooner than that a collective may be issued.
-    """
-    position = [0] * t.n
-    for k, i in enumerate(order):
-        position[i] = k
-    latest = latest_issue(t, order, timeline)
-    due = as_progress(t, order, timeline, [time - margin * d for time, d in zip(latest, t.lane_ns)])
-    release = [0 if early else d for early, d in zip(relieves(t), due)]
-    return Rule(f"{rule.name}/just-in-time{margin or ''}", position, latest, strict=rule.strict, release=release)
-
-
-def _constructions(t: Tables, best: _Best) -> Iterator[tuple[str, list[int]]]:
-    position = range(t.n)
-    free = [(rule, list_schedule(t, rule)) for rule in rules(t)]
-    for rule, order in list(free):
-        yield rule.name, order
-        if rule.eager: continue
-        for k, more in enumerate(improve(t, order, 3)):
-            r=Rule(f"{rule.name}/justified{k + 1}", (), ())
-            free.append((r, more))
-            yield r.name, more
-    if best.budget is None:
-        return
-    references: list[Sequence[int]] = [position] if best.input_peak <= best.budget else []
-    for order in (lazy(t, position), lazy(t, position, hold_waits=True)):
-        best.offer(order, "lazy")
-        if simulate(best.problem, order).peak_bytes <= best.budget:
-            references.append(order)
-    for rule, order in free:
-        timeline = simulate(best.problem, order)
-        for jit in [just_in_time(t, rule, order, timeline, margin) for margin in (0, 1, 2)] + ([rule] if rule.compute else []):
-            for reference in references:
-                yield jit.name, list_schedule(t, jit, Continuation(t, reference, best.budget))

@@ -13,22 +13,22 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from inductor_passes.schedule.problem import Kind
-from inductor_passes.schedule.simulate import Timeline
+from inductor_passes.schedule.simulate import Trace
 from inductor_passes.schedule.tables import Tables
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 
 
-def latest_issue(t: Tables, order: Sequence[int], timeline: Timeline) -> list[int]:
+def latest_issue(t: Tables, order: Sequence[int], trace: Trace) -> list[int]:
     """Per ``START`` the latest issue in ns on the timeline of ``order``; other tasks: the latest begin. O(N + edges)."""
-    latest = [timeline.makespan_ns] * t.n
-    next_begin = [timeline.makespan_ns] * t.machines
+    latest = [trace.makespan] * t.n
+    next_begin = [trace.makespan] * t.machines
     for k in range(t.n - 1, -1, -1):
         i = order[k]
         if t.kind[i] == _COMPUTE:
-            latest[i] = timeline.start_ns[i]
+            latest[i] = trace.begin[i]
             continue
-        need = timeline.makespan_ns
+        need = trace.makespan
         for j in t.succs[i]:
             if latest[j] < need:
                 need = latest[j]
@@ -38,19 +38,19 @@ def latest_issue(t: Tables, order: Sequence[int], timeline: Timeline) -> list[in
                 need = next_begin[m]
             # What is exposed today may stay exposed: it need not end before its wait ends today.
             need -= t.lane_ns[i]
-            if timeline.lane_begin_ns[i] > need:
-                need = timeline.lane_begin_ns[i]
+            if trace.lane_begin[i] > need:
+                need = trace.lane_begin[i]
             next_begin[m] = need
         latest[i] = need - t.busy_ns[i]
     return latest
 
 
-def as_progress(t: Tables, order: Sequence[int], timeline: Timeline, latest: Sequence[int]) -> list[int]:
+def as_progress(t: Tables, order: Sequence[int], trace: Trace, latest: Sequence[int]) -> list[int]:
     """Times of ``order``'s timeline as ns of compute-lane work done by then. O(N log N)."""
     begins, progress, done = [], [], 0
     for i in order:
         if t.kind[i] == _COMPUTE and t.busy_ns[i]:
-            begins.append(timeline.start_ns[i])
+            begins.append(trace.begin[i])
             progress.append(done)
         done += t.busy_ns[i]
     progress.append(done)
