@@ -83,18 +83,16 @@ return [%5, %8]""",
 %2 = mul(%0, 2.0) float32[4, 3]
 %3 = mul(%1, 3.0) float32[1, 5]
 %4 = view(%2, [1, 12]) float32[1, 12]
-%5 = view(%3, [1, 5]) float32[1, 5]
-%6 = cat([%4, %5], 1) float32[1, 17]
-%7 = all_gather_into_tensor(%6, 2) float32[2, 17]
-%8 = wait_tensor(%7) float32[2, 17]
-%9 = slice(%8, 1, 0, 12) float32[2, 12]
-%10 = clone(%9) float32[2, 12]
-%11 = view(%10, [8, 3]) float32[8, 3]
-%12 = slice(%8, 1, 12, 17) float32[2, 5]
-%13 = clone(%12) float32[2, 5]
-%14 = view(%13, [2, 5]) float32[2, 5]
-%15 = add(%11, 1.0) float32[8, 3]
-return [%15, %14]""",
+%5 = cat([%4, %3], 1) float32[1, 17]
+%6 = all_gather_into_tensor(%5, 2) float32[2, 17]
+%7 = wait_tensor(%6) float32[2, 17]
+%8 = slice(%7, 1, 0, 12) float32[2, 12]
+%9 = clone(%8) float32[2, 12]
+%10 = view(%9, [8, 3]) float32[8, 3]
+%11 = slice(%7, 1, 12, 17) float32[2, 5]
+%12 = clone(%11) float32[2, 5]
+%13 = add(%10, 1.0) float32[8, 3]
+return [%13, %12]""",
         )
 
 
@@ -126,16 +124,15 @@ return [%3, %6]""",
 %1 = input float32[2, 5]
 %2 = mul(%1, 3.0) float32[2, 5]
 %3 = view(%0, [2, 6]) float32[2, 6]
-%4 = view(%2, [2, 5]) float32[2, 5]
-%5 = cat([%3, %4], 1) float32[2, 11]
-%6 = reduce_scatter_tensor(%5, sum, 2) float32[1, 11]
-%7 = wait_tensor(%6) float32[1, 11]
-%8 = view(%7, [11]) float32[11]
-%9 = slice(%8, 0, 0, 6) float32[6]
-%10 = view(%9, [2, 3]) float32[2, 3]
-%11 = slice(%8, 0, 6, 11) float32[5]
-%12 = view(%11, [1, 5]) float32[1, 5]
-return [%10, %12]""",
+%4 = cat([%3, %2], 1) float32[2, 11]
+%5 = reduce_scatter_tensor(%4, sum, 2) float32[1, 11]
+%6 = wait_tensor(%5) float32[1, 11]
+%7 = view(%6, [11]) float32[11]
+%8 = slice(%7, 0, 0, 6) float32[6]
+%9 = view(%8, [2, 3]) float32[2, 3]
+%10 = slice(%7, 0, 6, 11) float32[5]
+%11 = view(%10, [1, 5]) float32[1, 5]
+return [%9, %11]""",
         )
 
 
@@ -153,22 +150,21 @@ def test_mixed_dtypes_travel_as_bytes() -> None:
 %2 = view(%1, [2]) float32[2]
 %3 = view(%2, torch.uint8) uint8[8]
 %4 = view(%3, [1, 8]) uint8[1, 8]
-%5 = view(%0, [3]) bfloat16[3]
-%6 = view(%5, torch.uint8) uint8[6]
-%7 = view(%6, [1, 6]) uint8[1, 6]
-%8 = full([1, 2], 0) uint8[1, 2]
-%9 = cat([%4, %7, %8], 1) uint8[1, 16]
-%10 = all_gather_into_tensor(%9, 2) uint8[2, 16]
-%11 = wait_tensor(%10) uint8[2, 16]
-%12 = slice(%11, 1, 0, 8) uint8[2, 8]
-%13 = view(%12, torch.float32) float32[2, 2]
-%14 = clone(%13) float32[2, 2]
-%15 = view(%14, [4, 1]) float32[4, 1]
-%16 = slice(%11, 1, 8, 14) uint8[2, 6]
-%17 = view(%16, torch.bfloat16) bfloat16[2, 3]
-%18 = clone(%17) bfloat16[2, 3]
-%19 = view(%18, [6]) bfloat16[6]
-return [%19, %15]""",
+%5 = view(%0, torch.uint8) uint8[6]
+%6 = view(%5, [1, 6]) uint8[1, 6]
+%7 = full([1, 2], 0) uint8[1, 2]
+%8 = cat([%4, %6, %7], 1) uint8[1, 16]
+%9 = all_gather_into_tensor(%8, 2) uint8[2, 16]
+%10 = wait_tensor(%9) uint8[2, 16]
+%11 = slice(%10, 1, 0, 8) uint8[2, 8]
+%12 = view(%11, torch.float32) float32[2, 2]
+%13 = clone(%12) float32[2, 2]
+%14 = view(%13, [4, 1]) float32[4, 1]
+%15 = slice(%10, 1, 8, 14) uint8[2, 6]
+%16 = view(%15, torch.bfloat16) bfloat16[2, 3]
+%17 = clone(%16) bfloat16[2, 3]
+%18 = view(%17, [6]) bfloat16[6]
+return [%18, %14]""",
         )
 
 

@@ -56,6 +56,10 @@ class Emitter:
         self.made.append(node)
         return node
 
+    def view(self, node: torch.fx.Node, shape: list[int]) -> torch.fx.Node:
+        """The contiguous ``node`` with another shape; the node itself when it has that shape."""
+        return node if list(node.meta["val"].shape) == shape else self.call(torch.ops.aten.view.default, node, shape)
+
     def place(self, node: torch.fx.Node) -> None:
         """Move an existing node behind the cursor."""
         if self.cursor.next is not node:

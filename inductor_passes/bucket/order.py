@@ -9,8 +9,10 @@ each earlier only when something needs it. O(nodes + edges).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch.fx
 
@@ -38,12 +40,35 @@ Step = torch.fx.Node | Stage
 def repaired_order(view: GraphView, stages: Sequence[Stage]) -> list[Step]:
     """The nodes of ``view`` without the replaced ones, with every stage at its place.
 
+    Collectives that were not merged keep their order within their process group where that is possible.
+
     Raises:
         CycleError: no legal order exists.
     """
     stage_of = {node: stage for stage in stages for node in stage.replaces}
-    pending = {stage: len(stage.replaces) for stage in stages}
-    needs = _needs(view, stage_of)
+    try:
+        return _sorted(view, stage_of, _lane_order(view, stage_of))
+    except CycleError:
+        return _sorted(view, stage_of, [])
+
+
+def _lane_order(view: GraphView, stage_of: Mapping[torch.fx.Node, Stage]) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+    last: dict[str, torch.fx.Node] = {}
+    edges = []
+    for collective in view.collectives:
+        if collective.start in stage_of:
+            continue
+        if collective.group.name in last:
+            edges.append((last[collective.group.name], collective.start))
+        last[collective.group.name] = collective.start
+    return edges
+
+
+def _sorted(
+    view: GraphView, stage_of: Mapping[torch.fx.Node, Stage], extra: Iterable[tuple[torch.fx.Node, torch.fx.Node]]
+) -> list[Step]:
+    pending = Counter(stage_of.values())
+    needs = _needs(view, stage_of, extra)
     result: list[Step] = []
     state: dict[Step, bool] = {}  # False: being emitted, True: emitted
 
@@ -77,7 +102,9 @@ def repaired_order(view: GraphView, stages: Sequence[Stage]) -> list[Step]:
     return result
 
 
-def _needs(view: GraphView, stage_of: Mapping[torch.fx.Node, Stage]) -> dict[Step, list[Step]]:
+def _needs(
+    view: GraphView, stage_of: Mapping[torch.fx.Node, Stage], extra: Iterable[tuple[torch.fx.Node, torch.fx.Node]]
+) -> dict[Step, list[Step]]:
     """What comes before each node and stage, in old order, so that pulling up keeps the order of what is pulled."""
     needs: dict[Step, list[Step]] = {}
 
@@ -90,7 +117,7 @@ def _needs(view: GraphView, stage_of: Mapping[torch.fx.Node, Stage]) -> dict[Ste
     for node in view.nodes:
         for source in node.all_input_nodes:
             add(source, node)
-    for before, after in view.ordering_edges():
+    for before, after in chain(view.ordering_edges(), extra):
         add(before, after)
     for step, befores in needs.items():
         if len(befores) > 1:

@@ -142,7 +142,7 @@ class Message:
                 # A single row is cut as a vector: parts of a matrix would keep its row stride, gradients must not.
                 dim = 0
                 with emit.standing_for(self.slots[0].waits[0]):
-                    message = emit.call(aten.view.default, message, [self.columns])
+                    message = emit.view(message, [self.columns])
             for index in self._order:
                 slot = self.slots[index]
                 width = self._elements(slot) // self.sent_rows
@@ -165,7 +165,7 @@ class Message:
                     block = emit.call(aten.cat.default, parts)
                     if self.as_bytes and slot.sent.dtype is not torch.uint8:
                         block = emit.call(aten.view.dtype, block, slot.sent.dtype)
-                    results[index] = emit.call(aten.view.default, block, list(slot.received.shape))
+                    results[index] = emit.view(block, list(slot.received.shape))
         return [r for r in results if r is not None]
 
     def _sent_matrix(self, emit: Emitter, slot: Slot) -> torch.fx.Node:
@@ -178,14 +178,14 @@ class Message:
         if not self.as_bytes or value.dtype is torch.uint8:
             if not value.is_contiguous():
                 source = emit.call(aten.clone.default, source, memory_format=torch.contiguous_format)
-            return emit.call(aten.view.default, source, [self.sent_rows, value.numel() // self.sent_rows])
+            return emit.view(source, [self.sent_rows, value.numel() // self.sent_rows])
         flat = self._flat(emit, slot, source, value)
-        return emit.call(aten.view.default, flat, [self.sent_rows, self._elements(slot) // self.sent_rows])
+        return emit.view(flat, [self.sent_rows, self._elements(slot) // self.sent_rows])
 
     def _flat(self, emit: Emitter, slot: Slot, source: torch.fx.Node, value: torch.Tensor) -> torch.fx.Node:
         if not value.is_contiguous():
             source = emit.call(aten.clone.default, source, memory_format=torch.contiguous_format)
-        flat = emit.call(aten.view.default, source, [value.numel()])
+        flat = emit.view(source, [value.numel()])
         if self.as_bytes and value.dtype is not torch.uint8:
             flat = emit.call(aten.view.dtype, flat, torch.uint8)
         return flat
@@ -196,9 +196,9 @@ class Message:
         if self.received_rows > 1:
             part = emit.call(aten.clone.default, part, memory_format=torch.contiguous_format)
         if self.kind != "all_reduce":
-            return emit.call(aten.view.default, part, list(slot.received.shape))
+            return emit.view(part, list(slot.received.shape))
         order = memory_order(slot.received)
-        block = emit.call(aten.view.default, part, [slot.received.shape[d] for d in order])
+        block = emit.view(part, [slot.received.shape[d] for d in order])
         if order == list(range(len(order))):
             return block
         return emit.call(aten.permute.default, block, [order.index(d) for d in range(len(order))])
