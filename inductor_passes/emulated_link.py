@@ -26,7 +26,7 @@ over for the sender when its own link has served it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from inductor_passes.cost.communication import INTER, INTRA
 from inductor_passes.emulated_group import BACKEND, EmulatedGroup, LinkState
 from inductor_passes.link_model import Rate, Record, StepClock
 
-__all__ = ["EmulatedGroup", "log", "ranks_per_host", "register", "set_rate", "step_clock"]
+__all__ = ["EmulatedGroup", "log", "ranks_per_host", "register", "set_rate", "step_clock", "timed"]
 
 _ENV = "EMULATED_LINK_"
 
@@ -119,6 +119,15 @@ def step_clock() -> StepClock:
     if not isinstance(group, EmulatedGroup):
         raise RuntimeError(f"the default process group is {group}; expected one of backend {BACKEND!r}")
     return StepClock(state.clock, state.links.values(), state.log, group.align)
+
+
+def timed(run: Callable[[], None]) -> int:
+    """Virtual ns that ``run`` takes when all ranks start it together: a clock for ``calibrate`` on a loaded
+    machine.
+    """
+    with step_clock() as clock:
+        run()
+    return clock.time.virtual_ns
 
 
 def _make_group(options: Any, _backend_options: Any) -> EmulatedGroup:

@@ -94,6 +94,7 @@ def _calibrated(rank: int, world_size: int) -> CostProfile:
         sizes=(1 << 12, 1 << 16, 1 << 18),
         repeats=3,
         name="known",
+        timed=emulated_link.timed,
     )
 
 
@@ -114,8 +115,12 @@ def test_calibration_finds_the_emulated_link(ranks: Ranks) -> None:
         "recv",
     ]
     for cost in group.costs:
-        # It cannot be faster than the link. How much slower depends on the machine's load.
-        assert cost.alpha_ns + cost.beta_ns_per_byte * 131_072 >= 0.98 * (2e6 + 20 * 131_072), cost
+        # The step clock does not see the machine's load; what is missing to the link's time is the host's
+        # share.
+        link = cost.alpha_ns + cost.beta_ns_per_byte * 131_072
+        assert (
+            link <= 1.02 * (2e6 + 20 * 131_072) <= 1.02 * (link + cost.issue_ns + cost.issue_ns_per_byte * 262_144)
+        ), cost
         assert cost.issue_ns > 0
     assert [p.dtype for p in mine.matmul] == ["float32"] * len(mine.matmul) and mine.matmul
     assert mine.memory_bytes_per_s > 0 and mine.kernel_ns > 0

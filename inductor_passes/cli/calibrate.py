@@ -42,12 +42,12 @@ def calibrate(
     elif place.type != "cpu":
         place = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(place.index or 0)
-    per_host = None
+    per_host = timed = None
     if backend == "emulated":
         from inductor_passes import emulated_link
 
         emulated_link.register()
-        per_host = emulated_link.ranks_per_host()
+        per_host, timed = emulated_link.ranks_per_host(), emulated_link.timed
     dist.init_process_group(backend or None)
     try:
         profile = measure(
@@ -56,6 +56,7 @@ def calibrate(
             repeats=repeats,
             ranks_per_host=per_host,
             name=name,
+            timed=timed,
             progress=_say if dist.get_rank() == 0 else _silent,
         )
         if dist.get_rank() == 0:

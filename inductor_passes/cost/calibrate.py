@@ -60,6 +60,7 @@ def calibrate(
     repeats: int = 7,
     ranks_per_host: int | None = None,
     name: str = "",
+    timed: Callable[[Runner], int] | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> CostProfile:
     """Measure collectives on ``groups`` and compute on ``device``; the same profile on every rank.
@@ -74,6 +75,9 @@ def calibrate(
         repeats: samples per size.
         ranks_per_host: which global ranks share a host; default: as host names say.
         name: the profile's; default: made of device, world size and backend.
+        timed: runs a collective on all ranks of the default group together and returns how long it took in
+            ns;
+            default: a barrier of the group and the wall clock.
         progress: called with the name of each thing that is about to be measured.
 
     Raises:
@@ -93,7 +97,7 @@ def calibrate(
         if layout.ranks > 1:
             for kind in _RUNNERS:
                 progress(f"{kind} on {layout.ranks} ranks")
-                mine.extend(_measure_kind(kind, group, layout, device, sizes, repeats, crowded))
+                mine.extend(_measure_kind(kind, group, layout, device, sizes, repeats, crowded, timed))
     progress("compute")
     roofline = measure(device, dtypes, repeats)
     everything: list[Any] = [None] * dist.get_world_size()
@@ -165,6 +169,7 @@ def _measure_kind(
     sizes: Sequence[int],
     repeats: int,
     crowded: bool,
+    timed: Callable[[Runner], int] | None,
 ) -> list[Sample]:
     samples = []
     for size in sizes:
@@ -175,26 +180,43 @@ def _measure_kind(
         except RuntimeError:
             # The backend lacks this collective, on every rank alike.
             return []
-        times = [_sample(run, group, device, crowded) for _ in range(repeats)]
+        times = [_sample(run, group, device, crowded, timed) for _ in range(repeats)]
         link = median(t[0] for t in times) / messages
         host = median(t[1] for t in times) / messages
         samples.append(Sample(layout, kind, input_bytes, output_bytes, link, host))
     return samples
 
 
-def _sample(run: Runner, group: dist.ProcessGroup, device: torch.device, crowded: bool) -> tuple[float, float]:
-    """(ns until it has arrived, ns that it took from the compute thread)."""
-    dist.barrier(group)
-    synchronize(device)
-    cpu, process, wall = time.thread_time_ns(), time.process_time_ns(), time.perf_counter_ns()
-    run()
-    issued = time.perf_counter_ns()
-    synchronize(device)
-    arrived = time.perf_counter_ns()
-    if device.type != "cpu":
-        return float(arrived - wall), float(issued - wall)
-    own = time.thread_time_ns() - cpu
-    return float(arrived - wall), float(max(own, time.process_time_ns() - process) if crowded else own)
+def _sample(
+    run: Runner,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    crowded: bool,
+    timed: Callable[[Runner], int] | None,
+) -> tuple[float, float]:
+    """(ns on the link, ns that it took from the compute thread); their sum is what a blocking call takes."""
+    host: list[int] = []
+
+    def call() -> None:
+        thread, process, wall = time.thread_time_ns(), time.process_time_ns(), time.perf_counter_ns()
+        run()
+        if device.type == "cpu":
+            own = time.thread_time_ns() - thread
+            host.extend((own, max(own, time.process_time_ns() - process) if crowded else own))
+        else:
+            host.extend([time.perf_counter_ns() - wall] * 2)
+        synchronize(device)
+
+    if timed is not None:
+        elapsed = timed(call)
+    else:
+        dist.barrier(group)
+        synchronize(device)
+        begin = time.perf_counter_ns()
+        call()
+        elapsed = time.perf_counter_ns() - begin
+    own, taken = host
+    return float(max(1, elapsed - own)), float(taken)
 
 
 def _device_name(device: torch.device) -> str:
