@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-# -- the transformer -------------------------------------------------------------------------------------------
+# -- the transformer ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-# -- other models ----------------------------------------------------------------------------------------------
+# -- other models ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -251,30 +251,34 @@ class MoEConfig:
 
 
 class MoE(nn.Module):
-    """Switch-style mixture of experts: (tokens, dim) -> (tokens, dim), tokens over capacity pass unchanged.
+    """Switch-style mixture of experts, pre-norm and residual: (tokens, dim) -> (tokens, dim).
+
+    Tokens over an expert's capacity pass unchanged.
 
     With ``group`` each rank owns ``experts / W`` of them; tokens travel there and back by all_to_all. All shapes are
-    static. The gate is replicated: its gradient must be reduced like a data-parallel one.
+    static. Norm and gate are replicated: their gradients must be reduced like data-parallel ones.
     """
 
     def __init__(self, config: MoEConfig, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.group, self.experts, self.capacity = group, config.experts, config.capacity
         self.world = 1 if group is None else group.size()
+        self.norm = RMSNorm(config.dim)
         self.gate = nn.Linear(config.dim, config.experts, bias=False)
         local = config.experts // self.world
         self.w1 = nn.Parameter(torch.empty(local, config.dim, config.hidden))
         self.w2 = nn.Parameter(torch.empty(local, config.hidden, config.dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = self.gate(x).softmax(-1)
+        h = self.norm(x)
+        scores = self.gate(h).softmax(-1)
         score, expert = scores.max(-1)
         one_hot = F.one_hot(expert, self.experts)
         slot = (one_hot.cumsum(0) * one_hot).sum(-1) - 1
         # (tokens, experts, capacity); slots beyond the capacity match no column.
         columns = (slot[:, None] == torch.arange(self.capacity, device=x.device)[None, :]).to(x.dtype)
         route = one_hot.to(x.dtype)[:, :, None] * columns[:, None, :]
-        sent = torch.einsum("tec,td->ecd", route, x)
+        sent = torch.einsum("tec,td->ecd", route, h)
         if self.group is not None:
             sent = funcol.all_to_all_single_autograd(sent, None, None, self.group)
         local = self.experts // self.world
@@ -296,6 +300,7 @@ def moe(config: MoEConfig, group: dist.ProcessGroup | None = None) -> MoE:
         return whole.to(config.dtype)
     part = MoE(config, group)
     with torch.no_grad():
+        part.norm.weight.copy_(whole.norm.weight)
         part.gate.weight.copy_(whole.gate.weight)
         part.w1.copy_(whole.w1.chunk(group.size())[group.rank()])
         part.w2.copy_(whole.w2.chunk(group.size())[group.rank()])
@@ -309,7 +314,7 @@ def moe_batch(config: MoEConfig, seed: int = 1) -> tuple[torch.Tensor, torch.Ten
         return torch.randn(shape, dtype=config.dtype), torch.randn(shape, dtype=config.dtype)
 
 
-# -- plans -----------------------------------------------------------------------------------------------------
+# -- plans ----------------------------------------------------------------------------------------------
 
 
 def tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> Llama:
@@ -348,7 +353,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, *, sequence_parallel: bool =
     return model
 
 
-# -- graphs ----------------------------------------------------------------------------------------------------
+# -- graphs ---------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -192,6 +192,16 @@ def _unshard(
 _LIBRARY.impl("unshard", _unshard, "CompositeImplicitAutograd")
 
 
+def _unshard_without_autograd(_mode: Any, _op: Any, _types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+    # Under inference_mode a DTensor sees the composite op itself and would look for a sharding rule.
+    return _unshard(*args, **(kwargs or {}))
+
+
+torch.library.register_torch_dispatch(
+    "inductor_passes::unshard", DTensor, _unshard_without_autograd, lib=_LIBRARY
+)
+
+
 def unshard(
     parameter: torch.Tensor,
     mesh_dims: int,
