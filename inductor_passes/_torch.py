@@ -739,12 +739,16 @@ def per_rank(callback: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> t
     """``callback(rank, *local tensors)`` for this rank, or for every simulated rank under ``LocalTensorMode``."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+    from torch.utils._python_dispatch import _disable_current_modes
 
     mode = local_tensor_mode()
     if mode is None or not tensors or not isinstance(tensors[0], LocalTensor):
         return callback(dist.get_rank(), *tensors)
+    # A disabled mode still sees every operation; on plain tensors none of them concerns it.
+    with mode.disable(), _disable_current_modes():
+        results = {r: callback(r, *(t._local_tensors[r] for t in tensors)) for r in sorted(mode.ranks)}
     with mode.disable():
-        return LocalTensor({r: callback(r, *(t._local_tensors[r] for t in tensors)) for r in sorted(mode.ranks)})
+        return LocalTensor(results)
 
 
 def per_rank_sizes(callback: Callable[[int], list[int]], like: torch.Tensor) -> list[Any]:
