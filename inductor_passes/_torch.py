@@ -821,3 +821,56 @@ def default_group() -> Any:
     import torch.distributed.distributed_c10d as c10d
 
     return c10d._get_default_group()
+
+
+# What this torch offers, for people (`inductor-passes doctor`).
+
+
+_SIMPLE_OVERLAP = "aten_distributed_optimizations.enable_simple_overlap"
+
+
+def features() -> dict[str, bool]:
+    """Feature -> whether this torch build has it; every one is looked for, none is inferred from the version."""
+    import importlib.util
+
+    def module(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+    missing = object()
+    available = torch.distributed.is_available()
+    return {
+        "graph passes": inductor_option("post_grad_custom_post_pass", missing) is not missing,
+        "scheduler hook": inductor_option("reorder_for_compute_comm_overlap_passes", missing) is not missing,
+        "structured trace": module("torch._logging"),
+        "distributed": available,
+        "gloo": available and torch.distributed.is_gloo_available(),
+        "nccl": available and torch.distributed.is_nccl_available(),
+        "mpi": available and torch.distributed.is_mpi_available(),
+        "fake process group": module("torch.testing._internal.distributed.fake_pg"),
+        "symmetric memory": available and module("torch.distributed._symmetric_memory"),
+        "simple_overlap": inductor_option(_SIMPLE_OVERLAP, missing) is not missing,
+        "triton": module("triton"),
+    }
+
+
+def compile_cache_dir() -> str:
+    """The directory of Inductor's caches; it is not created."""
+    import os
+
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor would use for CPU code.
+
+    Raises:
+        RuntimeError: there is none (torch's own error type derives from it).
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
