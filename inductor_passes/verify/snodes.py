@@ -203,7 +203,8 @@ class _Order:
                 yield self._finding("missing-wait", start, f"{self.names[start]}: nothing waits for {root}")
 
     def _is_fence(self, i: int) -> bool:
-        if self.kinds[i] != "extern":
+        # A result taken out of a multi-output kernel carries that kernel's origin, but does nothing itself.
+        if self.kinds[i] != "extern" or any(packed for _, _, _, packed in self.buffers[i]):
             return False
         origin = self.origin(i)
         return origin is not None and ops.role(origin) is Role.FENCE
@@ -213,9 +214,11 @@ class _Order:
         found: dict[str, list[int]] = {}
         for i, kind in enumerate(self.kinds):
             origin = self.origin(i)
-            if origin is None:
+            if kind == "start" and origin is None:
+                found.setdefault("group unknown", []).append(i)
+            elif origin is None or any(packed for _, _, _, packed in self.buffers[i]):
                 continue
-            if kind == "start":
+            elif kind == "start":
                 arguments = _torch.op_arguments(origin)
                 group = arguments.get("group_name", arguments.get("group", ""))
                 if isinstance(group, torch.fx.Node):
