@@ -25,6 +25,8 @@ from inductor_passes.schedule.tables import Tables
 _GUARDED_TASKS, _GUARDED_LEAST, _GUARDED_MOST = 64_000, 4, 24
 #: Rounds of forward-backward improvement per rule.
 _ROUNDS = 2
+#: Above this many tasks work is saved: one round, and what is within a thousandth of the bound is good enough.
+_SMALL = 4000
 _SUFFIX = "/just-in-time"
 
 
@@ -97,7 +99,7 @@ def construct(t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Can
     ideals: list[Candidate] = []
     for rule in rules(t):
         ideals.append(candidate(rule.name, list_schedule(t, rule)))
-        for order in improve(t, ideals[-1].order, _ROUNDS):
+        for order in improve(t, ideals[-1].order, _ROUNDS if t.n <= _SMALL else 1):
             if ideals[-1].makespan <= bound:
                 break
             ideals.append(candidate(f"{rule.name}/justified", order))
@@ -122,21 +124,31 @@ def _guarded(
         score = loose.makespan * max(loose.peak, cap) // max(cap, 1)
         scored.setdefault((score, loose.makespan, loose.peak), ideal)
     ranked = [scored[key] for key in sorted(scored)]
-    orders = [range(t.n), lazy(t, range(t.n)), lazy(t, range(t.n), hold_waits=True), lazy(t, ranked[0].order)]
-    references: list[Candidate] = []
-    for order in orders:
-        fallback = candidate("lazy", order)
-        if fallback.peak <= cap and all(fallback.order != r.order for r in references):
-            references.append(fallback)
-    if not references:
-        return
+    references = [
+        c
+        for c in (
+            candidate("lazy", lazy(t, range(t.n))),
+            candidate("lazy", lazy(t, range(t.n), hold_waits=True)),
+            candidate("input", range(t.n)),
+        )
+        if c.peak <= cap
+    ]
+    if t.n > _SMALL:
+        bound += bound // 1000
     left = max(_GUARDED_LEAST, min(_GUARDED_MOST, _GUARDED_TASKS // t.n))
     best: Candidate | None = None
 
-    def attempt(ideal: Candidate, reference: Candidate, timing: Timing) -> bool:
+    def attempt(ideal: Candidate, timing: Timing, reference: Candidate | None = None) -> bool:
         nonlocal best, left
         if left <= 0 or (best is not None and best.makespan <= bound):
             return False
+        if reference is None:
+            # The closer the reference, the less the guard has to correct.
+            reference = candidate("lazy", lazy(t, ideal.order))
+            if reference.peak > cap:
+                if not references:
+                    return False
+                reference = references[0]
         left -= 1
         rule = just_in_time(t, ideal, timing)
         found = candidate(rule.name, list_schedule(t, rule, Continuation(t, reference.order, cap)))
@@ -145,20 +157,19 @@ def _guarded(
         best = found
         return True
 
-    ideal, reference, timing = ranked[0], references[0], Timing()
-    attempt(ideal, reference, timing)
+    ideal, timing = ranked[0], Timing()
+    attempt(ideal, timing)
     for other in ranked[1:3]:
-        if attempt(other, reference, timing):
+        if attempt(other, timing):
             ideal = other
     for option in (Timing(1, True), Timing(1, False), Timing(3, True)):
-        if attempt(ideal, reference, option):
+        if attempt(ideal, option):
             timing = option
-    for fallback in references[1:]:
-        if attempt(ideal, fallback, timing):
-            reference = fallback
-    while best is not None and attempt(best, best, timing):
+    for reference in references:
+        attempt(ideal, timing, reference)
+    while best is not None and attempt(best, timing, best):
         pass
     for other in ranked[3:]:
-        attempt(other, reference, timing)
-    while best is not None and attempt(best, best, timing):
+        attempt(other, timing)
+    while best is not None and attempt(best, timing, best):
         pass

@@ -36,7 +36,7 @@ def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: 
         if before <= bound:
             break
         result, used = _sweep(t, result, cap_bytes, length, width, allowance)
-        allowance -= used + t.n // 4
+        allowance -= used + t.n // 8
         if replay_time(t, result).makespan < before:
             idle = 0
         else:
@@ -76,9 +76,8 @@ def _sweep(
             head = Head(trace.begin[window[0]], free, trace.lane_end, live[first] - t.alloc[window[0]])
             current = evaluate(t, window, head, tail)
             answer = improve_window(t, window, head, tail, unread, cap_bytes, width, current)
-            used += len(window)
-            if answer is not None:
-                used += answer.expanded
+            used += len(window) + answer.expanded
+            if answer.tasks:
                 order[first:stop] = answer.tasks
         step = max(1, (stop - first) // 2) if first else stop
         for k in range(stop - 1, stop - step - 1, -1):

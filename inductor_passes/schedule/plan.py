@@ -18,7 +18,7 @@ from inductor_passes.schedule.simulate import simulate
 from inductor_passes.schedule.tables import tables
 
 #: States that local search may expand per unit of effort: per task, and for any problem.
-_STATES_PER_TASK, _STATES = 10, 40_000
+_STATES_PER_TASK, _STATES = 2, 40_000
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ def improve_window(
     cap_bytes: int | None,
     width: int,
     incumbent: tuple[int, int],
-) -> Answer | None:
-    """The best order of ``window`` found, or None when none is better than ``incumbent``.
+) -> Answer:
+    """The best order of ``window`` found; without tasks when none is better than ``incumbent``.
 
     Args:
         unread: per storage how many of its readers have not run before the window.
@@ -109,6 +109,7 @@ def improve_window(
     w = len(window)
     local = {i: k for k, i in enumerate(window)}
     need = [sum(1 << local[p] for p in t.preds[i] if p in local) for i in window]
+    own = [(k, mask | 1 << k) for k, mask in enumerate(need)]
     slot: dict[int, int] = {}
     for i in window:
         if t.kind[i] == _START:
@@ -141,7 +142,8 @@ def improve_window(
         following: dict[int, list[_State]] = {}
         for state in level:
             done, now, free = state.done, state.now, state.free
-            ready = [k for k in range(w) if not done >> k & 1 and not need[k] & ~done]
+            missing = ~done
+            ready = [k for k, mask in own if missing & mask == 1 << k]
             # A wait that costs nothing only makes memory free and readers ready.
             for k in ready:
                 i = window[k]
@@ -214,7 +216,7 @@ def improve_window(
             del level[width:]
             complete = False
         if not level:
-            return None
+            return Answer([], incumbent, expanded, complete)
     best = min(level, key=_rank)
     tasks = []
     state = best
@@ -255,4 +257,8 @@ def _rank(s: _State) -> tuple[int, int, int, int]:
 
 
 def _all_le(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    return all(x <= y for x, y in zip(a, b))
+    # A loop, because a generator costs several times as much on tuples of two or three.
+    for x, y in zip(a, b):  # noqa: SIM110
+        if x > y:
+            return False
+    return True
