@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 import torch.fx
@@ -62,7 +62,13 @@ class Context:
 
 
 class Pass(Protocol):
-    """A graph pass: a frozen dataclass whose fields are its options."""
+    """A graph pass: a frozen dataclass whose fields are its options.
+
+    ``group_order`` is ``any`` for a pass that may change the order of collectives within a process group (the same way
+    on every rank, see ``reorder.canonical``), else ``kept``: the verifier holds it to that.
+    """
+
+    group_order: ClassVar[Literal["kept", "any"]]
 
     @property
     def name(self) -> str:
@@ -156,7 +162,10 @@ def _run_one(graph: torch.fx.Graph, one: Pass, context: Context) -> PassReport:
         report = one.run(graph, context)
         if report.changed and report.rolled_back is None:
             findings = verify.check(
-                graph, reference=snapshot.reference, certificates=context.certificates[certificates:]
+                graph,
+                reference=snapshot.reference,
+                certificates=context.certificates[certificates:],
+                group_order=one.group_order,
             )
             if findings:
                 report.findings.extend(findings)

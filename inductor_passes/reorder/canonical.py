@@ -16,7 +16,6 @@ from inductor_passes import _torch
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 
-
 #: Operators that only move, pad or convert data: all that uneven shards need around a collective.
 _MOVES = frozenset(
     {

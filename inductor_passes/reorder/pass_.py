@@ -17,6 +17,7 @@ here (Inductor keeps it from now on); where exactly starts and waits sit among t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch.fx
 
@@ -34,6 +35,7 @@ class ReorderPass:
 
     effort: int = 1
     name: str = "reorder"
+    group_order: ClassVar[Literal["kept", "any"]] = "any"
 
     def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
         """Plan and apply; the input order stays when nothing better fits the budget."""

@@ -21,6 +21,7 @@ from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.simulate import Timeline, simulate
 from inductor_passes.trace import cached, spans
 from inductor_passes.trace.artifacts import emit
+from inductor_passes.trace.collector import deliver
 from inductor_passes.trace.verdict import explain
 
 log = logging.getLogger("inductor_passes")
@@ -152,6 +153,7 @@ def publish(
     report: GraphReport, built: SchedulerProblem, result: Plan, before: Timeline, after: Timeline
 ) -> None:
     """Write the finished report into the trace."""
+    deliver(report)
     emit(
         report,
         problem=built.problem,
@@ -165,6 +167,7 @@ def publish(
 def finish_without_replay(context: Context) -> None:
     """Publish what the FX passes did, for graphs whose order is not planned on scheduler nodes."""
     report = context.report
+    deliver(report)
     if context.fx is None or context.plan is None:
         emit(report, problem=None, order_before=None, order_after=None)
         return

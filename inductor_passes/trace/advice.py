@@ -21,6 +21,8 @@ from inductor_passes.trace import whatif
 BUDGETS = ("0", "+1%", "+2%", "+5%", "+10%", "+25%", "+50%", "+100%", "+200%")
 #: The smallest budget that brings this part of what unlimited memory brings is the one suggested.
 ENOUGH = Fraction(9, 10)
+#: Above this many tasks the what-if plans are constructed only, without local search, unless told otherwise.
+LARGE = 3000
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ def advise(
     makespan_ns: int,
     input_peak_bytes: int,
     budget_bytes: int | None,
+    *,
+    effort: int | None = None,
 ) -> dict[Reason, Advice]:
     """For each reason with its exposed collectives: what would help.
 
@@ -46,16 +50,18 @@ def advise(
         makespan_ns: of the order that was compiled.
         input_peak_bytes: what a relative budget refers to.
         budget_bytes: the cap it was planned under, None when unlimited.
+        effort: of the plans made here; see :func:`~inductor_passes.schedule.plan.plan`.
     """
+    work = effort if effort is not None else int(len(problem) <= LARGE)
 
     def gain(changed: Problem) -> int:
-        return max(0, makespan_ns - plan(changed, budget_bytes).makespan_ns)
+        return max(0, makespan_ns - plan(changed, budget_bytes, effort=work).makespan_ns)
 
     result = {}
     for reason, starts in groups.items():
         advice = Advice()
         if reason is Reason.MEMORY_BUDGET:
-            advice = _memory(problem, makespan_ns, input_peak_bytes, budget_bytes)
+            advice = _memory(problem, makespan_ns, input_peak_bytes, budget_bytes, work)
         elif reason is Reason.LANE_BUSY:
             faster = whatif.scale_links(problem, bandwidth=Fraction(2))
             advice = Advice(
@@ -91,9 +97,11 @@ _CHANGES = {
 }
 
 
-def _memory(problem: Problem, makespan_ns: int, input_peak_bytes: int, budget_bytes: int | None) -> Advice:
+def _memory(
+    problem: Problem, makespan_ns: int, input_peak_bytes: int, budget_bytes: int | None, effort: int
+) -> Advice:
     """The smallest budget of the ladder that brings nearly all that unlimited memory would."""
-    unlimited = makespan_ns - plan(problem, None).makespan_ns
+    unlimited = makespan_ns - plan(problem, None, effort=effort).makespan_ns
     if budget_bytes is None or unlimited <= 0:
         return Advice()
     ladder = [
@@ -107,7 +115,7 @@ def _memory(problem: Problem, makespan_ns: int, input_peak_bytes: int, budget_by
     while low < high:
         middle = (low + high) // 2
         text, limit = ladder[middle]
-        gain = makespan_ns - plan(problem, limit).makespan_ns
+        gain = makespan_ns - plan(problem, limit, effort=effort).makespan_ns
         if gain >= ENOUGH * unlimited:
             best, high = (text, gain), middle
         else:

@@ -48,14 +48,16 @@ def loaded(digest: str, packed: str) -> None:
 def _emit(packed: str) -> None:
     from inductor_passes import _torch
     from inductor_passes.trace.artifacts import emit
+    from inductor_passes.trace.collector import deliver, listening
 
-    if not _torch.trace_enabled():
+    if not (_torch.trace_enabled() or listening()):
         return
     content = unpack(packed)
     report = GraphReport.from_json(content["report"])
     report.from_cache = True
     report.compile_id = _torch.compile_id()
     report.rank, report.world_size = _torch.rank_and_world_size()
+    deliver(report)
     problem = Problem.from_json(content["problem"])
     emit(report, problem=problem, order_before=problem.input_order, order_after=content["order"])
 

@@ -25,18 +25,24 @@ class Charges:
         exposed_ns: stall time that the transfer of a ``START`` fills; 0 for other tasks.
         stall: the wait whose stall was first charged to a ``START``; -1 when nothing or only the end of the program.
         behind: the collective that a ``START`` queued for, -1 when its machine was free.
+        previous: the collective before a ``START`` on its machine, -1 for the first.
     """
 
     exposed_ns: list[int]
     stall: list[int]
     behind: list[int]
+    previous: list[int]
 
 
 def charge_stalls(problem: Problem, order: Sequence[int], timeline: Timeline) -> Charges:
     """Charge every stall of the compute lane to the transfers that fill it. O(N), plus the lengths of the queues."""
     n = len(problem)
     machine = tables(problem).machine
-    charges = Charges([0] * n, [-1] * n, _queue(problem, order, timeline))
+    previous = _previous(problem, order)
+    behind = [
+        p if p >= 0 and timeline.lane_begin_ns[i] > timeline.end_ns[i] else -1 for i, p in enumerate(previous)
+    ]
+    charges = Charges([0] * n, [-1] * n, behind, previous)
     latest: dict[int, int] = {}
     last_end = 0
     for i in order:
@@ -54,17 +60,16 @@ def charge_stalls(problem: Problem, order: Sequence[int], timeline: Timeline) ->
     return charges
 
 
-def _queue(problem: Problem, order: Sequence[int], timeline: Timeline) -> list[int]:
-    """For each collective, the one before it on its machine if it had to queue for that one."""
+def _previous(problem: Problem, order: Sequence[int]) -> list[int]:
+    """For each collective the one before it on its machine."""
     machine = tables(problem).machine
-    behind = [-1] * len(problem)
-    previous: dict[int, int] = {}
+    previous = [-1] * len(problem)
+    latest: dict[int, int] = {}
     for i in order:
         if problem.tasks[i].kind is Kind.START:
-            if timeline.lane_begin_ns[i] > timeline.end_ns[i]:
-                behind[i] = previous[machine[i]]
-            previous[machine[i]] = i
-    return behind
+            previous[i] = latest.get(machine[i], -1)
+            latest[machine[i]] = i
+    return previous
 
 
 def _charge(charges: Charges, timeline: Timeline, start: int, begin: int, end: int, wait: int) -> None:

@@ -178,4 +178,5 @@ def _help(collectives: Sequence[CollectiveReport]) -> Iterator[Text]:
             settings.setdefault((one.reason.value, one.setting), []).append(one)
     for (reason, setting), ones in sorted(settings.items(), key=lambda item: -item[1][0].gain_ns):
         gain = duration(ones[0].gain_ns)
-        yield Text(f"{setting}: {gain} ({reason}, {len(ones)} collectives)", style="green")
+        count = f"{len(ones)} collective{'s' * (len(ones) > 1)}"
+        yield Text(f"{setting}: {gain} ({reason}, {count})", style="green")

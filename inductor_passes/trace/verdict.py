@@ -51,6 +51,7 @@ def explain(
     ranks: Mapping[str, tuple[int, ...]] | None = None,
     buckets: Mapping[str, str] | None = None,
     what_if: bool = True,
+    effort: int | None = None,
 ) -> list[CollectiveReport]:
     """One report per ``START`` of ``problem``, in the order in which ``order`` issues them.
 
@@ -61,6 +62,7 @@ def explain(
         ranks: lane name -> global ranks of the communicator.
         buckets: task name of a start -> name of the bucket it stands for.
         what_if: plan again to find settings and gains; without it they are empty and 0.
+        effort: of that planning, best the one that found ``order``; by default 1, and 0 for large graphs.
 
     The exposed times add up to the makespan of ``timeline_after`` minus the busy time of the compute lane. A gain is
     that of its setting for the whole graph, so collectives with the same setting share one gain.
@@ -73,7 +75,8 @@ def explain(
         groups: dict[Reason, list[int]] = {}
         for start, (reason, _) in reasons.items():
             groups.setdefault(reason, []).append(start)
-        advice = advise(problem, groups, timeline_after.makespan_ns, timeline_before.peak_bytes, budget_bytes)
+        peak = timeline_before.peak_bytes
+        advice = advise(problem, groups, timeline_after.makespan_ns, peak, budget_bytes, effort=effort)
     reports = []
     for i in order:
         task = problem.tasks[i]
@@ -168,19 +171,20 @@ class _View:
 def _from_the_start(view: _View, i: int) -> tuple[Reason, str] | None:
     """Why its transfer did not begin earlier, unless it began as soon as its input was computed."""
     t, timeline = view.t, view.timeline
-    behind = view.charges.behind[i]
-    if behind >= 0:
-        queued = timeline.lane_begin_ns[i] - timeline.end_ns[i]
+    small = NEGLIGIBLE * view.charges.exposed_ns[i]
+    before = view.charges.previous[i]
+    begin = timeline.lane_begin_ns[i]
+    # An earlier start would have queued as well when its lane became free only just before it was issued.
+    if before >= 0 and begin - timeline.lane_end_ns[before] <= small:
         if 2 * view.latency_ns[i] >= t.lane_ns[i] > 0:
             share = round(100 * view.latency_ns[i] / t.lane_ns[i])
-            return Reason.LATENCY_BOUND, f"{share}% of its time is latency, queued behind {view.label(behind)}"
-        return Reason.LANE_BUSY, f"queued {_us(queued)} behind {view.label(behind)}"
+            return Reason.LATENCY_BOUND, f"{share}% of its time is latency, right behind {view.label(before)}"
+        return Reason.LANE_BUSY, f"right behind {view.label(before)}"
     own = set(view.problem.preds[i])
     ready = max((p for p in t.preds[i] if p in own), key=lambda p: view.position[p], default=-1)
     allowed = max(t.preds[i], key=lambda p: view.position[p], default=-1)
     earliest = view.position[allowed] + 1 if allowed >= 0 else 0
     issued = timeline.start_ns[i]
-    small = NEGLIGIBLE * view.charges.exposed_ns[i]
     if issued - (timeline.end_ns[allowed] if allowed >= 0 else 0) > small:
         # It was issued later than its predecessors allow, with work in between that it could have run beside.
         if not view.fits(earliest, view.position[i], t.alloc[i]):

@@ -111,7 +111,7 @@ const summary = (g) => {
   fill("state", tags(g));
   if (!s) { fill("cards", empty("Nothing was planned for this graph.")); return; }
   const card = (title, value, sub, quality) => el("div", { class: "card" },
-    el("span", {}, title), el("b", { class: quality }, value), el("span", {}, sub));
+    el("span", {}, title), el("b", { class: quality || (value.length > 14 ? "long" : null) }, value), el("span", {}, sub));
   const over = s.budget_bytes !== null && s.peak_after_bytes > s.budget_bytes;
   const faster = s.makespan_after_ns < s.makespan_before_ns;
   fill("cards",
@@ -146,7 +146,7 @@ const collectives = (g) => {
   const columns = [
     { head: "Collective", value: (c) => c.label, show: (c) => [c.label, el("span", { class: "sub" }, c.kind + (c.bucket ? " in " + c.bucket : ""))] },
     { head: "Size", number: true, value: (c) => c.size_bytes, show: (c) => size(c.size_bytes) },
-    { head: "Lane", value: (c) => c.lane, show: (c) => [c.lane, c.ranks.length ? el("span", { class: "sub" }, ranksText(c.ranks)) : null] },
+    { head: "Lane", value: (c) => c.lane, show: (c) => [c.lane, c.ranks.length ? el("span", { class: "sub line" }, ranksText(c.ranks)) : null] },
     { head: "Hidden", number: true, value: (c) => c.hidden_ns, show: (c) => time(c.hidden_ns) },
     { head: "Exposed", number: true, value: (c) => c.exposed_ns, show: (c) => time(c.exposed_ns) },
     { head: "Exposed before", number: true, value: (c) => c.exposed_before_ns, show: (c) => time(c.exposed_before_ns) },

@@ -1,0 +1,164 @@
+"""Real models on real ranks: our order gives the numbers that Inductor's gives, bit for bit, forward and backward."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import (
+    LlamaConfig,
+    MoEConfig,
+    cross_entropy,
+    llama,
+    llama_batch,
+    moe,
+    moe_batch,
+    tensor_parallel,
+)
+from parity import share, whole
+from ranks import Ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+
+import inductor_passes
+from inductor_passes.report import GraphReport
+from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
+
+pytestmark = pytest.mark.ranks
+
+LLAMA = LlamaConfig(layers=2)
+Case = tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor], Callable[..., torch.Tensor], int, int]
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def build(name: str, rank: int, world_size: int) -> Case:
+    """(parallel model, single-process reference, global batch, loss, part of the batch, number of parts)."""
+    if name == "moe":
+        config = MoEConfig()
+        parallel, reference = moe(config, dist.group.WORLD), moe(config)
+        return parallel, reference, moe_batch(config), mse_loss, 0, 1
+    reference = llama(LLAMA)
+    batch = llama_batch(LLAMA, batch=4)
+    if name == "context_parallel":
+        return llama(LLAMA, dist.group.WORLD), reference, batch, cross_entropy, rank, world_size
+    model = copy.deepcopy(reference)
+    if name in ("fsdp", "replicate"):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        simple_fsdp(model, mesh, mode="fully_shard" if name == "fsdp" else "replicate")
+        return model, reference, batch, cross_entropy, rank, world_size
+    if name == "hybrid":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        simple_fsdp(model, mesh, mode="hybrid_shard")
+        return model, reference, batch, cross_entropy, rank, world_size
+    if name in ("tp", "tp_sp"):
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+        tensor_parallel(model, mesh, sequence_parallel=name == "tp_sp")
+        return model, reference, batch, cross_entropy, 0, 1
+    assert name == "fsdp_tp"
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    tensor_parallel(model, mesh["tp"])
+    simple_fsdp(model, mesh["dp"])
+    return model, reference, batch, cross_entropy, mesh["dp"].get_local_rank(), 2
+
+
+def step(model: nn.Module, call: Any, batch: Any, loss: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Loss and gradients of one step, as this rank holds them."""
+    model.zero_grad()
+    value = loss(call(batch[0]), batch[1])
+    value.backward()
+    found = {"loss": value.detach().clone()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            local = getattr(parameter.grad, "_local_tensor", parameter.grad)
+            found[name] = local.clone()
+    return found
+
+
+def compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[GraphReport]:
+    """Default Inductor, ours and one eager process on the same step; returns our reports."""
+    model, reference, batch, loss, index, count = build(name, rank, world_size)
+    if name == "context_parallel":
+        # The sequence is sharded: every rank has its part of each sample.
+        mine = (batch[0].chunk(count, 1)[index], batch[1].chunk(count, 1)[index])
+    else:
+        mine = share(batch, index, count)
+    torch._dynamo.reset()
+    default = step(model, torch.compile(model, fullgraph=True), mine, loss)
+    torch._dynamo.reset()
+    with collect() as reports:
+        compiled = torch.compile(
+            model, fullgraph=True, options=inductor_passes.options(verify="strict", **options)
+        )
+        ours = step(model, compiled, mine, loss)
+        again = step(model, compiled, mine, loss)
+    assert list(default) == list(ours)
+    for key, value in default.items():
+        assert torch.equal(value, ours[key]), f"{name}: {key} differs from Inductor's by {(value - ours[key]).abs().max()}"
+        assert torch.equal(value, again[key]), f"{name}: {key} differs in the second step"
+    expected = loss(reference(batch[0]), batch[1])
+    expected.backward()
+    if name not in ("moe", "context_parallel"):
+        mean = ours["loss"].clone()
+        if count > 1:
+            dist.all_reduce(mean)
+            mean /= world_size
+        torch.testing.assert_close(mean, expected.detach(), rtol=1e-5, atol=1e-6)
+        named = dict(model.named_parameters())
+        for key, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            torch.testing.assert_close(
+                whole(named[key].grad), parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{name} {k}: {m}"
+            )
+    elif name == "moe":
+        torch.testing.assert_close(ours["loss"], expected.detach(), rtol=1e-5, atol=1e-6)
+    else:
+        mean = ours["loss"].clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / world_size, expected.detach(), rtol=1e-5, atol=1e-6)
+    return reports
+
+
+def check_reports(per_rank: list[list[GraphReport]], phases: tuple[str, ...] = ("forward", "backward")) -> None:
+    """Every phase was planned, compiled in the planned order, within its budget, equally on all ranks."""
+    for reports in per_rank:
+        assert tuple(r.phase for r in reports) == phases
+        for report in reports:
+            assert report.order_check == "as planned"
+            assert [p.rolled_back for p in report.passes] == [None] * len(report.passes)
+            assert report.collectives
+            for schedule in report.schedules:
+                assert schedule.makespan_after_ns <= schedule.makespan_before_ns
+                assert schedule.budget_bytes is not None
+                assert schedule.peak_after_bytes <= max(schedule.budget_bytes, schedule.peak_before_bytes)
+    first = per_rank[0]
+    for reports in per_rank[1:]:
+        for mine, theirs in zip(first, reports):
+            assert [c.label for c in mine.collectives] == [c.label for c in theirs.collectives]
+            assert mine.schedules[0].schedule_after == theirs.schedules[0].schedule_after
+
+
+@pytest.mark.parametrize("name", ["fsdp", "replicate", "tp", "tp_sp", "moe", "context_parallel"])
+def test_two_ranks(pair: Ranks, name: str) -> None:
+    check_reports(pair.run(compare, name, {"memory_budget": "+25%"}))
+
+
+@pytest.mark.parametrize("name", ["hybrid", "fsdp_tp"])
+def test_four_ranks(four: Ranks, name: str) -> None:
+    check_reports(four.run(compare, name, {"memory_budget": "0"}))
