@@ -17,6 +17,9 @@ from inductor_passes.simple_fsdp.settings import Mode, Settings, SimpleFSDPError
 #: Every module that an application has covered, whether it owns parameters or not.
 _COVERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+#: Attribute of a parameter that was replaced: who still holds it shared it with a module that now holds another.
+_REPLACED = "_replaced_by_simple_fsdp"
+
 
 def simple_fsdp(
     module: nn.Module,
@@ -72,6 +75,7 @@ def simple_fsdp(
             "the whole last"
         )
     covered_before = {id(p) for part in module.modules() if part in _COVERED for p in part.parameters()}
+    originals: list[nn.Parameter] = []
     replacement: dict[int, nn.Parameter] = {}
     owners: list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = []
     for prefix, part in module.named_modules():
@@ -81,13 +85,16 @@ def simple_fsdp(
         owners.append((part, owned))
         for name, parameter in owned:
             full_name = f"{prefix}.{name}" if prefix else name
-            if id(parameter) in covered_before:
+            if id(parameter) in covered_before or hasattr(parameter, _REPLACED):
                 raise SimpleFSDPError(
                     f"parameter {full_name} is shared with a part that simple_fsdp was applied to before; apply it "
                     "to the smallest module that contains both"
                 )
             if id(parameter) not in replacement:
+                originals.append(parameter)
                 replacement[id(parameter)] = distribute(full_name, parameter, mesh, settings)
+    for parameter in originals:
+        setattr(parameter, _REPLACED, True)
     for part, owned in owners:
         for name, parameter in owned:
             part.register_parameter(name, replacement[id(parameter)])
