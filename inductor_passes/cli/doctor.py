@@ -1,0 +1,263 @@
+"""``inductor-passes doctor``: looks at the environment and says what will work, what will not, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(add_completion=False)
+
+Status = Literal["ok", "warn", "fail"]
+#: The range in pyproject.toml: from the first, below the second.
+TORCH_RANGE = ((2, 11), (2, 16))
+MIN_FREE_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the result; ``advice`` says what to do unless the status is ``ok``."""
+
+    status: Status
+    name: str
+    found: str
+    advice: str = ""
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON instead of a table.")] = False,
+) -> None:
+    """Check the environment and say what will work. Exit status 1 when something is broken."""
+    checks = run_checks()
+    if as_json:
+        import dataclasses
+        import json
+
+        print(json.dumps({"schema_version": 1, "checks": [dataclasses.asdict(c) for c in checks]}, indent=1))
+    else:
+        _print(checks)
+    if any(check.status == "fail" for check in checks):
+        raise typer.Exit(1)
+
+
+def run_checks(environ: Mapping[str, str] | None = None) -> list[Check]:
+    """All checks. One that breaks counts as failed itself, so the others are still seen."""
+    environ = os.environ if environ is None else environ
+    checks: list[Check] = []
+    groups: list[Callable[[Mapping[str, str]], Iterator[Check]]] = [_python, _torch_version]
+    if importlib.util.find_spec("torch") is not None:
+        groups += [_features, _backends, _in_tree, _caches, _compilers, _device]
+    for group in [*groups, _settings, _trace, _extras]:
+        try:
+            checks += group(environ)
+        except Exception as error:
+            name = group.__name__.strip("_").replace("_", " ")
+            checks.append(Check("fail", name, f"{type(error).__name__}: {error}", "the check itself failed"))
+    return checks
+
+
+def _python(environ: Mapping[str, str]) -> Iterator[Check]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 10)
+    yield Check("ok" if good else "fail", "Python", version, "" if good else "use Python 3.10 or newer")
+
+
+def _torch_version(environ: Mapping[str, str]) -> Iterator[Check]:
+    try:
+        version = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        yield Check("fail", "torch", "not installed", "install torch first")
+        return
+    low, high = (".".join(map(str, v)) for v in TORCH_RANGE)
+    match = re.match(r"(\d+)\.(\d+)", version)
+    number = (int(match[1]), int(match[2])) if match else (0, 0)
+    if TORCH_RANGE[0] <= number < TORCH_RANGE[1]:
+        yield Check("ok", "torch", version)
+    elif number >= TORCH_RANGE[1]:
+        yield Check("warn", "torch", version, f"tested from {low} to below {high}; private API may have moved")
+    else:
+        yield Check("fail", "torch", version, f"install torch from {low} to below {high}")
+
+
+def _features(environ: Mapping[str, str]) -> Iterator[Check]:
+    from inductor_passes._torch import features
+
+    found = features()
+    needed = ("graph passes", "scheduler hook", "distributed")
+    for name in needed:
+        if not found[name]:
+            yield Check("fail", name, "missing in this torch", "use a torch build that has it")
+    yield Check("ok", "torch features", ", ".join(name for name, has in found.items() if has))
+    lacking = [name for name, has in found.items() if not has and name not in needed]
+    if lacking:
+        yield Check("ok", "not in this torch", ", ".join(lacking))
+
+
+def _backends(environ: Mapping[str, str]) -> Iterator[Check]:
+    import torch
+
+    names = ("gloo", "nccl", "mpi")
+    if not torch.distributed.is_available():
+        return
+    found = [name for name in names if getattr(torch.distributed, f"is_{name}_available")()]
+    advice = "" if found else "without a communication backend only a single process can run"
+    yield Check("ok" if found else "warn", "process groups", ", ".join(found) or "none", advice)
+    if torch.cuda.is_available() and "nccl" not in found:
+        yield Check("warn", "NCCL", "missing although there is a GPU", "install a torch build with NCCL")
+
+
+def _in_tree(environ: Mapping[str, str]) -> Iterator[Check]:
+    from inductor_passes import in_tree
+
+    clashing = in_tree.clashes(in_tree.overlay({}), lambda _: False)
+    if clashing:
+        advice = 'switch them off, or set in_tree_passes="warn" to leave the graphs to them'
+        yield Check("warn", "Inductor's own communication passes", ", ".join(clashing), advice)
+    else:
+        yield Check("ok", "Inductor's own communication passes", "off")
+    if in_tree.has_simple_overlap():
+        yield Check("ok", in_tree.SIMPLE_OVERLAP, "in this torch; switched off for graphs that we plan")
+
+
+def _caches(environ: Mapping[str, str]) -> Iterator[Check]:
+    from inductor_passes._torch import compile_cache_dir
+
+    folder = Path(compile_cache_dir())
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    if not os.access(existing, os.W_OK):
+        yield Check("fail", "compile cache", f"{folder} cannot be written to", "set TORCHINDUCTOR_CACHE_DIR")
+    else:
+        free = shutil.disk_usage(existing).free
+        state = "exists" if folder.exists() else "will be created"
+        small = free < MIN_FREE_BYTES
+        yield Check(
+            "warn" if small else "ok",
+            "compile cache",
+            f"{folder} ({state}, {free / 2**30:.1f} GiB free)",
+            "less than 1 GiB is free: compiled graphs may fail to be stored" if small else "",
+        )
+    for name in ("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE", "TORCHINDUCTOR_AUTOGRAD_CACHE"):
+        value = environ.get(name)
+        disables = name.endswith("DISABLE_CACHES")
+        if value is not None and (value == "1") == disables:
+            yield Check("warn", name, value, "every start compiles everything again; unset it for production")
+
+
+def _compilers(environ: Mapping[str, str]) -> Iterator[Check]:
+    import torch
+
+    from inductor_passes._torch import cpp_compiler
+
+    try:
+        yield Check("ok", "C++ compiler", cpp_compiler())
+    except RuntimeError as error:
+        status: Status = "warn" if torch.cuda.is_available() else "fail"
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        yield Check(status, "C++ compiler", first_line, "install g++ or set CXX: Inductor needs it for CPU code")
+    try:
+        yield Check("ok", "Triton", metadata.version("triton"))
+    except metadata.PackageNotFoundError:
+        gpu = torch.cuda.is_available()
+        yield Check(
+            "fail" if gpu else "ok",
+            "Triton",
+            "not installed" + ("" if gpu else "; only GPU code needs it"),
+            "install the Triton version that belongs to this torch" if gpu else "",
+        )
+
+
+def _device(environ: Mapping[str, str]) -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield Check("ok", "GPU", "none: CPU code and gloo")
+        return
+    names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
+    yield Check("ok", "GPU", f"{torch.cuda.device_count()} x {', '.join(names)}")
+    connections = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if connections == "1":
+        advice = (
+            "one hardware queue: kernels start in launch order over all streams, so a collective behind a kernel "
+            "waits for it; unset it unless another library demands it"
+        )
+        yield Check("warn", "CUDA_DEVICE_MAX_CONNECTIONS", connections, advice)
+    else:
+        yield Check("ok", "CUDA_DEVICE_MAX_CONNECTIONS", connections or "not set")
+    for name in ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT"):
+        if environ.get(name) == "1":
+            yield Check("warn", name, "1", "makes every launch or wait synchronous: nothing overlaps; unset it")
+
+
+def _settings(environ: Mapping[str, str]) -> Iterator[Check]:
+    from inductor_passes.config import ENV, ConfigError, PassConfig
+
+    switch = environ.get(ENV)
+    yield Check("ok", ENV, "not set: enabled by options, backend or flag only" if switch is None else switch)
+    try:
+        config = PassConfig.from_env(environ)
+    except ConfigError as error:
+        yield Check("fail", "settings from the environment", str(error), "correct or unset the variable")
+        return
+    changed = [f"{k}={v!r}" for k, v in config.to_json().items() if v != PassConfig().to_json()[k]]
+    yield Check("ok", "settings from the environment", ", ".join(changed) or "none, defaults")
+    if config.cost_profile and not Path(config.cost_profile).is_file():
+        advice = "run `inductor-passes calibrate`, or correct the path"
+        yield Check("fail", "cost profile", f"{config.cost_profile} is no file", advice)
+
+
+def _trace(environ: Mapping[str, str]) -> Iterator[Check]:
+    directory = environ.get("TORCH_TRACE")
+    if directory is None:
+        yield Check("ok", "TORCH_TRACE", "not set: no trace is written")
+        return
+    path = Path(directory).absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if not os.access(existing, os.W_OK) or not existing.is_dir():
+        yield Check("fail", "TORCH_TRACE", f"{directory} cannot be written to", "name a directory that can be")
+    elif path.is_dir() and any(path.glob("*.log")):
+        yield Check("warn", "TORCH_TRACE", f"{directory} holds logs already", "use a fresh directory for each run")
+    else:
+        yield Check("ok", "TORCH_TRACE", directory)
+
+
+def _extras(environ: Mapping[str, str]) -> Iterator[Check]:
+    has_tlparse = (Path(sys.executable).parent / "tlparse").is_file() or shutil.which("tlparse") is not None
+    for name, present, use, extra in (
+        ("jinja2", importlib.util.find_spec("jinja2") is not None, "the HTML report", "report"),
+        ("tlparse", has_tlparse, "`report --tlparse`", "report"),
+        ("ortools", importlib.util.find_spec("ortools") is not None, "exact planning of windows", "exact"),
+    ):
+        if present:
+            yield Check("ok", name, "installed")
+        else:
+            yield Check("ok", name, f"not installed; {use} needs it: pip install 'inductor-passes[{extra}]'")
+
+
+def _print(checks: list[Check]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
+    for column in ("status", "what", "found"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        advice = f"\n[yellow]{escape(check.advice)}[/]" if check.advice else ""
+        table.add_row(f"[{styles[check.status]}]{check.status}[/]", escape(check.name), escape(check.found) + advice)
+    console = Console(highlight=False)
+    console = console if console.is_terminal else Console(highlight=False, width=140)
+    console.print(table)
+    counts = {status: sum(check.status == status for check in checks) for status in styles}
+    console.print(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures")
