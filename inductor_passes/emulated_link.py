@@ -38,7 +38,7 @@ from inductor_passes.cost.communication import INTER, INTRA
 from inductor_passes.emulated_group import BACKEND, EmulatedGroup, LinkState
 from inductor_passes.link_model import Rate, Record, StepClock
 
-__all__ = ["EmulatedGroup", "log", "ranks_per_host", "register", "set_rate", "step_clock", "timed"]
+__all__ = ["BACKEND", "EmulatedGroup", "log", "ranks_per_host", "register", "set_rate", "step_clock", "timed"]
 
 _ENV = "EMULATED_LINK_"
 

@@ -30,6 +30,10 @@ from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost,
 from inductor_passes.cost.roofline import measure, synchronize
 from inductor_passes.cost.specs import lookup
 
+# Renamed in torch 2.13; the old names warn.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 #: Bytes of the full message.
 SIZES = tuple(1 << power for power in range(12, 23, 2))
 
@@ -238,14 +242,14 @@ def _start_and_wait(start: Callable[[], Any]) -> None:
 def _all_gather(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     mine = torch.ones(count, device=device)
     full = torch.empty(count * group.size(), device=device)
-    run = partial(_start_and_wait, partial(dist.all_gather_into_tensor, full, mine, group, async_op=True))
+    run = partial(_start_and_wait, partial(_gather, full, mine, group, async_op=True))
     return run, 4 * mine.numel(), 4 * full.numel(), 1
 
 
 def _reduce_scatter(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     mine = torch.empty(count, device=device)
     full = torch.ones(count * group.size(), device=device)
-    run = partial(_start_and_wait, partial(dist.reduce_scatter_tensor, mine, full, group=group, async_op=True))
+    run = partial(_start_and_wait, partial(_scatter, mine, full, group=group, async_op=True))
     return run, 4 * full.numel(), 4 * mine.numel(), 1
 
 

@@ -1,0 +1,208 @@
+"""What the demo and the link benchmark share: contenders on one model, measured on the emulated link.
+
+Runs inside a rank. A *contender* is a way to compile; a *trial* is a contender with a model of its own (same
+initial weights), which takes training steps one at a time so that contenders can be interleaved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import types
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import inductor_passes
+from inductor_passes import emulated_link
+from inductor_passes.demo_model import Sizes, make_batch, make_model
+from inductor_passes.link_model import Record, StepTime
+
+LEARNING_RATE = 0.5
+# Renamed in torch 2.13; the old names warn.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_IN_TREE_ORDER = {
+    "reorder_for_compute_comm_overlap": True,
+    # What the comment on this setting in torch/_inductor/config.py recommends.
+    "reorder_for_compute_comm_overlap_passes": [
+        "reorder_communication_preserving_peak_memory",
+        "sink_waits_iterative",
+        "reorder_communication_preserving_peak_memory",
+    ],
+}
+_IN_TREE_BUCKETS = {"bucket_all_gathers_fx": "all"}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to run the model.
+
+    Attributes:
+        name: key on the command line.
+        title: for tables.
+        family: ``eager``, ``inductor``, ``in-tree`` or ``ours``.
+        options: of ``torch.compile``; None: not compiled.
+        budget: memory budget of ours, "" for the others.
+    """
+
+    name: str
+    title: str
+    family: str
+    options: dict[str, Any] | None = None
+    budget: str = ""
+
+    def compile_options(self, profile: str) -> dict[str, Any] | None:
+        """Options for ``torch.compile``; ours get the cost profile in file ``profile``."""
+        if self.family != "ours":
+            return self.options
+        settings: dict[str, Any] = {"cost_profile": profile}
+        if self.budget:
+            settings["memory_budget"] = self.budget
+        return inductor_passes.options(**settings)
+
+
+CONTENDERS = {
+    c.name: c
+    for c in (
+        Contender("eager", "eager", "eager"),
+        Contender("fsdp2", "eager FSDP2", "eager"),
+        Contender("inductor", "default Inductor", "inductor", {}),
+        Contender("reorder", "in-tree reorder", "in-tree", _IN_TREE_ORDER),
+        Contender("bucket", "in-tree bucketing", "in-tree", _IN_TREE_BUCKETS),
+        Contender("both", "in-tree both", "in-tree", {**_IN_TREE_ORDER, **_IN_TREE_BUCKETS}),
+        Contender("ours-0", 'ours, budget "0"', "ours", None, "0"),
+        Contender("ours", "ours, default budget", "ours"),
+        Contender("ours-25", 'ours, budget "+25%"', "ours", None, "+25%"),
+        Contender("ours-100", 'ours, budget "+100%"', "ours", None, "+100%"),
+    )
+}
+
+
+class Trial:
+    """One contender with its model, on this rank."""
+
+    def __init__(self, contender: Contender, sizes: Sizes, mesh: DeviceMesh, profile: str) -> None:
+        self.contender = contender
+        self.losses: list[float] = []
+        self._sizes = sizes
+        model = make_model(sizes)
+        if contender.name == "fsdp2":
+            from torch.distributed.fsdp import fully_shard
+
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            self.model: torch.nn.Module = fully_shard(model, mesh=mesh)
+        else:
+            self.model = inductor_passes.simple_fsdp(model, mesh)
+        step = _own_code(self.model, contender.name)
+        options = contender.compile_options(profile)
+        self._step = step if options is None else torch.compile(step, options=options, fullgraph=True)
+
+    def train(self, measure: bool = True) -> StepTime | None:
+        """One step: forward and backward, timed if ``measure``; then the update, not timed."""
+        number = len(self.losses)
+        tokens, targets = make_batch(self._sizes, seed=1_000 * dist.get_rank() + number % 4)
+        time = None
+        if measure:
+            with emulated_link.step_clock() as clock:
+                loss = self._step(tokens, targets)
+                loss.backward()
+            time = clock.time
+        else:
+            loss = self._step(tokens, targets)
+            loss.backward()
+        self.losses.append(float(loss.detach()))
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.to_local().sub_(LEARNING_RATE * parameter.grad.to_local())  # type: ignore[operator]
+                    parameter.grad = None
+        return time
+
+    def peak_bytes(self) -> int:
+        """Most memory that a step holds above what it found, from the allocator's events; takes a step."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            self.train(measure=False)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.json")
+            profiler.export_chrome_trace(path)
+            with open(path, encoding="utf-8") as file:
+                events = json.load(file)["traceEvents"]
+        return peak_of_events(events)
+
+
+def peak_of_events(events: Sequence[dict[str, Any]]) -> int:
+    """Peak of the running sum of allocations and releases in a Chrome trace with memory events."""
+    changes = sorted((float(e["ts"]), int(e["args"]["Bytes"])) for e in events if e.get("name") == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def _own_code(model: torch.nn.Module, name: str) -> Callable[..., torch.Tensor]:
+    """A step function whose code object no other contender shares: compiled code is cached per code object.
+    """
+
+    def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return model(tokens, targets)  # type: ignore[no-any-return]
+
+    code = step.__code__.replace(co_name="step_" + "".join(c if c.isalnum() else "_" for c in name))
+    return types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
+
+
+def compute_alone(trial: Trial, steps: int) -> list[StepTime]:
+    """Steps on an infinitely fast link: compute, and the cost of issuing the same collectives."""
+    emulated_link.set_rate()
+    return [time for _ in range(steps) if (time := trial.train()) is not None]
+
+
+def tuned_bandwidth(records: Sequence[Record], compute_ns: float, ratio: float, latency_ns: int) -> float:
+    """Bytes/s at which the collectives of a step take ``ratio`` times ``compute_ns``.
+
+    Raises:
+        ValueError: latency alone takes longer.
+    """
+    moved = [r for r in records if r.wire_bytes]
+    left_ns = ratio * compute_ns - latency_ns * len(moved)
+    if left_ns <= 0:
+        raise ValueError(
+            f"{len(moved)} collectives of {latency_ns} ns latency alone take longer than {ratio} times the compute of "
+            f"{compute_ns:.0f} ns; use a lower latency, a larger model, or a higher ratio"
+        )
+    return sum(r.wire_bytes for r in moved) / left_ns * 1e9
+
+
+def communication_alone(records: Sequence[Record]) -> StepTime:
+    """The collectives of a step back to back: all issued, then all waited for."""
+    starts = [_replay(r) for r in records if r.wire_bytes]
+    with emulated_link.step_clock() as clock:
+        for work in [start() for start in starts]:
+            work.wait()
+    return clock.time
+
+
+def _replay(record: Record) -> Callable[[], Any]:
+    source = torch.zeros(record.input_bytes, dtype=torch.uint8)
+    target = torch.zeros(record.output_bytes, dtype=torch.uint8)
+    if record.kind == "all_gather":
+        return lambda: _gather(target, source, async_op=True)
+    if record.kind == "reduce_scatter":
+        return lambda: _reduce_scatter(target, source, async_op=True)
+    return lambda: dist.all_reduce(source, async_op=True)
+
+
+def head_and_tail_ns(records: Sequence[Record]) -> tuple[int, int]:
+    """What no order hides: the forward's first gather, before any compute, and the last reduction, after all
+    of it.
+    """
+    gathers = [r for r in records if r.kind == "all_gather"]
+    reductions = [r for r in records if r.kind in ("reduce_scatter", "all_reduce")]
+    return (gathers[0].duration_ns if gathers else 0), (reductions[-1].duration_ns if reductions else 0)

@@ -1,0 +1,133 @@
+"""Tables for the link benchmark and the demo. Times are virtual ones (see ``link_model``) unless a column
+says wall.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+
+def limit_ns(results: dict[str, Any]) -> float:
+    """max(compute alone, communication alone) plus the head and tail that no order hides."""
+    lanes = max(results["compute_alone_ns"], results["communication_alone_ns"])
+    return float(lanes + results["head_ns"] + results["tail_ns"])
+
+
+def bound_ns(results: dict[str, Any]) -> float:
+    """A lower bound that counts head and tail once: they are part of communication alone."""
+    compute = results["compute_alone_ns"] + results["head_ns"] + results["tail_ns"]
+    return float(max(compute, results["communication_alone_ns"]))
+
+
+def row(results: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """A contender's row, or None."""
+    return next((r for r in results["rows"] if r["name"] == name), None)
+
+
+def best_in_tree(results: dict[str, Any]) -> dict[str, Any] | None:
+    """The fastest in-tree setting, or None."""
+    rows = [r for r in results["rows"] if r["family"] == "in-tree"]
+    return min(rows, key=lambda r: median(r["virtual_ns"]), default=None)
+
+
+def ratios(results: dict[str, Any], name: str) -> dict[str, float]:
+    """A contender's median step over default Inductor's, the best in-tree setting's, the limit and the lower
+    bound.
+    """
+    mine = row(results, name)
+    assert mine is not None, name
+    step = median(mine["virtual_ns"])
+    result = {"limit": step / limit_ns(results), "bound": step / bound_ns(results)}
+    default, in_tree = row(results, "inductor"), best_in_tree(results)
+    if default is not None:
+        result["default"] = step / median(default["virtual_ns"])
+        result["default wall"] = median(mine["wall_ns"]) / median(default["wall_ns"])
+    if in_tree is not None:
+        result["in-tree"] = step / median(in_tree["virtual_ns"])
+    return result
+
+
+def problems(results: dict[str, Any]) -> list[str]:
+    """What makes a contender's row doubtful."""
+    found = []
+    default = row(results, "inductor")
+    for r in results["rows"]:
+        if not r["steady"]:
+            found.append(f"{r['title']}: the number of collectives changed between steps")
+        reduced = r["wire_bytes"].get("reduce_scatter", 0)
+        if default and reduced < default["wire_bytes"].get("reduce_scatter", 0):
+            found.append(f"{r['title']}: reduced {reduced} bytes of gradients, default Inductor more")
+        if r["worst_loss_difference"] > 1e-4:
+            found.append(f"{r['title']}: losses differ by up to {r['worst_loss_difference']:.1e} (relative)")
+        if r["violations"]:
+            found.append(f"{r['title']}: {r['violations']} real transfers came after their emulated end (wall is off)")
+    return found
+
+
+def facts(results: dict[str, Any]) -> str:
+    """What the table is relative to, in one paragraph."""
+    sizes = results["job"]["sizes"]
+    return (
+        f"{results['ranks']} ranks, torch {results['torch']}, {sizes['layers']} layers of width {sizes['dim']}, "
+        f"{sizes['batch']} x {sizes['sequence']} tokens per rank; link {results['bytes_per_s'] / 1e6:.1f} MB/s, "
+        f"{results['job']['latency_ns'] / 1e3:.0f} us per collective. Compute alone "
+        f"{_ms(results['compute_alone_ns'])} ms, communication alone {_ms(results['communication_alone_ns'])} ms, "
+        f"head {_ms(results['head_ns'])} ms, tail {_ms(results['tail_ns'])} ms: limit {_ms(limit_ns(results))} ms "
+        f"(lower bound {_ms(bound_ns(results))} ms)."
+    )
+
+
+def table(results: dict[str, Any]) -> Table:
+    """One line per contender."""
+    out = Table(title=f"Step on the emulated link, communication / compute = {results['job']['ratio']:g}")
+    out.add_column("contender", no_wrap=True)
+    for heading in (
+        "step ms",
+        "spread",
+        "exposed ms",
+        "/ default",
+        "/ in-tree",
+        "/ limit",
+        "peak MB",
+        "/ default",
+        "collectives",
+        "losses",
+        "wall ms",
+        "wall / default",
+    ):
+        out.add_column(heading, justify="right", no_wrap=True)
+    default = row(results, "inductor")
+    for r in results["rows"]:
+        ratio = ratios(results, r["name"])
+        out.add_row(
+            r["title"],
+            _ms(median(r["virtual_ns"])),
+            f"{_ms(min(r['virtual_ns']))}-{_ms(max(r['virtual_ns']))}",
+            _ms(median(r["exposed_ns"])),
+            _ratio(ratio.get("default")),
+            _ratio(ratio.get("in-tree")),
+            _ratio(ratio["limit"]),
+            f"{r['peak_bytes'] / 1e6:.1f}",
+            _ratio(r["peak_bytes"] / default["peak_bytes"] if default else None),
+            " ".join(f"{_SHORT.get(kind, kind)}{count}" for kind, count in r["counts"].items()),
+            "equal" if r["worst_loss_difference"] == 0 else f"{r['worst_loss_difference']:.0e}",
+            _ms(median(r["wall_ns"])),
+            _ratio(ratio.get("default wall")),
+        )
+    for name, why in results["failed"].items():
+        out.add_row(name, "failed", why[:60])
+    return out
+
+
+_SHORT = {"all_gather": "AG", "reduce_scatter": "RS", "all_reduce": "AR", "all_to_all": "A2A"}
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,248 @@
+"""One rank of the link benchmark: compiles the contenders, measures them interleaved, and lets rank 0 write
+the results.
+
+Before anything that can kill the process, rank 0 notes in a journal what is about to happen, so that whoever
+started the job knows which contender to blame.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from link_lab import (
+    CONTENDERS,
+    Trial,
+    communication_alone,
+    compute_alone,
+    head_and_tail_ns,
+    tuned_bandwidth,
+)
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes import emulated_link
+from inductor_passes.cost.calibrate import calibrate
+from inductor_passes.demo_model import Sizes
+from inductor_passes.link_model import StepTime
+
+#: The contender whose compute alone sets the link's rate, and to which losses are compared.
+REFERENCE = "inductor"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure. ``ratio`` is communication alone over compute alone; ``folder`` receives all files."""
+
+    sizes: Sizes
+    contenders: list[str]
+    ratio: float
+    latency_ns: int
+    rounds: int
+    folder: str
+
+    def file(self, name: str) -> Path:
+        """Path of a file of this job."""
+        return Path(self.folder) / name
+
+    def save(self) -> None:
+        """Write the job where :meth:`load` finds it."""
+        self.file("job.json").write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
+
+    @staticmethod
+    def load(folder: str) -> Job:
+        """Read the job in ``folder``."""
+        data = json.loads((Path(folder) / "job.json").read_text(encoding="utf-8"))
+        return Job(**{**data, "sizes": Sizes(**data["sizes"])})
+
+
+class RankFailed(RuntimeError):
+    """Some rank raised; the message is the first rank's that did."""
+
+
+class Bench:
+    """The benchmark inside one rank."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.rank = dist.get_rank()
+        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.trials: dict[str, Trial] = {}
+        self.failed: dict[str, str] = {}
+        self.steps: dict[str, list[StepTime]] = {}
+
+    def note(self, phase: str, contender: str) -> None:
+        """Write down what comes next."""
+        if self.rank == 0:
+            with self.job.file("journal.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"phase": phase, "contender": contender}) + "\n")
+
+    def compile(self, name: str) -> None:
+        """Make a trial and take two steps: the first compiles, the second shows that nothing compiles again.
+        """
+        self.note("compiling", name)
+        error = ""
+        try:
+            trial = Trial(CONTENDERS[name], self.job.sizes, self.mesh, str(self.job.file("profile.json")))
+            for _ in range(2):
+                trial.train(measure=False)
+            self.trials[name] = trial
+            self.steps[name] = []
+        except Exception as caught:
+            traceback.print_exc()
+            error = f"{type(caught).__name__}: {caught}".splitlines()[0]
+        self._agree(name, error)
+
+    def _agree(self, name: str, error: str) -> None:
+        """All ranks drop a contender that failed on any of them."""
+        for problem in gathered(error):
+            if problem:
+                self.failed[name] = problem
+                self.trials.pop(name, None)
+                return
+
+    def tune(self) -> dict[str, Any]:
+        """Measure the reference's compute, set the link's rate, and calibrate the cost profile at that rate.
+        """
+        self.note("tuning", REFERENCE)
+        self.compile(REFERENCE)
+        if REFERENCE in self.failed:
+            raise RankFailed(self.failed[REFERENCE])
+        alone = compute_alone(self.trials[REFERENCE], max(3, self.job.rounds))
+        compute_ns = median(slowest([s.virtual_ns for s in alone]))
+        bandwidth = tuned_bandwidth(alone[-1].records, compute_ns, self.job.ratio, self.job.latency_ns)
+        bandwidth = float(gathered(bandwidth)[0])
+        emulated_link.set_rate(self.job.latency_ns, bandwidth)
+        profile = calibrate(
+            dtypes=[torch.float32],
+            repeats=5,
+            ranks_per_host=emulated_link.ranks_per_host() or dist.get_world_size(),
+            name="emulated link",
+            timed=emulated_link.timed,
+        )
+        if self.rank == 0:
+            profile.save(self.job.file("profile.json"))
+        dist.barrier()
+        return {
+            "compute_alone_ns": compute_ns,
+            "compute_alone_wall_ns": median(slowest([s.wall_ns for s in alone])),
+            "bytes_per_s": bandwidth,
+            "profile_hash": profile.hash(),
+        }
+
+    def measure(self) -> None:
+        """Interleaved rounds; a recompilation is an error from here on."""
+        torch.compiler.set_stance("fail_on_recompile")
+        for _ in range(self.job.rounds):
+            for name, trial in self.trials.items():
+                self.note("measuring", name)
+                time = trial.train()
+                assert time is not None
+                self.steps[name].append(time)
+        torch.compiler.set_stance("default")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per contender, times of each step taken from its slowest rank."""
+        reference = self.trials[REFERENCE].losses
+        result = []
+        for name, trial in self.trials.items():
+            self.note("memory", name)
+            steps = self.steps[name]
+            peak = max(gathered(trial.peak_bytes()))
+            first = steps[0]
+            result.append(
+                {
+                    "name": name,
+                    "title": trial.contender.title,
+                    "family": trial.contender.family,
+                    "virtual_ns": slowest([s.virtual_ns for s in steps]),
+                    "wall_ns": slowest([s.wall_ns for s in steps]),
+                    "cpu_ns": slowest([s.cpu_ns for s in steps]),
+                    "exposed_ns": slowest([s.exposed_ns for s in steps]),
+                    "exposed_wall_ns": slowest([s.exposed_wall_ns for s in steps]),
+                    "violations": sum(gathered(sum(s.violations for s in steps))),
+                    "counts": first.counts(),
+                    "steady": all(gathered(all(s.counts() == first.counts() for s in steps))),
+                    "wire_bytes": wire_by_kind(first),
+                    "peak_bytes": peak,
+                    "losses": [float(x) for x in trial.losses[: len(reference)]],
+                    "worst_loss_difference": max(gathered(_difference(trial.losses, reference))),
+                }
+            )
+        return result
+
+
+def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference))
+
+
+def wire_by_kind(step: StepTime) -> dict[str, int]:
+    """Bytes that a rank sent, by kind of collective."""
+    result: dict[str, int] = {}
+    for record in step.records:
+        if record.wire_bytes:
+            result[record.kind] = result.get(record.kind, 0) + record.wire_bytes
+    return dict(sorted(result.items()))
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's ``value``, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def slowest(values: Sequence[int]) -> list[int]:
+    """Element by element the largest over ranks."""
+    return [max(column) for column in zip(*gathered(list(values)))]
+
+
+def run(job: Job) -> dict[str, Any]:
+    """The whole benchmark on this rank; the results, the same on every rank."""
+    bench = Bench(job)
+    tuned = bench.tune()
+    for name in job.contenders:
+        if name != REFERENCE:
+            bench.compile(name)
+    emulated_link.set_rate(job.latency_ns, tuned["bytes_per_s"])
+    bench.measure()
+    reference = bench.steps[REFERENCE][0].records
+    alone = [communication_alone(reference) for _ in range(3)]
+    head, tail = head_and_tail_ns(reference)
+    return {
+        "job": dataclasses.asdict(job),
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        **tuned,
+        "communication_alone_ns": median(slowest([s.virtual_ns for s in alone])),
+        "communication_alone_wall_ns": median(slowest([s.wall_ns for s in alone])),
+        "head_ns": head,
+        "tail_ns": tail,
+        "rows": bench.rows(),
+        "failed": bench.failed,
+    }
+
+
+def main() -> None:
+    """Entry point under torchrun; the argument is the job's folder."""
+    job = Job.load(sys.argv[1])
+    torch.set_num_threads(1)
+    emulated_link.register()
+    dist.init_process_group(emulated_link.BACKEND, timeout=timedelta(minutes=10))
+    results = run(job)
+    if dist.get_rank() == 0:
+        job.file("results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
