@@ -36,7 +36,7 @@ def merge_all(gm: torch.fx.GraphModule, form: str = "packed") -> list[MergedColl
     groups: dict[object, list] = {}
     for candidate in found:
         groups.setdefault(candidate.key, []).append(candidate.collective)
-    merged = merge(gm.graph, view, list(groups.values()), form=form)
+    merged = merge(gm.graph, view, list(groups.values()), forms=[form] * len(groups))
     gm.graph.lint()
     gm.recompile()
     check_fakes(gm)

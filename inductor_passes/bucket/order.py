@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import torch.fx
 
@@ -34,7 +35,7 @@ class Stage:
     replaces: tuple[torch.fx.Node, ...]
 
 
-Step = torch.fx.Node | Stage
+Step: TypeAlias = torch.fx.Node | Stage
 
 
 def repaired_order(view: GraphView, stages: Sequence[Stage]) -> list[Step]:

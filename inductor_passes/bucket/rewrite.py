@@ -72,6 +72,7 @@ class MergedCollective:
 class _Bucket:
     collectives: tuple[Collective, ...]
     slots: tuple[Slot, ...]
+    form: Form
     start_stage: Stage
     wait_stage: Stage
     started: torch.fx.Node | None = None
@@ -85,7 +86,7 @@ def merge(
     view: GraphView,
     groups: Sequence[Sequence[Collective]],
     *,
-    form: Form = "packed",
+    forms: Sequence[Form] | None = None,
 ) -> list[MergedCollective]:
     """Replace every group of collectives by one collective, in place; ``view`` is stale afterwards.
 
@@ -93,12 +94,15 @@ def merge(
         graph: functional graph with fake tensors in ``meta["val"]``.
         view: of ``graph`` as it is.
         groups: disjoint; members of a group have the same kind, process group, reduce op and device.
-        form: see :data:`Form`; kinds without a coalesced operator are packed.
+        forms: one per group, see :data:`Form`; by default, and for kinds without a coalesced operator, packed.
 
     Raises:
         MergeError: a group is not mergeable or the merges depend on each other; the graph is unchanged.
     """
-    buckets = [_bucket(view, group, number) for number, group in enumerate(groups)]
+    wanted: Sequence[Form] = ["packed"] * len(groups) if forms is None else forms
+    buckets = [
+        _bucket(view, group, form, number) for number, (group, form) in enumerate(zip(groups, wanted, strict=True))
+    ]
     starts = [c.start for bucket in buckets for c in bucket.collectives]
     if len({*starts}) != len(starts):
         raise MergeError("a collective is in two groups")
@@ -121,7 +125,7 @@ def merge(
         made = len(emit.made)
         if step is bucket.start_stage:
             bucket.slots = tuple(_with_source(slot, now.get(slot.source, slot.source)) for slot in bucket.slots)
-            _emit_start(emit, bucket, form)
+            _emit_start(emit, bucket)
         else:
             _emit_wait(emit, bucket)
             for slot, result in zip(bucket.slots, bucket.results):
@@ -132,7 +136,7 @@ def merge(
     return [_finish(graph, bucket) for bucket in buckets]
 
 
-def _bucket(view: GraphView, group: Sequence[Collective], number: int) -> _Bucket:
+def _bucket(view: GraphView, group: Sequence[Collective], form: Form, number: int) -> _Bucket:
     members = tuple(sorted(group, key=lambda c: c.index))
     if len(members) < 2:
         raise MergeError(f"group {number} has {len(members)} members; expected at least 2")
@@ -158,16 +162,17 @@ def _bucket(view: GraphView, group: Sequence[Collective], number: int) -> _Bucke
     return _Bucket(
         members,
         found,
+        form if can_coalesce(first.kind, found) else "packed",
         Stage(f"start of {first.label}", (*starts, *results)),
         Stage(f"wait of {first.label}", tuple(waits)),
     )
 
 
-def _emit_start(emit: Emitter, bucket: _Bucket, form: Form) -> None:
+def _emit_start(emit: Emitter, bucket: _Bucket) -> None:
     first = bucket.collectives[0]
     arguments = _torch.op_arguments(first.start)
     group = arguments.get("group_name", arguments.get("group"))
-    if form == "coalesced" and can_coalesce(first.kind, bucket.slots):
+    if bucket.form == "coalesced":
         sent: torch.fx.Node | list[torch.fx.Node] = [_contiguous(emit, slot) for slot in bucket.slots]
         op = _torch.collective_op(_OPS[first.kind] + "_coalesced")
         splits: tuple[list[int], ...] = ()
@@ -232,7 +237,7 @@ def _finish(graph: torch.fx.Graph, bucket: _Bucket) -> MergedCollective:
     return MergedCollective(
         kind=first.kind,
         group=first.group.name,
-        form="coalesced" if len(bucket.waits) > 1 else "packed",
+        form=bucket.form,
         members=tuple(c.start.name for c in bucket.collectives),
         start=bucket.started.name,
         waits=tuple(w.name for w in bucket.waits),
