@@ -6,6 +6,7 @@ collective directly followed by its wait, just before (gathers) or after (reduct
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 
@@ -82,14 +83,16 @@ class Builder:
         )
 
 
-def fsdp_forward(layers: int, parts: int = 4, compute_ns: int = 1000, gather_ns: int = 600, issue_ns: int = 0) -> Problem:
+def fsdp_forward(
+    layers: int, parts: int = 4, compute_ns: int = 1000, gather_ns: int = 600, issue_ns: int = 0
+) -> Problem:
     """Gather a layer's parameters, run its ``parts`` kernels, keep activations for the backward."""
     b = Builder(f"fsdp_forward_{layers}", issue_ns=issue_ns)
     x = b.input(40)
     shards = [b.input(20) for _ in range(layers)]
     for i in range(layers):
         full = b.collective(f"AG{i}", gather_ns, [shards[i]], 160, block="fwd")
-        for part in range(parts):
+        for _ in range(parts):
             x = b.compute("mm", compute_ns // parts, [x, full], 40, pinned=True, block="fwd")
     b.compute("loss", compute_ns // 4, [x], 1, pinned=True)
     return b.build()
@@ -237,7 +240,7 @@ def random_problem(seed: int, tasks: int = 8, fences: bool = False) -> Problem:
         else:
             values.append(b.compute(f"k{len(b.tasks)}", rng.randint(0, 9), reads, size, pinned))
         if fences and rng.random() < 0.15:
-            b.tasks[-1] = Task(**{**{f: getattr(b.tasks[-1], f) for f in Task.__slots__}, "fence": True})
+            b.tasks[-1] = dataclasses.replace(b.tasks[-1], fence=True)
     return b.build()
 
 

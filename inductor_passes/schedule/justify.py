@@ -11,7 +11,7 @@ latest begin under resource limits. Forward and backward passes alternate, each 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from inductor_passes.schedule.list_schedule import Rule, list_schedule
 from inductor_passes.schedule.problem import Kind
@@ -59,7 +59,7 @@ def mirrored(t: Tables) -> Tables:
     )
 
 
-def improve(t: Tables, order: list[int], rounds: int) -> Iterator[list[int]]:
+def improve(t: Tables, order: Sequence[int], rounds: int) -> Iterator[list[int]]:
     """Orders from ``rounds`` backward and forward passes that begin with ``order``; memory is unlimited."""
     mirror = mirrored(t)
     n = t.n

@@ -196,7 +196,7 @@ class _Builder:
         return issued
 
     def _next_start(self, heap: list[tuple[int, int]], horizon: int) -> int:
-        """Take the best collective that is due and that memory admits from ``heap``; -1 when none of the first few is."""
+        """Take the best collective that is due and that memory admits from ``heap``; -1: none of the first few."""
         release = self.rule.release
         refused: list[tuple[int, int]] = []
         found = -1

@@ -45,6 +45,20 @@ def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: 
     return result
 
 
+def search_whole(t: Tables, cap_bytes: int, limit_ns: int) -> list[int] | None:
+    """For a problem of up to ``WHOLE`` tasks: an order within ``cap_bytes`` and ``limit_ns``, None when there is none.
+
+    For caps below what the constructions reach.
+    """
+    if t.n > WHOLE or t.live0 > cap_bytes:
+        return None
+    head = Head(0, [0] * t.machines, [-1] * t.n, t.live0)
+    unread = [len(r) for r in t.readers]
+    limit = (limit_ns, limit_ns + 1)
+    answer = improve_window(t, range(t.n), head, Tail.at_end(t), unread, cap_bytes, WHOLE_WIDTH, limit)
+    return answer.tasks or None
+
+
 def _sweep(
     t: Tables, order: list[int], cap_bytes: int | None, length: int, width: int, allowance: int
 ) -> tuple[list[int], int]:

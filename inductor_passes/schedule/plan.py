@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.construct import Candidate, construct
-from inductor_passes.schedule.local_search import local_search
+from inductor_passes.schedule.local_search import local_search, search_whole
+from inductor_passes.schedule.polish import polish
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.schedule.tables import tables
@@ -61,13 +62,13 @@ class _Best:
         self.method = "input"
         self.feasible = budget_bytes is None or self.peak <= budget_bytes
 
-    def offer(self, found: Candidate) -> bool:
-        """Keep the candidate if it is better; whether it was."""
+    def offer(self, found: Candidate, polished: bool = False) -> bool:
+        """Keep the candidate if it is better (``polished``: or as good); whether it was."""
         if self.budget is not None and found.peak > self.budget:
             return False
         key = (found.makespan, found.peak)
         if self.feasible:
-            if found.makespan > self.makespan or key >= (self.makespan, self.peak):
+            if key > (self.makespan, self.peak) or (key == (self.makespan, self.peak) and not polished):
                 return False
             if self.method == "input" and found.makespan == self.makespan:
                 return False
@@ -93,12 +94,21 @@ def plan(
     t = tables(problem)
     bound = lower_bound(problem)
     best = _Best(problem, budget_bytes)
-    if best.makespan > bound or not best.feasible:
+    if t.n and (best.makespan > bound or not best.feasible):
         construct(t, budget_bytes, bound, best.offer)
+        if not best.feasible and budget_bytes is not None:
+            rescued = search_whole(t, budget_bytes, best.input_makespan)
+            if rescued is not None:
+                timeline = simulate(problem, rescued)
+                best.offer(Candidate("search", rescued, timeline.makespan_ns, timeline.peak_bytes))
         if best.feasible and best.makespan > bound and effort:
             better = local_search(t, best.order, budget_bytes, bound, effort * _STATES_PER_TASK * t.n + _STATES)
             timeline = simulate(problem, better)
             best.offer(Candidate("local-search", better, timeline.makespan_ns, timeline.peak_bytes))
+    if best.method != "input":
+        polished = polish(t, best.order)
+        timeline = simulate(problem, polished)
+        best.offer(Candidate(best.method, polished, timeline.makespan_ns, timeline.peak_bytes), polished=True)
     order = tuple(best.order)
     problem.check_order(order)
     return Plan(

@@ -19,8 +19,13 @@ from inductor_passes.schedule.tables import Tables
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 
 
-def latest_issue(t: Tables, order: Sequence[int], trace: Trace) -> list[int]:
-    """Per ``START`` the latest issue in ns on the timeline of ``order``; other tasks: the latest begin. O(N + edges)."""
+def latest_issue(
+    t: Tables, order: Sequence[int], trace: Trace, wait_by: Sequence[int] | None = None
+) -> list[int]:
+    """Per ``START`` the latest issue in ns on the timeline of ``order``; other tasks: the latest begin. O(N + edges).
+
+    Waits may move down to their first reader; with ``wait_by`` (ns per task) they may not move beyond that.
+    """
     latest = [trace.makespan] * t.n
     next_begin = [trace.makespan] * t.machines
     for k in range(t.n - 1, -1, -1):
@@ -32,6 +37,8 @@ def latest_issue(t: Tables, order: Sequence[int], trace: Trace) -> list[int]:
         for j in t.succs[i]:
             if latest[j] < need:
                 need = latest[j]
+        if wait_by is not None and t.kind[i] != _START and wait_by[i] < need:
+            need = wait_by[i]
         if t.kind[i] == _START:
             m = t.machine[i]
             if next_begin[m] < need:
@@ -41,7 +48,7 @@ def latest_issue(t: Tables, order: Sequence[int], trace: Trace) -> list[int]:
             if trace.lane_begin[i] > need:
                 need = trace.lane_begin[i]
             next_begin[m] = need
-        latest[i] = need - t.busy_ns[i]
+        latest[i] = need - (t.busy_ns[i] if t.kind[i] == _START or wait_by is None else 0)
     return latest
 
 
