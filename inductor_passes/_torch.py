@@ -104,11 +104,13 @@ def op_schema(target: Any) -> Any:
     return target._schema
 
 
+@functools.cache
 def mutated_argument_names(target: Any) -> tuple[str, ...]:
     """Names of the arguments that an operator overload writes to."""
     return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+@functools.cache
 def aliased_argument_names(target: Any) -> tuple[str, ...]:
     """Names of the arguments that some output of an operator overload may share memory with."""
     out: set[str] = set()
@@ -124,8 +126,12 @@ def aliased_argument_names(target: Any) -> tuple[str, ...]:
 
 def op_arguments(node: torch.fx.Node) -> dict[str, Any]:
     """Arguments of an operator call by schema name, whether given as args or kwargs (defaults left out)."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args)), **node.kwargs}
+    return {**dict(zip(_argument_names(node.target), node.args)), **node.kwargs}
+
+
+@functools.cache
+def _argument_names(target: Any) -> tuple[str, ...]:
+    return tuple(a.name for a in target._schema.arguments)
 
 
 def is_seeded_random(target: object) -> bool:

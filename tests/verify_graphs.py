@@ -307,6 +307,8 @@ def random_program(rng: random.Random, groups: dict[str, str], length: int = 30)
 
     def temporary() -> None:
         x = b.compute(aten.clone.default, pick())
+        values.append(b.compute(aten.relu.default, x))
+        values.append(b.compute(aten.mm.default, values[-1], pick()))
         v = b.view(aten.slice.Tensor, x, 0, 0, 8)
         b.write(aten.mul_.Tensor, v, 2)
         values.append(x)

@@ -114,7 +114,8 @@ def take(view: GraphView, findings: list[Finding], peak: int | None) -> Referenc
     """The snapshot of a graph that has been looked at already."""
     nodes: dict[str, NodeRecord] = {}
     structures: dict[torch.fx.Node, int] = {}
-    versions = _Versions(view)
+    writes = {node: effects.writes(node, view.roles[node]) for node in view.nodes}
+    versions = _Versions(view, writes)
     segment = ""
     for node in view.nodes:
         role = view.roles[node]
@@ -129,7 +130,7 @@ def take(view: GraphView, findings: list[Finding], peak: int | None) -> Referenc
         text = "".join(literals)
         identity = (node.name,) if node.op in ("placeholder", "output") else ()
         structures[node] = hash((target, text, tuple(structures[o] for o in operands if o in structures), identity))
-        written = effects.writes(node, role)
+        written = writes[node]
         nodes[node.name] = NodeRecord(
             name=node.name,
             op=node.op,
@@ -228,17 +229,12 @@ def _take_apart(value: object, operands: list[torch.fx.Node], literals: list[str
 class _Versions:
     """For each storage that somebody writes to after its birth: its last writer so far."""
 
-    def __init__(self, view: GraphView) -> None:
+    def __init__(self, view: GraphView, writes: Mapping[torch.fx.Node, list[torch.fx.Node]]) -> None:
         self.view = view
         self.last: dict[FxStorage, str] = {}
         self.written: dict[FxStorage, str] = {}
         ordinal: dict[torch.fx.Node, int] = {}
-        touched = {
-            s
-            for node in view.nodes
-            for w in effects.writes(node, view.roles[node])
-            for s in view.storages.of(w)
-        }
+        touched = {s for written in writes.values() for w in written for s in view.storages.of(w)}
         for storage in view.storages.all:
             number = ordinal.get(storage.producer, 0)
             ordinal[storage.producer] = number + 1

@@ -1,0 +1,61 @@
+"""Every kind of illegal change is found, wherever it is made; see ``verify_mutations``."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from verify_graphs import apply_order, fake_world, random_program
+from verify_mutations import MUTATIONS, Case
+
+from inductor_passes import verify
+
+#: Injections per kind, spread over the programs.
+INJECTIONS = 200
+PROGRAMS = 40
+
+
+@pytest.fixture(scope="module")
+def programs():
+    with fake_world() as groups:
+        made = []
+        for seed in range(PROGRAMS):
+            rng = random.Random(seed)
+            program = random_program(rng, groups, length=18)
+            reference = verify.snapshot(program.graph)
+            apply_order(program.graph, program.legal_order(rng))
+            made.append((program, reference))
+        yield groups, made
+
+
+def test_there_are_enough_kinds():
+    assert len(MUTATIONS) >= 25 and len({m.name for m in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_illegal_change_is_found(programs, mutation):
+    groups, made = programs
+    injected = attempts = 0
+    while injected < INJECTIONS:
+        attempts += 1
+        assert attempts < 40 * INJECTIONS, f"{mutation.name} found only {injected} places"
+        program, reference = made[attempts % PROGRAMS]
+        case = Case(program, groups, random.Random(attempts))
+        if not mutation.apply(case):
+            continue
+        injected += 1
+        findings = verify.check(case.graph, reference=reference, certificates=case.certificates)
+        found = {f.rule for f in findings}
+        assert found & mutation.rules, f"{mutation.name}, attempt {attempts}: found {found}"
+        if mutation.alone and injected % 4 == 0:
+            alone = {f.rule for f in verify.check(case.graph)}
+            assert alone & mutation.rules, f"{mutation.name}, attempt {attempts}, without reference: found {alone}"
+
+
+@pytest.mark.parametrize("slack", [-1, 0])
+def test_memory_budget(programs, slack):
+    _, made = programs
+    for program, _ in made:
+        peak = verify.peak_bytes(program.graph)
+        findings = verify.check(program.graph, memory_budget=peak + slack)
+        assert [f.rule for f in findings] == (["memory"] if slack < 0 else [])
