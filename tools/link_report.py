@@ -27,6 +27,18 @@ def row(results: dict[str, Any], name: str) -> dict[str, Any] | None:
     return next((r for r in results["rows"] if r["name"] == name), None)
 
 
+def row_of(results: dict[str, Any], name: str) -> dict[str, Any]:
+    """A contender's row.
+
+    Raises:
+        KeyError: it did not run.
+    """
+    found = row(results, name)
+    if found is None:
+        raise KeyError(f"{name} is not among {', '.join(r['name'] for r in results['rows'])}")
+    return found
+
+
 def best_in_tree(results: dict[str, Any]) -> dict[str, Any] | None:
     """The fastest in-tree setting, or None."""
     rows = [r for r in results["rows"] if r["family"] == "in-tree"]
@@ -37,8 +49,7 @@ def ratios(results: dict[str, Any], name: str) -> dict[str, float]:
     """A contender's median step over default Inductor's, the best in-tree setting's, the limit and the lower
     bound.
     """
-    mine = row(results, name)
-    assert mine is not None, name
+    mine = row_of(results, name)
     step = median(mine["virtual_ns"])
     result = {"limit": step / limit_ns(results), "bound": step / bound_ns(results)}
     default, in_tree = row(results, "inductor"), best_in_tree(results)
@@ -119,6 +130,24 @@ def table(results: dict[str, Any]) -> Table:
         )
     for name, why in results["failed"].items():
         out.add_row(name, "failed", why[:60])
+    return out
+
+
+def summary(results: dict[str, Any]) -> Table:
+    """The demo's table: few columns, best understood by someone who sees it for the first time."""
+    out = Table(title="One training step, two ranks, emulated link", caption="limit: no order can be faster")
+    for heading in ("", "step", "waiting for the link", "peak memory", "above the limit", "step, wall clock"):
+        out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for r in results["rows"]:
+        out.add_row(
+            r["title"],
+            f"{_ms(median(r['virtual_ns']))} ms",
+            f"{_ms(median(r['exposed_ns']))} ms",
+            f"{r['peak_bytes'] / 1e6:.1f} MB",
+            f"{100 * (ratios(results, r['name'])['limit'] - 1):.0f} %",
+            f"{_ms(median(r['wall_ns']))} ms",
+        )
+    out.add_row("limit", f"{_ms(limit_ns(results))} ms", "", "", "", "")
     return out
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +65,14 @@ class Job:
         return Job(**{**data, "sizes": Sizes(**data["sizes"])})
 
 
+#: Told on rank 0 what comes next: (phase, contender).
+Say = Callable[[str, str], None]
+
+
+def silent(phase: str, contender: str) -> None:
+    """Says nothing."""
+
+
 class RankFailed(RuntimeError):
     """Some rank raised; the message is the first rank's that did."""
 
@@ -72,8 +80,9 @@ class RankFailed(RuntimeError):
 class Bench:
     """The benchmark inside one rank."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, say: Say) -> None:
         self.job = job
+        self._say = say
         self.rank = dist.get_rank()
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.trials: dict[str, Trial] = {}
@@ -83,6 +92,7 @@ class Bench:
     def note(self, phase: str, contender: str) -> None:
         """Write down what comes next."""
         if self.rank == 0:
+            self._say(phase, contender)
             with self.job.file("journal.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"phase": phase, "contender": contender}) + "\n")
 
@@ -113,15 +123,16 @@ class Bench:
     def tune(self) -> dict[str, Any]:
         """Measure the reference's compute, set the link's rate, and calibrate the cost profile at that rate.
         """
-        self.note("tuning", REFERENCE)
         self.compile(REFERENCE)
         if REFERENCE in self.failed:
             raise RankFailed(self.failed[REFERENCE])
+        self.note("compute alone", REFERENCE)
         alone = compute_alone(self.trials[REFERENCE], max(3, self.job.rounds))
         compute_ns = median(slowest([s.virtual_ns for s in alone]))
         bandwidth = tuned_bandwidth(alone[-1].records, compute_ns, self.job.ratio, self.job.latency_ns)
         bandwidth = float(gathered(bandwidth)[0])
         emulated_link.set_rate(self.job.latency_ns, bandwidth)
+        self.note("calibrating", REFERENCE)
         profile = calibrate(
             dtypes=[torch.float32],
             repeats=5,
@@ -206,9 +217,9 @@ def slowest(values: Sequence[int]) -> list[int]:
     return [max(column) for column in zip(*gathered(list(values)))]
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: Job, say: Say = silent) -> dict[str, Any]:
     """The whole benchmark on this rank; the results, the same on every rank."""
-    bench = Bench(job)
+    bench = Bench(job, say)
     tuned = bench.tune()
     for name in job.contenders:
         if name != REFERENCE:
@@ -232,12 +243,17 @@ def run(job: Job) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Entry point under torchrun; the argument is the job's folder."""
-    job = Job.load(sys.argv[1])
+def join() -> None:
+    """Join the emulated process group from torchrun's environment."""
     torch.set_num_threads(1)
     emulated_link.register()
     dist.init_process_group(emulated_link.BACKEND, timeout=timedelta(minutes=10))
+
+
+def main() -> None:
+    """Entry point under torchrun; the argument is the job's folder."""
+    job = Job.load(sys.argv[1])
+    join()
     results = run(job)
     if dist.get_rank() == 0:
         job.file("results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")

@@ -1,0 +1,98 @@
+"""The demo inside its ranks; start it with ``tools/demo``.
+
+Trains the same small Llama twice, steps interleaved: compiled by plain Inductor, and with
+``inductor_passes``. The link between the ranks is emulated and tuned so that communication takes as long as
+compute. Losses must be equal.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.distributed as dist
+import typer
+from link_report import facts, problems, row_of, summary
+from link_worker import REFERENCE, Job, join, run
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from inductor_passes.demo_model import Sizes
+
+#: How long the phases take relative to one step.
+_WEIGHTS = {"compiling": 40, "compute alone": 8, "calibrating": 10, "measuring": 1, "memory": 3}
+#: Largest relative difference of losses that still counts as equal.
+_TOLERANCE = 1e-5
+
+
+def main(
+    folder: Annotated[Path, typer.Option(help="Where results go.")],
+    steps: Annotated[int, typer.Option(min=1, help="Measured training steps of each.")] = 10,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    ratio: Annotated[float, typer.Option(min=0.05, help="Communication over compute.")] = 1.0,
+    contender: Annotated[str, typer.Option(help="Ours: ours, ours-0, ours-25 or ours-100.")] = "ours",
+) -> None:
+    """Train, compare, print the table."""
+    join()
+    job = Job(
+        sizes=Sizes(layers=layers),
+        contenders=[REFERENCE, contender],
+        ratio=ratio,
+        latency_ns=200_000,
+        rounds=steps,
+        folder=str(folder),
+    )
+    if dist.get_rank() == 0:
+        console = Console(width=max(110, Console().width))
+        results = _with_progress(job, steps, console)
+        job.file("results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
+        failed = _show(results, contender, console)
+    else:
+        failed = bool(run(job)["failed"])
+    dist.destroy_process_group()
+    raise typer.Exit(1 if failed else 0)
+
+
+def _with_progress(job: Job, steps: int, console: Console) -> dict[str, Any]:
+    """Run the job under a progress bar."""
+    per_contender = _WEIGHTS["compiling"] + _WEIGHTS["memory"] + steps * _WEIGHTS["measuring"]
+    total = 2 * per_contender + _WEIGHTS["compute alone"] + _WEIGHTS["calibrating"]
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("starting", total=total)
+        done = 0
+
+        def say(phase: str, contender: str) -> None:
+            nonlocal done
+            progress.update(task, completed=done, description=f"{phase}: {contender}")
+            done += _WEIGHTS[phase]
+
+        results = run(job, say)
+        progress.update(task, completed=total, description="done")
+    return results
+
+
+def _show(results: dict[str, Any], contender: str, console: Console) -> bool:
+    """Print the outcome; True when something is wrong."""
+    for name, why in results["failed"].items():
+        console.print(f"{name} failed: {why}", style="red", markup=False)
+    if results["failed"]:
+        return True
+    console.print(summary(results))
+    console.print(facts(results))
+    for problem in problems(results):
+        console.print(f"note: {problem}", style="yellow", markup=False)
+    mine = row_of(results, contender)
+    losses = mine["losses"]
+    equal = mine["worst_loss_difference"] <= _TOLERANCE
+    how = "bit for bit" if mine["worst_loss_difference"] == 0 else f"within {mine['worst_loss_difference']:.0e}"
+    console.print(
+        f"{len(losses)} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}; "
+        + (f"equal to plain Inductor's {how}" if equal else f"NOT equal to plain Inductor's, {how} (relative)")
+    )
+    return not equal
+
+
+if __name__ == "__main__":
+    typer.run(main)
