@@ -96,7 +96,7 @@ def _run_gather(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> tor
             seen.add(have)
             piece = buffer[slot * room : slot * room + numel(have)].view(shape_of(have))
             if part == want:
-                return piece if have == want else select(piece, have, part).contiguous()
+                return select(piece, have, part).clone(memory_format=torch.contiguous_format)
             if part == have and len(seen) == 1 and _in_order(step, mesh, rank):
                 return buffer.view(shape_of(want))
             place(out, want, select(piece, have, part), part)
@@ -132,42 +132,49 @@ def _run_exchange(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> t
             index = index * shape[m] + c[m]
         return index
 
-    def part(sender: int, receiver: int) -> Block | None:
-        """What ``sender`` sends to ``receiver``; None when nothing."""
-        if sender == receiver or position(sender) not in moves.suppliers[position(receiver)]:
-            return None
-        return common(step.before.block(mesh.coordinates(sender)), step.after.block(mesh.coordinates(receiver)))
+    def pieces(sender: int, receiver: int) -> list[tuple[int, int]]:
+        """Elements of the common block that ``sender`` sends to ``receiver``."""
+        p = position(sender)
+        return [(lo, hi) for q, lo, hi in moves.suppliers[position(receiver)] if q == p]
 
     def sizes(rank: int, sending: bool) -> list[int]:
         result = []
         for member in mesh.group(rank, step.mesh_dims):
-            block = part(rank, member) if sending else part(member, rank)
-            result.append(0 if block is None else numel(block) * factor)
+            ranges = pieces(rank, member) if sending else pieces(member, rank)
+            result.append(factor * sum(hi - lo for lo, hi in ranges))
         return result
 
     def pack(rank: int, local: torch.Tensor) -> torch.Tensor:
         have = step.before.block(mesh.coordinates(rank))
-        wanted = (part(rank, member) for member in mesh.group(rank, step.mesh_dims))
-        pieces = [_wire(select(local, have, block)) for block in wanted if block is not None]
-        return torch.cat(pieces) if pieces else _wire(local.new_empty(0))
+        parts = [_wire(local.new_empty(0))]
+        for member in mesh.group(rank, step.mesh_dims):
+            for lo, hi in pieces(rank, member):
+                want = step.after.block(mesh.coordinates(member))
+                parts.append(_wire(select(local, have, common(have, want)).reshape(-1)[lo:hi]))
+        return torch.cat(parts) if len(parts) != 2 else parts[1]
 
     def unpack(rank: int, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         c = mesh.coordinates(rank)
         have, want = step.before.block(c), step.after.block(c)
         buffer = _unwire(buffer, local.dtype)
-        own = common(have, want)
-        if not numel(own) and sum(part(m, rank) is not None for m in mesh.group(rank, step.mesh_dims)) == 1:
-            return buffer.view(shape_of(want))
-        out = local.new_empty(shape_of(want))
-        if numel(own):
-            place(out, want, select(local, have, own), own)
+        # Members of one class hold the same block, so their pieces of it are put together by block.
+        arrived: dict[Block, list[tuple[int, torch.Tensor]]] = {}
         at = 0
         for member in mesh.group(rank, step.mesh_dims):
-            block = part(member, rank)
-            if block is not None:
-                n = numel(block)
-                place(out, want, buffer[at : at + n].view(shape_of(block)), block)
-                at += n
+            for lo, hi in pieces(member, rank):
+                block = common(step.before.block(mesh.coordinates(member)), want)
+                arrived.setdefault(block, []).append((lo, buffer[at : at + hi - lo]))
+                at += hi - lo
+        if len(arrived) == 1 and want in arrived and len(arrived[want]) == 1:
+            return buffer.view(shape_of(want))
+        out = local.new_empty(shape_of(want))
+        own = common(have, want)
+        if numel(own):
+            place(out, want, select(local, have, own), own)
+        for block, parts in arrived.items():
+            ordered = [part for _, part in sorted(parts, key=lambda p: p[0])]
+            flat = ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+            place(out, want, flat.view(shape_of(block)), block)
         return out
 
     # One complex element travels as two real ones.

@@ -9,6 +9,7 @@ all_gathers over the new mesh, which is wrong for uneven sizes.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,8 +50,9 @@ def group_name(mesh: Mesh, dims: Iterable[int]) -> str:
 def prepare_groups(mesh: Any, dims: Iterable[Iterable[int]] | None = None) -> tuple[tuple[int, ...], ...]:
     """Create the flat process groups of sub-meshes that do not exist yet. Collective: call it on all ranks alike.
 
-    Whether a group exists must not differ between ranks, as it does not when all of them were created collectively;
-    a second call creates nothing.
+    Every process of the default group takes part, members of the mesh or not, in the same order; a second call creates
+    nothing. Groups that the mesh or the user made are reused when the mesh covers the whole world: only then do all
+    processes know alike that they exist.
 
     Args:
         mesh: a ``DeviceMesh`` or a :class:`Mesh`.
@@ -65,12 +67,24 @@ def prepare_groups(mesh: Any, dims: Iterable[Iterable[int]] | None = None) -> tu
         wanted = [c for k in range(1, len(used) + 1) for c in itertools.combinations(used, k)]
     else:
         wanted = sorted({tuple(sorted(plain.check_dims(d))) for d in dims}, key=lambda d: (len(d), d))
+    rank, world = _torch.rank_and_world_size()
+    known = _known_partitions()
     created = []
-    rank, _ = _torch.rank_and_world_size()
     for combination in wanted:
-        mine = plain.group(rank, combination) if rank in plain.ranks else ()
-        if mine and _torch.group_name_of(mine) is not None:
+        partition = plain.groups(combination)
+        if partition in known:
             continue
-        _torch.create_groups(plain.groups(combination))
+        known.add(partition)
+        if plain.size == world and _torch.group_name_of(plain.group(rank, combination)) is not None:
+            continue
+        _torch.create_groups(partition)
         created.append(combination)
     return tuple(created)
+
+
+_registry: weakref.WeakKeyDictionary[Any, set[tuple[tuple[int, ...], ...]]] = weakref.WeakKeyDictionary()
+
+
+def _known_partitions() -> set[tuple[tuple[int, ...], ...]]:
+    """Partitions whose groups exist, of the current default process group: forgotten when that is destroyed."""
+    return _registry.setdefault(_torch.default_group(), set())

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .spec import Layout, Partial, Placement, Replicate, Shard, Spec, layout_of
+from .spec import Cut, Layout, Partial, Placement, Replicate, Shard, Spec, layout_of
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,13 @@ def chain(source: Spec, target: Spec) -> list[tuple[int, Placement, Placement]]:
 def anchors(source: Spec, target: Spec) -> list[Anchor]:
     """The reductions of DTensor's plan, in order.
 
-    For strided shards and shard orders, where DTensor searches, the reductions are all_reduces in ascending order of
-    mesh dimensions on the source's layout.
+    For strided shards and shard orders, where DTensor searches, they are derived from the target's order of cuts.
     """
     plain = not source.shard_order and not target.shard_order
     plain = plain and not any(
         isinstance(p, Shard) and p.split_factor > 1 for p in (*source.placements, *target.placements)
     )
-    return _from_chain(source, target) if plain else _in_place(source, target)
+    return _from_chain(source, target) if plain else _in_order(source, target)
 
 
 def _from_chain(source: Spec, target: Spec) -> list[Anchor]:
@@ -90,23 +89,42 @@ def _from_chain(source: Spec, target: Spec) -> list[Anchor]:
     return result
 
 
-def _in_place(source: Spec, target: Spec) -> list[Anchor]:
+def _in_order(source: Spec, target: Spec) -> list[Anchor]:
+    """Reductions one mesh dimension at a time: scattered where the target cuts by that dimension next, after the local
+    cuts that come before it; the others reduced in place, in ascending order."""
     result = []
-    layout = source.layout
-    for m, (old, new) in enumerate(zip(source.layout.partial, target.layout.partial)):
-        if old and old != new:
-            after = _with_partial(layout, m, "")
-            result.append(Anchor(m, layout, after, old))
-            layout = after
-    final = target.layout
-    keep = tuple(op if op == now else "" for op, now in zip(final.partial, layout.partial))
-    layout = Layout(final.mesh_shape, final.shape, final.cuts, keep)
+    layout, final = source.layout, target.layout
+    todo = [m for m in layout.partial_dims if layout.partial[m] != final.partial[m]]
+    while todo:
+        step = None
+        for d, wanted in enumerate(final.cuts):
+            cuts = layout.cuts[d]
+            while wanted[: len(cuts)] == cuts and len(cuts) < len(wanted):
+                cuts += (wanted[len(cuts)],)
+                m = cuts[-1][0]
+                if m in todo:
+                    before = _with_cuts(layout, d, cuts[:-1])
+                    step = Anchor(m, before, _with_partial(_with_cuts(before, d, cuts), m, ""), layout.partial[m])
+                if m not in layout.replicate_dims:
+                    break
+            if step is not None:
+                break
+        if step is None:
+            step = Anchor(todo[0], layout, _with_partial(layout, todo[0], ""), layout.partial[todo[0]])
+        result.append(step)
+        layout = step.after
+        todo.remove(step.mesh_dim)
+    layout = Layout(final.mesh_shape, final.shape, final.cuts, layout.partial)
     for m, op in enumerate(final.partial):
-        if op and not keep[m]:
+        if op and layout.partial[m] != op:
             after = _with_partial(layout, m, op)
             result.append(Anchor(m, layout, after, op, partition=True))
             layout = after
     return result
+
+
+def _with_cuts(layout: Layout, dim: int, cuts: tuple[Cut, ...]) -> Layout:
+    return Layout(layout.mesh_shape, layout.shape, layout.cuts[:dim] + (cuts,) + layout.cuts[dim + 1 :], layout.partial)
 
 
 def _with_partial(layout: Layout, m: int, op: str) -> Layout:

@@ -12,6 +12,7 @@ out), and hands piece ``coordinate[m]`` of every chunk to the rank. ``Shard`` is
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -268,10 +269,37 @@ def layout_of(
     for dim, dims in shard_order:
         factors = dict(cuts[dim])
         cuts[dim] = [(m, factors[m]) for m in dims if m in factors]
+    normal = (_without_strides(mesh_shape, size, tuple(c)) for size, c in zip(shape, cuts))
     partial = tuple(
         p.reduce_op if isinstance(p, Partial) and mesh_shape[m] > 1 else "" for m, p in enumerate(placements)
     )
-    return Layout(mesh_shape, shape, tuple(tuple(c) for c in cuts), partial)
+    return Layout(mesh_shape, shape, tuple(normal), partial)
+
+
+@lru_cache(maxsize=4096)
+def _without_strides(mesh_shape: tuple[int, ...], size: int, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
+    """The plain cuts, in another order, that give every rank the same indices as strided ones; else ``cuts``.
+
+    A split factor that is the product of the sizes of mesh dims says that those cut first, so a cut is inserted where
+    the product of the cuts before it is its factor. For sizes that do not divide, the two need not agree: it is checked.
+    """
+    if all(factor == 1 for _, factor in cuts):
+        return cuts
+    order: list[int] = []
+    for m, factor in reversed(cuts):
+        for at in range(len(order) + 1):
+            if math.prod(mesh_shape[i] for i in order[:at]) == factor:
+                order.insert(at, m)
+                break
+        else:
+            return cuts
+    plain = tuple((m, 1) for m in order)
+    for coordinates in itertools.product(*(range(mesh_shape[m]) for m, _ in cuts)):
+        at_dim = dict(zip((m for m, _ in cuts), coordinates))
+        old, new = (intervals(size, tuple((mesh_shape[m], f, at_dim[m]) for m, f in c)) for c in (cuts, plain))
+        if old != new:
+            return cuts
+    return plain
 
 
 @lru_cache(maxsize=65536)

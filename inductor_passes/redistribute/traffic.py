@@ -3,9 +3,10 @@
 Between two layouts without a change in pending reductions every rank needs its new block; part of it lies in its old
 block, the rest is fetched. Blocks of one layout are equal or disjoint, so the old layout falls into *classes* of ranks
 that hold the same block, and a rank needs, from every class, the intersection with its new block from ONE member. Its
-own class serves itself. Among several members the nearest one is taken (fewest mesh dimensions crossed) unless that
-makes some rank send more than any rank must receive; then the demands are balanced over the members, largest first
-(Graham's LPT rule).
+own class serves itself. Among several members the nearest one is taken (fewest mesh dimensions crossed) as long as it
+sends no more than the *cap*: what the neediest rank receives, or what a class must send when its members share evenly,
+whichever is more. What is above the cap goes to the next member, if need be in the middle of a piece, so the busiest rank
+moves exactly the least that any single exchange can.
 
 Mesh dimensions that cannot matter are left out: those along which both layouts replicate or keep a pending reduction,
 and those that cut both layouts first, evenly and alike. What remains is solved once and holds for all their
@@ -30,6 +31,10 @@ _T = TypeVar("_T")
 Matrix = npt.NDArray[np.int64]
 
 
+#: (sending position, first element, end) of a piece.
+Supply = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class Traffic:
     """The transfers of one rearrangement, in elements.
@@ -37,13 +42,14 @@ class Traffic:
     Attributes:
         active: mesh dims that take part, ascending; positions below are row-major over them.
         crossing: the subset along which data moves; () when every rank has all it needs.
-        suppliers: per receiving position the positions (itself included) that serve it, ascending.
+        suppliers: per receiving position, in order of position, who sends (position, first, last): elements
+            ``first:last`` of the intersection of the two blocks in row-major order. What a rank keeps is not in it.
         max_sent / max_received: of the busiest rank, without what it keeps.
     """
 
     active: tuple[int, ...]
     crossing: tuple[int, ...]
-    suppliers: tuple[tuple[int, ...], ...]
+    suppliers: tuple[tuple[Supply, ...], ...]
     max_sent: int
     max_received: int
 
@@ -109,21 +115,27 @@ def traffic(before: Layout, after: Layout) -> Traffic:
     own = {c: k for k, c in enumerate(members)}
     for q, c in enumerate(classes):
         received[q, own[c]] = 0
-    max_received = int(received.sum(axis=1).max()) if n else 0
-    demands = [
-        (int(received[q, own[c]]), q, c) for q in range(n) for c in members if received[q, own[c]]
-    ]
-    choice, max_sent = _nearest(demands, members, coordinates)
-    if max_sent > max_received:
-        balanced, load = _balanced(demands, members, coordinates)
-        if load < max_sent:
-            choice, max_sent = balanced, load
-    serve: list[set[int]] = [{q} if overlap[q, q] else set() for q in range(n)]
+    max_received = int(received.sum(axis=1).max())
+    shares = {c: -(-int(received[:, own[c]].sum()) // len(ranks)) for c, ranks in members.items()}
+    cap = max(max_received, *shares.values())
+    load = [0] * n
+    suppliers: list[list[Supply]] = [[] for _ in range(n)]
     crossing: set[int] = set()
-    for (_, q, _), p in zip(demands, choice):
-        serve[q].add(p)
-        crossing.update(m for m in active if coordinates[p][m] != coordinates[q][m])
-    return Traffic(active, tuple(sorted(crossing)), tuple(tuple(sorted(s)) for s in serve), max_sent, max_received)
+    for q, c in itertools.product(range(n), members):
+        done, size = 0, int(received[q, own[c]])
+        if not size:
+            continue
+        for p in sorted(members[c], key=lambda m: (_distance(coordinates[m], coordinates[q]), m)):
+            take = min(size - done, cap - load[p])
+            if take > 0:
+                suppliers[q].append((p, done, done + take))
+                crossing.update(m for m in active if coordinates[p][m] != coordinates[q][m])
+                load[p] += take
+                done += take
+        assert done == size, (before, after, q)
+    return Traffic(
+        active, tuple(sorted(crossing)), tuple(tuple(sorted(x)) for x in suppliers), max(load), max_received
+    )
 
 
 def _positions(before: Layout, after: Layout) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
@@ -144,28 +156,3 @@ def _distance(a: Sequence[int], b: Sequence[int]) -> tuple[int, tuple[bool, ...]
     """Fewest dims crossed first, then the outer dims (usually the slower links) not crossed."""
     crossed = tuple(x != y for x, y in zip(a, b))
     return sum(crossed), crossed
-
-
-def _nearest(
-    demands: list[tuple[int, int, int]], members: dict[int, list[int]], coordinates: list[tuple[int, ...]]
-) -> tuple[list[int], int]:
-    load: dict[int, int] = {}
-    choice = []
-    for size, q, c in demands:
-        p = min(members[c], key=lambda m: (_distance(coordinates[m], coordinates[q]), m))
-        load[p] = load.get(p, 0) + size
-        choice.append(p)
-    return choice, max(load.values(), default=0)
-
-
-def _balanced(
-    demands: list[tuple[int, int, int]], members: dict[int, list[int]], coordinates: list[tuple[int, ...]]
-) -> tuple[list[int], int]:
-    load: dict[int, int] = {}
-    choice = [0] * len(demands)
-    for k in sorted(range(len(demands)), key=lambda k: (-demands[k][0], k)):
-        size, q, c = demands[k]
-        p = min(members[c], key=lambda m: (load.get(m, 0), _distance(coordinates[m], coordinates[q]), m))
-        load[p] = load.get(p, 0) + size
-        choice[k] = p
-    return choice, max(load.values(), default=0)

@@ -1,0 +1,268 @@
+"""Bytes of our redistribution plans against DTensor's two planners and one all-to-all, for all pairs of placements.
+
+    python tools/redistribute_table.py                       # all meshes, prints the table, writes the markdown file
+    python tools/redistribute_table.py --mesh 2,4 --shape 64,32
+
+Bytes are those of ``inductor_passes.redistribute.steps``: per rank, ring model, the busiest rank. DTensor's plans are
+taken from the installed torch and counted step by step with the padding that torch applies. "one-shot" is a lower bound
+on any single all_to_all on the flat group: what the neediest rank must receive, and what the holders of a block must
+send when they share the work evenly; it is computed on index sets, without the planner's own code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._redistribute import DTensorRedistributePlanner
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from inductor_passes.redistribute.execute import torch_placement
+from inductor_passes.redistribute.mesh import Mesh
+from inductor_passes.redistribute.plan import plan_redistribution
+from inductor_passes.redistribute.spec import Partial, Placement, Replicate, Shard, Spec, intervals, length
+
+CASES: list[tuple[tuple[int, ...], tuple[int, int]]] = [
+    (mesh, shape) for mesh in ((8,), (2, 4), (4, 2), (2, 2, 2)) for shape in ((64, 32), (61, 29))
+]
+
+
+def layouts(mesh: tuple[int, ...]) -> list[tuple[Placement, ...]]:
+    """All placements on two tensor dims: Shard, Replicate, Partial sum, and strided shards that encode a shard order."""
+    result: list[tuple[Placement, ...]] = []
+    for placements in itertools.product((Shard(0), Shard(1), Replicate(), Partial("sum")), repeat=len(mesh)):
+        per_dim = [[m for m, p in enumerate(placements) if p == Shard(d)] for d in range(2)]
+        for orders in itertools.product(*(itertools.permutations(dims) for dims in per_dim)):
+            strided = list(placements)
+            for d, order in enumerate(orders):
+                for k, m in enumerate(order):
+                    strided[m] = Shard(d, math.prod(mesh[i] for i in order[:k] if i > m))
+            result.append(tuple(strided))
+    return result
+
+
+def torch_bytes(source: Spec, target: Spec, device_mesh: DeviceMesh, graph: bool) -> int | None:
+    """Bytes of one of DTensor's planners (``graph`` or greedy); None when it has no plan for the pair."""
+    shape = torch.Size(source.shape)
+    meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), torch.float32)
+    specs = [
+        DTensorSpec(device_mesh, tuple(torch_placement(p) for p in s.placements), tensor_meta=meta)
+        for s in (source, target)
+    ]
+    strided = any(isinstance(p, _StridedShard) for s in specs for p in s.placements)
+    if strided and not graph:
+        return None
+    planner = DTensorRedistributePlanner(device_mesh, meta)
+    try:
+        if graph:
+            infos = planner.generate_graph_based_transform_infos(specs[0], specs[1], shape)
+        else:
+            infos = planner.generate_greedy_transform_infos(specs[0], specs[1])
+        return walk(source, infos)
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError):
+        return None
+
+
+def walk(source: Spec, infos: list[Any]) -> int:
+    """Bytes of DTensor's transforms on rank 0, which holds the largest shard throughout.
+
+    Raises:
+        NotImplementedError: a transform that torch itself refuses to run (Shard to Partial).
+    """
+    local = list(source.layout.local_shape((0,) * source.mesh.ndim))
+    total = 0
+    for info in infos:
+        old, new = info.src_dst_placements
+        group = source.mesh.shape[info.mesh_dim]
+        logical = [int(s) for s in info.logical_shape]
+        if old.is_partial():
+            if not new.is_shard():
+                total += -(-2 * (group - 1) * math.prod(local) // group)
+            else:
+                local[new.dim] = -(-local[new.dim] // group)
+                total += (group - 1) * math.prod(local)
+                continue
+        elif isinstance(old, (TorchShard, _StridedShard)) and not isinstance(new, TorchReplicate):
+            if new.is_partial():
+                raise NotImplementedError("Shard to Partial")
+            if isinstance(old, TorchShard) and isinstance(new, TorchShard):
+                padded = list(local)
+                padded[old.dim] = -(-logical[old.dim] // group)
+                padded[new.dim] = -(-logical[new.dim] // group)
+                total += (group - 1) * math.prod(padded)
+                local[old.dim], local[new.dim] = logical[old.dim], padded[new.dim]
+                continue
+            total += _gather(local, old, group, logical)
+        elif isinstance(old, (TorchShard, _StridedShard)):
+            total += _gather(local, old, group, logical)
+        if isinstance(new, (TorchShard, _StridedShard)):
+            local[new.dim] = _largest(local[new.dim], group, new)
+    return total * source.itemsize
+
+
+def _gather(local: list[int], old: Any, group: int, logical: list[int]) -> int:
+    local[old.dim] = _largest(logical[old.dim], group, old)
+    sent = (group - 1) * math.prod(local)
+    local[old.dim] = logical[old.dim]
+    return sent
+
+
+def _largest(size: int, pieces: int, shard: Any) -> int:
+    return length(intervals(size, ((pieces, int(getattr(shard, "split_factor", 1)), 0),)))
+
+
+def one_shot_bytes(source: Spec, target: Spec) -> int | None:
+    """A lower bound on one all_to_all on the flat group; None when a reduction is pending on either side."""
+    if source.layout.partial_dims or target.layout.partial_dims:
+        return None
+    old, new = (_masks(s) for s in (source, target))
+    received = [int((n & ~o).sum()) for o, n in zip(old, new)]
+    holders: dict[bytes, list[int]] = {}
+    for r, mask in enumerate(old):
+        holders.setdefault(mask.tobytes(), []).append(r)
+    sent = 0
+    for ranks in holders.values():
+        demand = sum(int((new[q] & old[ranks[0]]).sum()) for q in range(len(new)) if q not in ranks)
+        sent = max(sent, -(-demand // len(ranks)))
+    return max(sent, max(received)) * source.itemsize
+
+
+def _masks(spec: Spec) -> list[np.ndarray]:
+    result = []
+    for rank in spec.mesh.ranks:
+        block = spec.layout.block(spec.mesh.coordinates(rank))
+        rows = np.zeros(spec.shape[0], dtype=bool)
+        columns = np.zeros(spec.shape[1], dtype=bool)
+        for start, stop in block[0]:
+            rows[start:stop] = True
+        for start, stop in block[1]:
+            columns[start:stop] = True
+        result.append(np.outer(rows, columns))
+    return result
+
+
+def pairs(mesh: tuple[int, ...], shape: tuple[int, int]) -> Iterator[tuple[Spec, Spec]]:
+    """All ordered pairs of different layouts in which no dimension becomes partial that was not (DTensor refuses)."""
+    plain = Mesh(mesh)
+    specs = [Spec(plain, p, shape) for p in layouts(mesh)]
+    for source, target in itertools.permutations(specs, 2):
+        if all(old or not new for old, new in zip(source.layout.partial, target.layout.partial)):
+            yield source, target
+
+
+def compare(source: Spec, target: Spec, device_mesh: DeviceMesh) -> dict[str, Any]:
+    """Bytes of all contestants for one pair; ``default`` is what DTensor does on its own."""
+    greedy = torch_bytes(source, target, device_mesh, graph=False)
+    graph = torch_bytes(source, target, device_mesh, graph=True)
+    shot = one_shot_bytes(source, target)
+    exact = plan_redistribution(source, target, exactness="exact")
+    free = plan_redistribution(source, target, exactness="reassociate")
+    return {
+        "partial": bool(source.layout.partial_dims),
+        "default": greedy if greedy is not None else graph,
+        "best": min((b for b in (greedy, graph, shot) if b is not None), default=None),
+        "exact": exact.bytes,
+        "reassociate": free.bytes,
+    }
+
+
+def summary(rows: list[dict[str, Any]], ours: str) -> dict[str, Any]:
+    """Share improved, median and maximal ratio over the pairs in which DTensor communicates."""
+    moving = [r for r in rows if r["default"]]
+    ratios = [r["default"] / r[ours] if r[ours] else math.inf for r in moving]
+    finite = [x for x in ratios if x != math.inf]
+    against = [r[ours] / r["best"] if r["best"] else (math.inf if r[ours] else 1.0) for r in rows if r["best"] is not None]
+    return {
+        "pairs": len(moving),
+        "improved": sum(x > 1 for x in ratios),
+        "worse": sum(x < 1 for x in ratios),
+        "median": statistics.median(ratios) if ratios else 1.0,
+        "largest": max(finite, default=1.0),
+        "free": sum(x == math.inf for x in ratios),
+        "above_best": sum(x > 1 for x in against),
+        "worst_against_best": max(against, default=1.0),
+    }
+
+
+def run(cases: list[tuple[tuple[int, ...], tuple[int, int]]]) -> list[str]:
+    """The table as lines of markdown."""
+    lines = [
+        "| mesh | shape | pairs | tier | communicate | fewer bytes than DTensor | more | median ratio | max ratio "
+        "| no bytes left | above best of all | ours / best, worst | ms per pair of plans |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for mesh, shape in cases:
+        device_mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh)).view(mesh))
+        rows = []
+        planning = 0.0
+        for source, target in pairs(mesh, shape):
+            begin = time.perf_counter()
+            plan_redistribution(source, target, exactness="exact")
+            plan_redistribution(source, target, exactness="reassociate")
+            planning += time.perf_counter() - begin
+            rows.append(compare(source, target, device_mesh))
+        for kind, partial in (("shard/replicate", False), ("from partial", True)):
+            chosen = [r for r in rows if r["partial"] == partial]
+            for tier in ("exact", "reassociate") if partial else ("exact",):
+                s = summary(chosen, tier)
+                lines.append(
+                    f"| {mesh} | {shape} | {kind} | {tier} | {s['pairs']} | {s['improved']} "
+                    f"({100 * s['improved'] // max(1, s['pairs'])}%) | {s['worse']} | {s['median']:.2f} | {s['largest']:.2f} "
+                    f"| {s['free']} | {s['above_best']} | {s['worst_against_best']:.3f} "
+                    f"| {1e3 * planning / len(rows):.1f} |"
+                )
+                print(lines[-1], flush=True)
+    return lines
+
+
+HEAD = """# Redistribution bytes
+
+Written by `tools/redistribute_table.py` with torch {version}. All ordered pairs of placements (Shard on each of two tensor
+dims, Replicate, Partial sum, strided shards that encode a shard order), fp32; bytes per rank in the ring model, busiest
+rank. "communicate" counts pairs in which DTensor's default plan moves data; ratio is DTensor's bytes over ours; "no bytes
+left" counts pairs where ours needs no communication at all; "best of all" is the least of DTensor's greedy planner, its
+graph planner and a lower bound on one all-to-all on the flat group. The exact tier keeps DTensor's reductions bit for bit,
+so it cannot reach plans that merge or move sums; those are what `reassociate` allows.
+
+"""
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mesh", help="e.g. 2,4; default: all")
+    parser.add_argument("--shape", help="e.g. 64,32")
+    parser.add_argument("--out", type=Path, default=None, help="markdown file to write")
+    args = parser.parse_args()
+    cases = CASES
+    if args.mesh:
+        mesh = tuple(int(x) for x in args.mesh.split(","))
+        cases = [c for c in CASES if c[0] == mesh] or [(mesh, (64, 32))]
+    if args.shape:
+        rows, columns = (int(x) for x in args.shape.split(","))
+        cases = [(m, (rows, columns)) for m in dict.fromkeys(m for m, _ in cases)]
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    print(f"torch {torch.__version__}")
+    lines = run(cases)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(HEAD.format(version=torch.__version__) + "\n".join(lines) + "\n", encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
