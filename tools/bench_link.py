@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from link_report import facts, problems, table
+from link_report import errors, facts, notes, table
 from rich.console import Console
 
 from inductor_passes.demo_model import Sizes
@@ -117,11 +117,15 @@ def main(
         everything.append(results)
         console.print(table(results))
         console.print(facts(results))
-        for problem in problems(results):
-            console.print(f"note: {problem}")
+        for note in notes(results):
+            console.print(f"note: {note}", markup=False)
+        for error in errors(results):
+            console.print(f"wrong: {error}", style="red", markup=False)
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(everything, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    if any(errors(results) for results in everything):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
-from link_report import facts, problems, row_of, summary
+from link_report import LOSS_TOLERANCE, errors, facts, notes, row_of, summary
 from link_worker import REFERENCE, Job, join, run
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -22,8 +22,6 @@ from inductor_passes.demo_model import Sizes
 
 #: How long the phases take relative to one step.
 _WEIGHTS = {"compiling": 40, "compute alone": 8, "calibrating": 10, "measuring": 1, "memory": 3}
-#: Largest relative difference of losses that still counts as equal.
-_TOLERANCE = 1e-5
 
 
 def main(
@@ -81,17 +79,20 @@ def _show(results: dict[str, Any], contender: str, console: Console) -> bool:
         return True
     console.print(summary(results))
     console.print(facts(results))
-    for problem in problems(results):
-        console.print(f"note: {problem}", style="yellow", markup=False)
+    for note in notes(results):
+        console.print(f"note: {note}", style="yellow", markup=False)
+    wrong = errors(results)
+    for error in wrong:
+        console.print(f"wrong: {error}", style="red", markup=False)
     mine = row_of(results, contender)
     losses = mine["losses"]
-    equal = mine["worst_loss_difference"] <= _TOLERANCE
+    equal = mine["worst_loss_difference"] <= LOSS_TOLERANCE
     how = "bit for bit" if mine["worst_loss_difference"] == 0 else f"within {mine['worst_loss_difference']:.0e}"
     console.print(
         f"{len(losses)} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}; "
         + (f"equal to plain Inductor's {how}" if equal else f"NOT equal to plain Inductor's, {how} (relative)")
     )
-    return not equal
+    return bool(wrong)
 
 
 if __name__ == "__main__":

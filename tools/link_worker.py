@@ -161,6 +161,12 @@ class Bench:
                 self.steps[name].append(time)
         torch.compiler.set_stance("default")
 
+    def parameter_wire_bytes(self) -> int:
+        """What a rank sends to gather, or to reduce, every parameter once."""
+        parameters = self.trials[REFERENCE].model.parameters()
+        shards = [p.to_local() for p in parameters]  # type: ignore[operator]
+        return (dist.get_world_size() - 1) * sum(s.numel() * s.element_size() for s in shards)
+
     def rows(self) -> list[dict[str, Any]]:
         """One record per contender, times of each step taken from its slowest rank."""
         reference = self.trials[REFERENCE].losses
@@ -236,6 +242,7 @@ def run(job: Job, say: Say = silent) -> dict[str, Any]:
         **tuned,
         "communication_alone_ns": median(slowest([s.virtual_ns for s in alone])),
         "communication_alone_wall_ns": median(slowest([s.wall_ns for s in alone])),
+        "parameter_wire_bytes": bench.parameter_wire_bytes(),
         "head_ns": head,
         "tail_ns": tail,
         "rows": bench.rows(),
