@@ -1,0 +1,301 @@
+"""Async tensor parallelism: communication inside the matmuls next to it, on any backend.
+
+before::
+
+    AG0 W0 mm        mm RS0 W0
+
+after (two parts)::
+
+    AG0 AG0' W0 mm W0' mm'        mm RS0 mm' RS0' W0 W0'
+
+For every collective the pass looks for regions (``region``) that can be computed in parts, prices them (``gate``) and
+replaces the best ones (``lower_decompose``). Every collective yields one decision. Correct because each operator of a
+region maps over the axis that is cut; saves what the schedule leaves exposed of the communication, for the price of
+smaller matmuls, more latencies and copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+import torch.fx
+
+from inductor_passes.async_tp.gate import Priced, Pricer
+from inductor_passes.async_tp.gathers import merge_identical
+from inductor_passes.async_tp.lower_decompose import Lowered, lower
+from inductor_passes.async_tp.order import Key, legal_order
+from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
+from inductor_passes.config import ConfigError
+from inductor_passes.cost.compute import ComputeCosts
+from inductor_passes.ir import ops
+from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.pipeline import Context, arrange
+from inductor_passes.reorder.problem import NoHintError, build
+from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.simulate import simulate
+from inductor_passes.verify.certificate import Certificate
+
+Mode = Literal["auto", "force", "off"]
+MODES: tuple[Mode, ...] = ("auto", "force", "off")
+_REACHES = (Reach(True, 0), Reach(False, 0), Reach(True, 1), Reach(False, 1))
+
+
+@dataclass(frozen=True)
+class AsyncTpPass:
+    """See the module's docstring.
+
+    Attributes:
+        mode: ``auto`` applies what the cost gate says pays, ``force`` the best region of every collective whatever
+            it costs, ``off`` nothing.
+        parts: how many parts may be made; the cost model chooses among them.
+        groups: (process-group name, mode) pairs that override ``mode`` for a group.
+        sizes: (bytes, mode) pairs: ``mode`` for collectives whose full message has at least so many bytes; the
+            largest matching size counts, and a group's override goes first.
+        contracting: whether sums over a cut axis may be computed as sums of parts, which reassociates.
+        least_gain: gain below this share of the region's time is left alone in ``auto``.
+    """
+
+    mode: Mode = "auto"
+    parts: tuple[int, ...] = (2, 4, 8)
+    groups: tuple[tuple[str, Mode], ...] = ()
+    sizes: tuple[tuple[int, Mode], ...] = ()
+    contracting: bool = True
+    least_gain: float = 0.03
+    name: str = "async_tp"
+    group_order: ClassVar[Literal["kept", "any"]] = "kept"
+
+    def __post_init__(self) -> None:
+        for mode in (self.mode, *(m for _, m in self.groups), *(m for _, m in self.sizes)):
+            if mode not in MODES:
+                raise ConfigError("async_tp", mode, " or ".join(f'"{m}"' for m in MODES))
+        if not self.parts or any(not isinstance(p, int) or p < 2 for p in self.parts):
+            raise ConfigError("async_tp parts", self.parts, "a tuple of integers of at least 2")
+
+    def mode_of(self, collective: Collective) -> Mode:
+        """The mode that applies to a collective."""
+        for name, mode in self.groups:
+            if name == collective.group.name:
+                return mode
+        size = max(collective.input_bytes or 0, collective.output_bytes or 0)
+        fitting = [entry for entry in self.sizes if entry[0] <= size]
+        return max(fitting)[1] if fitting else self.mode
+
+    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
+        """Rewrite the graph; one decision per collective."""
+        report = PassReport(self.name)
+        view = GraphView(graph)
+        if not any(self.mode_of(c) != "off" for c in view.collectives):
+            report.decisions = [_refused(c, Reason.DISABLED, "", 'async_tp="auto"') for c in view.collectives]
+            return report
+        names_before = {n.name for n in graph.nodes}
+        merged = merge_identical(graph, view)
+        if merged:
+            view = GraphView(graph)
+        report.decisions += merged
+        planner = _Planner(self, view, context)
+        chosen = planner.choose()
+        report.decisions += planner.decisions
+        position = dict(view.position)
+        keys: dict[torch.fx.Node, Key] = {}
+        moved: dict[torch.fx.Node, torch.fx.Node] = {}
+        lowered: list[Lowered] = []
+        for priced in chosen:
+            one = lower(graph, priced.region, priced.order.order, position, moved)
+            keys.update(one.keys)
+            lowered.append(one)
+        if chosen:
+            arrange(graph, legal_order(graph, keys, position))
+        report.changed = bool(chosen or merged)
+        if report.changed:
+            names = {n.name for n in graph.nodes}
+            context.certificates.append(
+                Certificate(
+                    self.name,
+                    removed=tuple(sorted(names_before - names)),
+                    added=tuple(sorted(names - names_before)),
+                    replaced=tuple((old, new) for one in lowered for old, new in one.replaced),
+                )
+            )
+        report.metrics = {
+            "regions": float(len(chosen)),
+            "gain_ns": float(sum(p.gain_ns for p in chosen)),
+            "merged_gathers": float(len(merged)),
+        }
+        return report
+
+
+def _refused(c: Collective, reason: Reason, detail: str, setting: str = "") -> Decision:
+    return Decision(
+        "async_tp",
+        c.start.name,
+        Verdict.REFUSED,
+        reason,
+        f"{c.label}: {detail}" if detail else c.label,
+        source=ops.source_line(c.start),
+        group=c.group.name,
+        setting=setting,
+    )
+
+
+@dataclass
+class _Planner:
+    """Finds the regions to apply in one graph."""
+
+    settings: AsyncTpPass
+    view: GraphView
+    context: Context
+    decisions: list[Decision] = field(default_factory=list)
+
+    def choose(self) -> list[Priced]:
+        """The regions to apply, disjoint, in graph order; leaves one decision per collective."""
+        grower = Grower(self.view)
+        pricer = self._pricer()
+        options: list[tuple[Collective, list[Priced]]] = []
+        refusals: dict[Collective, Refusal] = {}
+        for collective in self.view.collectives:
+            mode = self.settings.mode_of(collective)
+            refusal = unsupported(collective, self.view)
+            if mode == "off":
+                refusals[collective] = Refusal(Reason.DISABLED, "")
+            elif refusal is not None:
+                refusals[collective] = refusal
+            elif pricer is None:
+                refusals[collective] = Refusal(Reason.NO_HINT, "a symbolic size has no hint")
+            else:
+                found, why = self._options(grower, pricer, collective)
+                options.append((collective, found))
+                if why is not None:
+                    refusals[collective] = why
+        chosen = self._disjoint(options)
+        self._decide(chosen, dict(options), refusals)
+        return sorted(chosen, key=lambda p: self.view.position[next(iter(p.region.cuts))])
+
+    def _pricer(self) -> Pricer | None:
+        costs = ComputeCosts(self.view, self.context.profile, self.context.config.estimator)
+        if any(c.input_bytes is None or c.output_bytes is None for c in self.view.collectives):
+            return None
+        exposed: dict[torch.fx.Node, int] | None = None
+        if any(self.settings.mode_of(c) == "auto" for c in self.view.collectives):
+            try:
+                exposed = self._exposed()
+            except NoHintError:
+                return None
+        return Pricer(self.view, self.context.profile, costs, exposed)
+
+    def _exposed(self) -> dict[torch.fx.Node, int]:
+        """What remains exposed of every collective when the graph as it is has been scheduled."""
+        fx = build(self.view, self.context.profile, estimator=self.context.config.estimator)
+        limit = self.context.config.budget.limit_bytes(simulate(fx.problem).peak_bytes)
+        timeline = simulate(fx.problem, plan(fx.problem, limit, effort=0).order)
+        return {
+            node: timeline.exposed_ns[task]
+            for task, members in enumerate(fx.members)
+            for node in members
+            if node in self.view.by_start
+        }
+
+    def _options(
+        self, grower: Grower, pricer: Pricer, collective: Collective
+    ) -> tuple[list[Priced], Refusal | None]:
+        """All regions around a collective, the best first, and why there is none."""
+        grow = [grower.forward] if collective.kind == "all_gather" else [grower.backward]
+        if collective.kind == "all_to_all":
+            grow.append(grower.forward)
+        found: list[Priced] = []
+        why: Refusal | None = None
+        seen: set[tuple[object, ...]] = set()
+        for dim in axes(collective):
+            for reach in _REACHES:
+                if reach.contracting and not self.settings.contracting:
+                    continue
+                for parts in self.settings.parts:
+                    for direction in grow:
+                        region = direction(collective, dim, parts, reach)
+                        if isinstance(region, Refusal):
+                            why = _clearer(why, region)
+                            continue
+                        key = (parts, tuple(region.cuts.items()))
+                        if key not in seen:
+                            seen.add(key)
+                            found.append(pricer.price(region))
+        found.sort(key=lambda p: -p.gain_ns)
+        return found, None if found else why
+
+    def _worth(self, priced: Priced) -> bool:
+        modes = [self.settings.mode_of(c) for c in priced.region.collectives]
+        if "off" in modes:
+            return False
+        return "force" in modes or priced.gain_ns > self.settings.least_gain * priced.before_ns
+
+    def _disjoint(self, options: list[tuple[Collective, list[Priced]]]) -> list[Priced]:
+        """Greedily the most profitable regions that do not share members."""
+        ranked = [
+            (-p.gain_ns / len(p.region.collectives), self.view.position[c.start], number, p)
+            for c, found in options
+            for number, p in enumerate(found)
+            if self._worth(p)
+        ]
+        taken: set[torch.fx.Node] = set()
+        chosen: list[Priced] = []
+        for _, _, _, priced in sorted(ranked, key=lambda entry: entry[:3]):
+            if taken.isdisjoint(priced.region.cuts):
+                taken.update(priced.region.cuts)
+                chosen.append(priced)
+        return chosen
+
+    def _decide(
+        self, chosen: list[Priced], options: dict[Collective, list[Priced]], refusals: dict[Collective, Refusal]
+    ) -> None:
+        of: dict[Collective, Priced] = {c: p for p in chosen for c in p.region.collectives}
+        for collective in self.view.collectives:
+            if collective in of:
+                self.decisions.append(_applied(collective, of[collective]))
+            elif collective in refusals:
+                why = refusals[collective]
+                setting = 'async_tp="auto"' if why.reason is Reason.DISABLED else ""
+                self.decisions.append(_refused(collective, why.reason, why.detail, setting))
+            else:
+                self.decisions.append(self._not_worth(collective, options[collective]))
+
+    def _not_worth(self, collective: Collective, found: list[Priced]) -> Decision:
+        best = found[0]
+        if self._worth(best):
+            return _refused(collective, Reason.DATA_DEPENDENCY, "its matmul is part of another, better region")
+        exposed = best.before_ns - best.after_ns > best.gain_ns
+        reason = Reason.HIDDEN if exposed else Reason.NOT_PROFITABLE
+        detail = f"best cut {describe(best)}: {best.before_ns} -> {best.after_ns} ns, gain {best.gain_ns} ns"
+        return _refused(collective, reason, detail, 'async_tp="force"')
+
+
+def _clearer(old: Refusal | None, new: Refusal) -> Refusal:
+    """The refusal that says more: about the surroundings rather than about one axis."""
+    if old is None or (old.reason is not Reason.NO_INDEPENDENT_COMPUTE and new.reason is Reason.NO_INDEPENDENT_COMPUTE):
+        return new
+    return old
+
+
+def describe(priced: Priced) -> str:
+    """``2 parts along dimension 0 of AG0: mm free-left, mm_1 free-left, with RS1``."""
+    region: Region = priced.region
+    dots = ", ".join(f"{node.name} {dot.value}" for node, dot in region.matmuls.items())
+    label, dim = region.axis
+    others = [c.label for c in region.collectives if c.label != label]
+    joined = f", with {', '.join(others)}" if others else ""
+    return f"{region.parts} parts along dimension {dim} of {label}: {dots}{joined}"
+
+
+def _applied(c: Collective, priced: Priced) -> Decision:
+    return Decision(
+        "async_tp",
+        c.start.name,
+        Verdict.APPLIED,
+        Reason.PROFITABLE,
+        f"decompose, {describe(priced)}; region {priced.before_ns} -> {priced.after_ns} ns",
+        source=ops.source_line(c.start),
+        group=c.group.name,
+        gain_ns=priced.gain_ns,
+        setting='async_tp="off"',
+    )

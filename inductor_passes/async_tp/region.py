@@ -1,0 +1,384 @@
+"""Regions: connected pieces of a graph around a collective that can be computed part by part along one axis.
+
+Fusing communication with compute is strip-mining: cut one axis of a collective's operand into ``k`` parts and follow
+the cut through everything that maps over that axis (views, casts, elementwise and row-local operators, matmuls along
+a free or batch dimension, further collectives). Each part is then an independent chain ``start -> wait -> matmul``
+(or ``matmul -> start -> wait``), and the link works on part ``j + 1`` while the device works on part ``j``. Where the
+axis is contracted, the parts are partial sums. Forms (bias, batched, weight gradient, gathered weights, one gather for
+several matmuls, a pair gather - matmuls - scatter) need no patterns of their own: they are shapes of regions.
+
+The same idea for one loop nest is "loop fission and pipelining"; for tensor-parallel transformers see "Breadth-first
+pipelining of tensor parallelism" in Jangda et al., CoCoNet (ASPLOS 2022), and Wang et al. (ASPLOS 2023), which cut
+by hand-written patterns.
+"""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from inductor_passes.async_tp import matmul
+from inductor_passes.async_tp.matmul import DotDim
+from inductor_passes.async_tp.rules import Needs, Rule, rule_of, shape_of
+from inductor_passes.async_tp.slab import Cut, Partial, Slab, cut_evenly, is_dense
+from inductor_passes.ir import ops
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.report import Reason
+
+#: Reductions that a sum of parts and a part of a sum commute with.
+LINEAR = ("", "sum", "avg")
+#: How far a region may reach; beyond, nothing is gained and planning time is lost.
+MAX_NODES = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """What is computed in parts.
+
+    Attributes:
+        parts: how many.
+        cuts: every member with its cut, in graph order.
+        needs: for every member and each tensor operand, the part that it reads (None: the whole).
+        collectives: the members that communicate, in graph order.
+        matmuls: the members that are matmuls, with the dimension of the dot that is cut.
+        axis: (collective's label, dimension of its operand) that was cut.
+    """
+
+    parts: int
+    cuts: dict[torch.fx.Node, Cut]
+    needs: dict[torch.fx.Node, Needs]
+    collectives: tuple[Collective, ...]
+    matmuls: dict[torch.fx.Node, DotDim]
+    axis: tuple[str, int]
+
+    def exits(self) -> list[torch.fx.Node]:
+        """Members that somebody outside reads whole, in graph order."""
+        return [n for n in self.cuts if any(self.reads_whole(user, n) for user in n.users)]
+
+    def joined(self) -> list[torch.fx.Node]:
+        """Members whose whole value must be put together from parts: exits, or what they view; in graph order."""
+        found: set[torch.fx.Node] = set()
+        stack = self.exits()
+        while stack:
+            node = stack.pop()
+            if is_layout(node):
+                stack.extend(i for i in node.all_input_nodes if i in self.cuts)
+            else:
+                found.add(node)
+        return [n for n in self.cuts if n in found]
+
+    def reads_whole(self, user: torch.fx.Node, operand: torch.fx.Node) -> bool:
+        """Whether ``user`` needs all parts of ``operand`` at once."""
+        return user not in self.cuts or self.needs[user].get(operand) is None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an axis leads nowhere."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How a region may grow.
+
+    Attributes:
+        contracting: matmuls that contract the axis join it (their parts are summed).
+        further: how many reductions or exchanges downstream join it; 0 stops at the first matmuls (or, upstream of a
+            collective, at its wait).
+    """
+
+    contracting: bool = True
+    further: int = 0
+
+
+def axes(collective: Collective) -> list[int]:
+    """Dimensions of the collective's operand that might be cut, the outermost first."""
+    value = collective.inputs[0].meta.get("val")
+    return list(range(value.dim())) if isinstance(value, torch.Tensor) else []
+
+
+def unsupported(collective: Collective, view: GraphView) -> Refusal | None:
+    """Why a collective cannot be cut at all, whatever is around it."""
+    if len(collective.inputs) != 1:
+        return Refusal(Reason.UNSUPPORTED, "coalesced collective")
+    if collective.in_place:
+        return Refusal(Reason.UNSUPPORTED, "writes to memory that existed before")
+    if collective.kind == "broadcast":
+        return Refusal(Reason.UNSUPPORTED, "broadcast")
+    if collective.reduce_op not in LINEAR:
+        return Refusal(Reason.UNSUPPORTED, f"reduction {collective.reduce_op!r} is not linear")
+    if len(collective.waits) != 1:
+        return Refusal(Reason.UNSUPPORTED, f"{len(collective.waits)} waits")
+    if any(user is not collective.waits[0] for user in collective.start.users):
+        return Refusal(Reason.UNSUPPORTED, "its result is used before the wait")
+    if any(s.writers for s in view.storages.of(collective.start)):
+        return Refusal(Reason.UNSUPPORTED, "its result is written to in place")
+    return None
+
+
+class Grower:
+    """Grows regions in one graph."""
+
+    def __init__(self, view: GraphView) -> None:
+        self._view = view
+        self._mutable = {n for s in view.storages.all if s.writers for n in s.members}
+
+    def forward(self, seed: Collective, dim: int, parts: int, reach: Reach) -> Region | Refusal:
+        """The region downstream of ``seed``: up to the first matmuls, or further to collectives that follow them."""
+        cut = cut_evenly(shape_of(seed.inputs[0]), dim, parts)
+        if cut is None:
+            return _indivisible(seed, dim, parts)
+        growth = _Growth(self._view, self._mutable, parts)
+        if not growth.add(seed.start, seed.inputs[0], cut):
+            return Refusal(Reason.UNSUPPORTED, f"{seed.kind} cannot be cut along dimension {dim}")
+        growth.add(seed.waits[0], seed.start, growth.slab(seed.start))
+        targets = growth.downstream(seed.waits[0], reach)
+        if not targets:
+            return _no_matmul(f"no matmul consumes dimension {dim} of it in parts")
+        return growth.region(targets, (seed.start, seed.waits[0]), (seed.label, dim))
+
+    def backward(self, seed: Collective, dim: int, parts: int, reach: Reach) -> Region | Refusal:
+        """The region upstream of ``seed``, back to the matmuls that produce what it sends."""
+        start, wait = seed.start, seed.waits[0]
+        outer = seed.group.size if dim == 0 and seed.kind in ("reduce_scatter", "all_to_all") else 1
+        sent = cut_evenly(shape_of(seed.inputs[0]), dim, parts, outer)
+        if sent is None:
+            return _indivisible(seed, dim, parts)
+        growth = _Growth(self._view, self._mutable, parts)
+        if not growth.add(start, seed.inputs[0], sent) or not growth.add(wait, start, growth.slab(start)):
+            return Refusal(Reason.UNSUPPORTED, f"{seed.kind} cannot be cut along dimension {dim}")
+        for loose in (False, True):
+            found = growth.upstream(start, loose)
+            if found:
+                break
+        else:
+            return _no_matmul(f"no matmul produces dimension {dim} of it in parts")
+        targets = [wait]
+        if reach.further:
+            targets += growth.downstream(wait, Reach(reach.contracting, reach.further - 1))
+        return growth.region(targets, (start, wait), (seed.label, dim))
+
+
+def _indivisible(seed: Collective, dim: int, parts: int) -> Refusal:
+    size = shape_of(seed.inputs[0])[dim]
+    if not isinstance(size, int):
+        return Refusal(Reason.NO_HINT, f"dimension {dim} has a symbolic size")
+    return Refusal(Reason.UNSUPPORTED, f"dimension {dim} of size {size} does not divide into {parts} parts")
+
+
+def _no_matmul(detail: str) -> Refusal:
+    return Refusal(Reason.NO_INDEPENDENT_COMPUTE, detail)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Where a node lies behind the root: ``matmuls`` since the last gather (or the root), ``sinks`` passed."""
+
+    matmuls: int = 0
+    sinks: int = 0
+
+
+class _Growth:
+    """One region under construction: a consistent assignment of cuts to nodes."""
+
+    def __init__(self, view: GraphView, mutable: set[torch.fx.Node], parts: int) -> None:
+        self._view = view
+        self._mutable = mutable
+        self._parts = parts
+        self.cuts: dict[torch.fx.Node, Cut] = {}
+        self.needs: dict[torch.fx.Node, Needs] = {}
+
+    def slab(self, node: torch.fx.Node) -> Slab:
+        """The cut of a member that is no partial sum."""
+        cut = self.cuts[node]
+        assert isinstance(cut, Slab)
+        return cut
+
+    def add(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, contracting: bool = True) -> bool:
+        """Make ``node`` a member because its ``operand`` comes in parts; False when it cannot be."""
+        rule = rule_of(node)
+        if rule is None:
+            return False
+        result = rule.result(node, operand, cut, self._parts)
+        if result is None or (isinstance(result, Partial) and not contracting):
+            return False
+        return self._admit(node, rule, result)
+
+    def require(self, node: torch.fx.Node, cut: Slab) -> bool:
+        """Make ``node`` a member because somebody reads it in parts; False when it cannot be."""
+        rule = rule_of(node)
+        return rule is not None and self._admit(node, rule, cut)
+
+    def _admit(self, node: torch.fx.Node, rule: Rule, cut: Cut) -> bool:
+        if node in self._mutable or "val" not in node.meta:
+            return False
+        value = node.meta["val"]
+        if (
+            isinstance(cut, Slab)
+            and isinstance(value, torch.Tensor)
+            and not (cut.fits(value.shape, self._parts) and (is_layout(node) or is_dense(value)))
+        ):
+            return False
+        needs = rule.needs(node, cut, self._parts)
+        if needs is None:
+            return False
+        for operand, part in needs.items():
+            if operand in self.cuts:
+                if self.cuts[operand] != part:
+                    return False
+            elif part is not None and not self._takeable(operand, part):
+                return False
+        self.cuts[node], self.needs[node] = cut, needs
+        return True
+
+    def _takeable(self, operand: torch.fx.Node, part: Slab) -> bool:
+        """Whether parts of a value from outside can be had."""
+        value = operand.meta.get("val")
+        if self._view.role(operand) is Role.START or operand in self._mutable:
+            return False
+        if isinstance(value, (list, tuple)):
+            # Cutting a list is its producer's business, which must then become a member: see ``region``.
+            return True
+        return isinstance(value, torch.Tensor) and part.fits(value.shape, self._parts)
+
+    def downstream(self, root: torch.fx.Node, reach: Reach) -> list[torch.fx.Node]:
+        """Admit what follows ``root``; returns the nodes that make it worth while."""
+        position = self._view.position
+        state = {root: _State()}
+        queue: list[tuple[int, torch.fx.Node]] = []
+        queued: set[torch.fx.Node] = set()
+
+        def push(node: torch.fx.Node) -> None:
+            for user in node.users:
+                if user not in queued and user not in self.cuts:
+                    queued.add(user)
+                    heapq.heappush(queue, (position[user], user))
+
+        push(root)
+        targets: list[torch.fx.Node] = []
+        while queue and len(self.cuts) < MAX_NODES:
+            _, node = heapq.heappop(queue)
+            sources = [i for i in node.all_input_nodes if i in state and isinstance(self.cuts.get(i), Slab)]
+            if not sources or self._view.role(node) in (Role.OUTPUT, Role.FENCE, Role.WAIT):
+                continue
+            now = _State(max(state[i].matmuls for i in sources), max(state[i].sinks for i in sources))
+            collective = self._view.by_start.get(node)
+            is_sink = collective is not None and collective.kind != "all_gather"
+            if collective is not None and unsupported(collective, self._view):
+                continue
+            if now.sinks == reach.further and (now.matmuls or now.sinks):
+                continue
+            if is_sink and (not now.matmuls or now.sinks == reach.further):
+                continue
+            if not self.add(node, sources[0], self.slab(sources[0]), reach.contracting):
+                continue
+            is_matmul = matmul.canonical(node) is not None
+            if is_matmul and not now.matmuls:
+                targets.append(node)
+            if collective is not None:
+                node = collective.waits[0]
+                self.add(node, collective.start, self.slab(collective.start))
+                now = _State(0, now.sinks + is_sink)
+                if is_sink:
+                    targets.append(node)
+            state[collective.start if collective is not None else node] = now
+            state[node] = now if not is_matmul else _State(now.matmuls + 1, now.sinks)
+            push(node)
+        return targets
+
+    def upstream(self, root: torch.fx.Node, loose: bool) -> list[torch.fx.Node]:
+        """Admit what ``root`` is made from, back to the nearest matmuls; returns those matmuls.
+
+        ``loose`` also passes computed values that others read.
+        """
+        position = self._view.position
+        kept = dict(self.cuts), dict(self.needs)
+        queue = [(-position[i], i) for i, part in self.needs[root].items() if part is not None]
+        heapq.heapify(queue)
+        seen = {node for _, node in queue}
+        found: list[torch.fx.Node] = []
+        wanted = dict(self.needs[root])
+        while queue and len(self.cuts) < MAX_NODES:
+            _, node = heapq.heappop(queue)
+            part = wanted[node]
+            if part is None or self._view.role(node) not in (Role.COMPUTE, Role.FREE):
+                continue
+            is_matmul = matmul.canonical(node) is not None
+            free = self._view.role(node) is Role.FREE
+            shared = any(user not in self.cuts for user in node.users)
+            if shared and not (loose or free or is_matmul):
+                continue
+            if any(user in self.cuts and self.needs[user].get(node) != part for user in node.users):
+                continue
+            if not self.require(node, part):
+                continue
+            if is_matmul:
+                found.append(node)
+                continue
+            for operand, its_part in self.needs[node].items():
+                if wanted.setdefault(operand, its_part) != its_part:
+                    wanted[operand] = None
+                if operand not in seen:
+                    seen.add(operand)
+                    heapq.heappush(queue, (-position[operand], operand))
+        if not found:
+            self.cuts, self.needs = kept
+        else:
+            self._keep_descendants(found, kept[0])
+        return found
+
+    def _keep_descendants(self, matmuls: list[torch.fx.Node], before: dict[torch.fx.Node, Cut]) -> None:
+        """Drop members that do not lie between a matmul and the collective: they stay outside, read in parts."""
+        fed = set(matmuls)
+        for node in sorted((n for n in self.cuts if n not in before), key=self._view.position.__getitem__):
+            if node not in fed and any(i in fed for i in self.needs[node]):
+                fed.add(node)
+        for node in [n for n in self.cuts if n not in before and n not in fed]:
+            del self.cuts[node], self.needs[node]
+
+    def region(
+        self, targets: list[torch.fx.Node], seed: tuple[torch.fx.Node, ...], axis: tuple[str, int]
+    ) -> Region | Refusal:
+        """The members that lead to a target, as a region."""
+        keep = {*seed}
+        stack = [*targets, *seed]
+        while stack:
+            node = stack.pop()
+            keep.add(node)
+            stack.extend(i for i in self.needs[node] if i in self.cuts and i not in keep)
+        members = sorted(keep, key=self._view.position.__getitem__)
+        collectives = tuple(self._view.by_start[n] for n in members if n in self._view.by_start)
+        matmuls = {}
+        for node in members:
+            form = matmul.canonical(node)
+            if form is not None:
+                matmuls[node] = form.dot_dim(self.cuts[node])
+        cuts, needs = {n: self.cuts[n] for n in members}, {n: self.needs[n] for n in members}
+        for node in members:
+            for operand, part in needs[node].items():
+                if part is not None and operand not in cuts and isinstance(operand.meta["val"], (list, tuple)):
+                    return Refusal(Reason.UNSUPPORTED, f"{operand.name} has several results and is made outside")
+        region = Region(self._parts, cuts, needs, collectives, matmuls, axis)
+        for node in region.joined():
+            if not isinstance(node.meta["val"], torch.Tensor):
+                return Refusal(Reason.UNSUPPORTED, f"{node.name} has several results and is read outside")
+        return region
+
+
+def is_layout(node: torch.fx.Node) -> bool:
+    """Whether a member's whole value is a view of another member's, and not put together from parts itself.
+
+    An output of a computation with several (``getitem``) has no other whole than its own.
+    """
+    if ops.role(node) is not Role.FREE:
+        return False
+    source = node.all_input_nodes[0] if node.all_input_nodes else None
+    return not (node.target is operator.getitem and source is not None and ops.role(source) is Role.COMPUTE)

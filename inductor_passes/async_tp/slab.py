@@ -1,0 +1,172 @@
+"""One axis of a tensor cut into ``k`` equal parts, and how that cut looks through layout changes.
+
+Strip-mining replaces an operation on a whole tensor by ``k`` operations on *slabs*. A slab need not be contiguous: a
+gathered dimension of ``g`` shards, each cut into ``k``, is (``g``, ``k``, ``inner``), and slab ``j`` is ``[:, j, :]``.
+So a cut is (dimension, outer, inner) with ``extent = outer * k * inner``. Views move the cut to another dimension,
+split and cat change ``outer``; a view that tears ``inner`` apart has no cut.
+
+Sizes may be symbolic in every dimension but the one that is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from inductor_passes.bucket.emit import Emitter
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A cut: ``extent(dim) == outer * k * inner``; part ``j`` is ``[:, j, :]`` of the dimension seen so."""
+
+    dim: int
+    outer: int
+    inner: int
+
+    def on(self, dim: int) -> Slab:
+        """The same cut of another dimension."""
+        return Slab(dim, self.outer, self.inner)
+
+    def fits(self, shape: Sequence[Any], parts: int) -> bool:
+        """Whether a tensor of ``shape`` can be cut so into ``parts``."""
+        if not 0 <= self.dim < len(shape) or not isinstance(shape[self.dim], int):
+            return False
+        return bool(shape[self.dim] == self.outer * parts * self.inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A result that is the SUM over the parts: the operation contracts the dimension that is cut.
+
+    ``source`` is the cut of its first operand.
+    """
+
+    source: Slab
+
+
+Cut = Slab | Partial
+
+
+def cut_evenly(shape: Sequence[Any], dim: int, parts: int, outer: int = 1) -> Slab | None:
+    """The cut of ``dim`` into ``parts`` below ``outer`` blocks; None when the size is symbolic or does not divide."""
+    extent = shape[dim] if dim < len(shape) else 0
+    if not isinstance(extent, int) or extent == 0 or extent % (outer * parts):
+        return None
+    return Slab(dim, outer, extent // (outer * parts))
+
+
+def through_view(cut: Slab, before: Sequence[Any], after: Sequence[Any], parts: int) -> Slab | None:
+    """The cut of a tensor of shape ``before`` after ``view(after)``; None when the view tears it apart."""
+    left = 0
+    while left < min(len(before), len(after)) and str(before[left]) == str(after[left]):
+        if left == cut.dim:
+            return cut
+        left += 1
+    right = 0
+    while right < min(len(before), len(after)) - left and str(before[-1 - right]) == str(after[-1 - right]):
+        if len(before) - 1 - right == cut.dim:
+            return cut.on(len(after) - 1 - right)
+        right += 1
+    old, new = list(before[left : len(before) - right]), list(after[left : len(after) - right])
+    if not all(isinstance(size, int) for size in (*old, *new)):
+        return None
+    stride = cut.inner * math.prod(old[cut.dim - left + 1 :])
+    below = 1
+    for place in reversed(range(len(new))):
+        size = new[place]
+        if stride < below * size:
+            if stride % below:
+                return None
+            inner = stride // below
+            if size % (inner * parts):
+                return None
+            return Slab(left + place, size // (inner * parts), inner)
+        below *= size
+    return None
+
+
+def part_shape(shape: Sequence[Any], cut: Slab) -> list[Any]:
+    """Shape of one part of a tensor of ``shape``."""
+    sizes = list(shape)
+    sizes[cut.dim] = cut.outer * cut.inner
+    return sizes
+
+
+def take(emit: Emitter, tensor: torch.fx.Node, cut: Slab, parts: int, index: int) -> torch.fx.Node:
+    """Part ``index`` of a tensor; a view when ``outer`` is 1, else a copy."""
+    step = cut.inner
+    if cut.outer == 1:
+        return emit.call(aten.slice.Tensor, tensor, cut.dim, index * step, (index + 1) * step)
+    shape = list(tensor.meta["val"].shape)
+    if all(isinstance(size, int) for size in shape):
+        split = [*shape[: cut.dim], cut.outer, parts, step, *shape[cut.dim + 1 :]]
+        picked = emit.call(aten.select.int, emit.call(aten.view.default, tensor, split), cut.dim + 1, index)
+        copied = emit.call(aten.clone.default, picked, memory_format=torch.contiguous_format)
+        return emit.call(aten.view.default, copied, part_shape(shape, cut))
+    rows = [(block * parts + index) * step for block in range(cut.outer)]
+    pieces = [emit.call(aten.slice.Tensor, tensor, cut.dim, row, row + step) for row in rows]
+    return emit.call(aten.cat.default, pieces, cut.dim)
+
+
+def assemble(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, like: torch.Tensor) -> torch.fx.Node:
+    """The whole tensor from its parts, with the shape and the (dense) memory order of ``like``."""
+    order = memory_order(like)
+    plain = order == list(range(like.dim()))
+    if not plain:
+        pieces = [emit.call(aten.permute.default, piece, order) for piece in pieces]
+    dim = cut.dim if plain else order.index(cut.dim)
+    if cut.outer == 1:
+        whole = emit.call(aten.cat.default, list(pieces), dim)
+    else:
+        whole = _interleave(emit, pieces, cut.on(dim), [like.shape[d] for d in order])
+    if plain:
+        return whole
+    return emit.call(aten.permute.default, whole, [order.index(d) for d in range(like.dim())])
+
+
+def _interleave(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, shape: list[Any]) -> torch.fx.Node:
+    step = cut.inner
+    if all(isinstance(size, int) for size in shape):
+        split = [*shape[: cut.dim], cut.outer, 1, step, *shape[cut.dim + 1 :]]
+        apart = []
+        for piece in pieces:
+            if not piece.meta["val"].is_contiguous():
+                piece = emit.call(aten.clone.default, piece, memory_format=torch.contiguous_format)
+            apart.append(emit.call(aten.view.default, piece, split))
+        return emit.call(aten.view.default, emit.call(aten.cat.default, apart, cut.dim + 1), shape)
+    rows = [
+        emit.call(aten.slice.Tensor, piece, cut.dim, block * step, (block + 1) * step)
+        for block in range(cut.outer)
+        for piece in pieces
+    ]
+    return emit.call(aten.cat.default, rows, cut.dim)
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Dimensions from the slowest to the fastest in memory; the plain order for a contiguous tensor."""
+    if tensor.is_contiguous():
+        return list(range(tensor.dim()))
+    return sorted(range(tensor.dim()), key=lambda d: (-int(tensor.stride(d)), d))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill a block of memory without gaps or overlap, in some order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    if not all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+        return False
+    expected = 1
+    for dim in reversed(memory_order(tensor)):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) != expected:
+            return False
+        expected *= tensor.shape[dim]
+    return True
+
