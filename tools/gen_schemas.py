@@ -115,8 +115,10 @@ def problem_schema() -> dict[str, Any]:
         "storages": array(row(COUNT, INTEGER, array(COUNT), BOOLEAN, STRING)),
     }
     schema = record(fields)
-    schema["properties"] |= {**IDENTITY, "schema_version": {"const": problem.SCHEMA_VERSION}}
-    schema["required"] = sorted([*fields, "schema_version"])
+    # A file written by ``dump_problem`` is no artifact and has no identity.
+    version = {"schema_version": {"const": problem.SCHEMA_VERSION}}
+    schema["properties"] = {**fields, **IDENTITY, **version}
+    schema["required"] = sorted([*fields, *version])
     return schema
 
 

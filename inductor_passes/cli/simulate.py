@@ -103,7 +103,7 @@ def _values(option: str, text: str, parse: Callable[[str], T]) -> list[T]:
     for part in text.split(","):
         try:
             result.append(parse(part.strip()))
-        except (ValueError, ZeroDivisionError) as error:
+        except ValueError as error:
             raise typer.BadParameter(str(error), param_hint=option) from error
     return result
 
@@ -118,7 +118,7 @@ def _budget(text: str) -> str:
 def _fraction(text: str) -> Fraction:
     try:
         value = Fraction(text)
-    except ValueError as error:
+    except (ValueError, ZeroDivisionError) as error:
         raise ValueError(f"{text!r} is no number") from error
     if value < 0:
         raise ValueError(f"{text} is negative; expected 0 or more")
