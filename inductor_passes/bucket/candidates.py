@@ -26,7 +26,7 @@ class GroupKey:
     Attributes:
         kind / group / reduce_op / device: of the collective; ``group`` is the process group's name.
         dtype: of a reduction, "" for data movement.
-        epoch: number of fences before the start, the first wait and the last wait: nothing crosses a fence.
+        epoch: number of fences before the start and the waits: nothing crosses a fence.
         tags: what checkpointing and partitioning were told about the starts, "" once that no longer matters.
     """
 
@@ -35,7 +35,7 @@ class GroupKey:
     reduce_op: str
     dtype: str
     device: str
-    epoch: tuple[int, int, int]
+    epoch: int
     tags: str
 
 
@@ -78,14 +78,11 @@ def candidates(
             its_slots = slots(view, collective)
             if not uneven_all_to_all and not all(slot.even for slot in its_slots):
                 raise Refused(Reason.RANKS_DIFFER, "unequal splits may differ between ranks, and so would the decision")
+            key = _key(view, collective, its_slots, epoch_at, RECOMPUTE_META if joint else ())
         except Refused as error:
             refused[collective.index] = refusal(collective, error.reason, error.detail)
             continue
-        found.append(
-            Candidate(
-                collective, _key(view, collective, its_slots, epoch_at, RECOMPUTE_META if joint else ()), its_slots
-            )
-        )
+        found.append(Candidate(collective, key, its_slots))
     by_key: dict[GroupKey, list[Candidate]] = {}
     for candidate in found:
         by_key.setdefault(candidate.key, []).append(candidate)
@@ -116,7 +113,8 @@ def refusal(
 def _epochs(view: GraphView) -> list[int]:
     epoch, result = 0, []
     for node in view.nodes:
-        epoch += view.role(node) is Role.FENCE
+        role = view.role(node)
+        epoch += role is Role.FENCE or (role is Role.WAIT and node not in view.collectives_of_wait)
         result.append(epoch)
     return result
 
@@ -130,8 +128,10 @@ def _key(
 ) -> GroupKey:
     reduces = collective.kind in ("reduce_scatter", "all_reduce")
     dtypes = sorted({str(slot.sent.dtype).removeprefix("torch.") for slot in its_slots})
-    starts = epoch_at[view.position[collective.start]]
-    ends = [epoch_at[view.position[wait]] for slot in its_slots for wait in slot.waits]
+    epoch = epoch_at[view.position[collective.start]]
+    for wait in collective.waits:
+        if epoch_at[view.position[wait]] != epoch:
+            raise Refused(Reason.FENCE, f"a fence lies between {collective.start.name} and {wait.name}")
     meta = collective.start.meta
     return GroupKey(
         kind=collective.kind,
@@ -139,7 +139,7 @@ def _key(
         reduce_op=collective.reduce_op,
         dtype="+".join(dtypes) if reduces else "",
         device=str(its_slots[0].sent.device),
-        epoch=(starts, min(ends), max(ends)),
+        epoch=epoch,
         tags=" ".join(f"{name}={meta[name]}" for name in tag_names if name in meta),
     )
 

@@ -8,6 +8,7 @@ A merge then updates the sets of the collectives alone, so that several merges a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch.fx
@@ -55,6 +56,12 @@ class Dependencies:
                 reached[node] = bits
             for source in dying.get(position, ()):
                 reached.pop(source, None)
+
+    def copy(self) -> Dependencies:
+        """The same dependencies, to be merged independently of these."""
+        other = copy.copy(self)
+        other._ancestors = list(self._ancestors)
+        return other
 
     def independent(self, members: Iterable[Collective]) -> bool:
         """Whether no member depends on another: merging them keeps the graph acyclic."""

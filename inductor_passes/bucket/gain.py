@@ -57,7 +57,7 @@ class BucketCosts:
 
     def pack_ns(self, members: Sequence[Candidate]) -> int:
         """Time of the compute lane to build the message; 0 for a single member and the coalesced form."""
-        if not self._copies(members):
+        if not self.copies(members):
             return 0
         as_bytes = travels_as_bytes([slot.sent.dtype for member in members for slot in member.slots])
         moved = 0
@@ -69,7 +69,7 @@ class BucketCosts:
 
     def unpack_ns(self, members: Sequence[Candidate]) -> int:
         """Time of the compute lane to take the message apart; 0 where the parts are views."""
-        if not self._copies(members) or members[0].collective.kind in ("reduce_scatter", "all_reduce"):
+        if not self.copies_out(members):
             return 0
         moved = 2 * sum(member.output_bytes for member in members)
         return self._profile.compute_ns(0, moved, "uint8", sum(len(member.slots) for member in members))
@@ -78,10 +78,9 @@ class BucketCosts:
         """Memory that a bucket takes at once beyond what its largest member takes alone."""
         sent, received = [sum(getattr(m, side) for m in members) for side in ("input_bytes", "output_bytes")]
         alone = max(m.output_bytes for m in members)
-        if not self._copies(members):
+        if not self.copies(members):
             return received - alone
-        copies_out = 0 if members[0].collective.kind in ("reduce_scatter", "all_reduce") else received
-        return sent + received + copies_out - alone
+        return sent + received + (received if self.copies_out(members) else 0) - alone
 
     def gain_ns(self, parts: Sequence[Sequence[Candidate]]) -> int:
         """What merging the buckets ``parts`` into one saves on all lanes together; negative when it costs."""
@@ -100,9 +99,14 @@ class BucketCosts:
             first.group.ranks,
         )
 
-    def _copies(self, members: Sequence[Candidate]) -> bool:
+    def copies(self, members: Sequence[Candidate]) -> bool:
+        """Whether there is a message that the members are copied into."""
         several = len(members) > 1 or len(members[0].slots) > 1
         return several and members[0].collective.group.name not in self._coalesced
+
+    def copies_out(self, members: Sequence[Candidate]) -> bool:
+        """Whether the members are copied out of the message, rather than views of it."""
+        return self.copies(members) and members[0].collective.kind in ("all_gather", "all_to_all")
 
     def _writes_in_place(self, member: Candidate, source: torch.fx.Node) -> bool:
         """Whether the kernel that makes ``source`` can write it into the message.

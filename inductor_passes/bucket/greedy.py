@@ -8,6 +8,7 @@ it takes more memory than the budget leaves.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from inductor_passes.bucket.candidates import Candidate, GroupKey
@@ -45,6 +46,10 @@ def greedy(
             opened.append(bucket)
             del opened[:-OPEN_BUCKETS]
     return [bucket for bucket in buckets if len(bucket) > 1]
+
+
+#: Tried by default: buckets of rising appetite.
+ATTEMPTS: tuple[Partition, ...] = tuple(functools.partial(greedy, spread=spread) for spread in (4.0, 1.0, 16.0))
 
 
 def _full(costs: BucketCosts, members: Sequence[Candidate], spread: float) -> bool:

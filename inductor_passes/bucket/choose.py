@@ -1,0 +1,118 @@
+"""The best of several partitions, by the planner's own evaluation.
+
+Every partition becomes a problem of its own (merged tasks, copies, messages in memory) and is planned under the same
+memory budget as the graph as it is. The fastest plan within the budget wins; the graph as it is wins ties, so merging
+never makes the planned step slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inductor_passes.bucket.candidates import Candidate
+from inductor_passes.bucket.dependencies import Dependencies
+from inductor_passes.bucket.gain import BucketCosts
+from inductor_passes.bucket.greedy import Partition
+from inductor_passes.report import Reason
+from inductor_passes.schedule.merge import Bucket
+from inductor_passes.schedule.merge import merge as merged_problem
+from inductor_passes.schedule.plan import Plan, plan
+from inductor_passes.schedule.problem import Kind, Problem
+
+#: Above this many tasks only the first partition is tried: planning is what takes time.
+ONE_TRY_TASKS = 6000
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What came of it.
+
+    Attributes:
+        buckets: to be merged; empty when nothing is.
+        tried: the first partition's buckets, for the reasons of a refusal.
+        before, after: plans of the graph as it is and of the chosen (or, refused, of the best other) partition.
+        objection: why nothing is merged although ``tried`` is not empty, else None.
+    """
+
+    buckets: list[list[Candidate]]
+    tried: list[list[Candidate]]
+    before: Plan | None = None
+    after: Plan | None = None
+    objection: Reason | None = None
+
+
+def choose(
+    problem: Problem,
+    found: Sequence[Candidate],
+    dependencies: Dependencies,
+    costs: BucketCosts,
+    partitions: Sequence[Partition],
+    limit_bytes: int | None,
+    *,
+    effort: int = 0,
+) -> Choice:
+    """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring."""
+    trials: list[list[list[Candidate]]] = []
+    for partition in partitions[: 1 if len(problem) > ONE_TRY_TASKS else None]:
+        buckets = partition(found, dependencies.copy(), costs)
+        if buckets and buckets not in trials:
+            trials.append(buckets)
+    if not trials:
+        return Choice([], [])
+    before = plan(problem, limit_bytes, effort=effort)
+    chosen: tuple[Plan, list[list[Candidate]]] | None = None
+    refused: tuple[Plan, Reason] | None = None
+    for buckets in trials:
+        after = plan(merged(problem, buckets, costs), limit_bytes, effort=effort)
+        objection = _objection(before, after)
+        if objection is not None:
+            if refused is None or after.makespan_ns < refused[0].makespan_ns:
+                refused = after, objection
+        elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
+            chosen = after, buckets
+    if chosen is not None:
+        return Choice(chosen[1], trials[0], before, chosen[0])
+    assert refused is not None
+    return Choice([], trials[0], before, refused[0], refused[1])
+
+
+def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts) -> Problem:
+    """The problem of the graph with ``buckets`` merged.
+
+    Args:
+        problem: its START tasks carry the names of the candidates' start nodes.
+    """
+    number = {task.name: i for i, task in enumerate(problem.tasks) if task.kind is Kind.START}
+    return merged_problem(
+        problem,
+        [
+            Bucket(
+                starts=tuple(number[member.collective.start.name] for member in bucket),
+                duration_ns=_duration_ns(problem, [number[m.collective.start.name] for m in bucket], bucket, costs),
+                issue_ns=costs.issue_ns(bucket),
+                pack_ns=costs.pack_ns(bucket) if costs.copies(bucket) else None,
+                unpack_ns=costs.unpack_ns(bucket) if costs.copies_out(bucket) else None,
+                sent_bytes=sum(member.input_bytes for member in bucket),
+                received_bytes=sum(member.output_bytes for member in bucket),
+                shared_output=costs.copies(bucket) and not costs.copies_out(bucket),
+            )
+            for bucket in buckets
+        ],
+    )
+
+
+def _duration_ns(problem: Problem, starts: Sequence[int], bucket: Sequence[Candidate], costs: BucketCosts) -> int:
+    """The modelled duration of a bucket, corrected by what the problem says of its members (own estimates)."""
+    stated = sum(problem.tasks[start].duration_ns for start in starts)
+    modelled = sum(costs.transfer_ns([member]) for member in bucket)
+    return costs.transfer_ns(bucket) * stated // modelled if modelled else costs.transfer_ns(bucket)
+
+
+def _objection(before: Plan, after: Plan) -> Reason | None:
+    """Why the merged graph must not be kept, None when it may."""
+    if before.feasible and not after.feasible:
+        return Reason.OVER_BUDGET
+    if not before.feasible and after.peak_bytes > before.peak_bytes:
+        return Reason.OVER_BUDGET
+    return Reason.SLOWER if after.makespan_ns >= before.makespan_ns else None
