@@ -168,6 +168,19 @@ def group_backend(name: str) -> str:
         return ""
 
 
+def group_store(name: str) -> tuple[Any, int, tuple[int, ...]] | None:
+    """(key-value store, own global rank, global ranks) of the named group, None when this process is not in it."""
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    found = resolve_group_ranks(name)
+    if found is None:
+        return None
+    entry = c10d._world.pg_map.get(c10d._resolve_process_group(name))
+    rank = dist.get_rank()
+    return None if entry is None or rank not in found[1] else (entry[1], rank, found[1])
+
+
 # -- sizes ---------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import random
 from collections.abc import Callable
@@ -708,7 +709,7 @@ def drop_an_output(case: Case) -> bool:
 def swap_inputs(case: Case) -> bool:
     first, second = case.rng.sample([n for n in case.nodes if is_placeholder(n)], 2)
     swapped = [second if n is first else first if n is second else n for n in case.nodes]
-    for a, b in zip(swapped, swapped[1:]):
+    for a, b in itertools.pairwise(swapped):
         a.append(b)
     return True
 

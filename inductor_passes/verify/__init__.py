@@ -3,18 +3,28 @@
 Nothing here imports a pass or the planner: every answer is derived again from the graph.
 """
 
+from inductor_passes.verify.agreement import RanksDifferError, compare_digests
 from inductor_passes.verify.certificate import Certificate, Claim
 from inductor_passes.verify.checker import check, snapshot
+from inductor_passes.verify.deadlock import Certification, certify
+from inductor_passes.verify.events import digest
 from inductor_passes.verify.memory import peak_bytes
+from inductor_passes.verify.ranks import check_ranks
 from inductor_passes.verify.snapshot import ReferenceSnapshot
 from inductor_passes.verify.snodes import check_snodes, snodes_peak_bytes
 
 __all__ = [
     "Certificate",
+    "Certification",
     "Claim",
+    "RanksDifferError",
     "ReferenceSnapshot",
+    "certify",
     "check",
+    "check_ranks",
     "check_snodes",
+    "compare_digests",
+    "digest",
     "peak_bytes",
     "snapshot",
     "snodes_peak_bytes",

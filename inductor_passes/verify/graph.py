@@ -23,7 +23,7 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Finding
-from inductor_passes.verify import effects
+from inductor_passes.verify import effects, events
 
 
 def finding(rule: str, node: torch.fx.Node, message: str, other: torch.fx.Node | None = None) -> Finding:
@@ -115,7 +115,7 @@ def waits_and_flight(view: GraphView) -> list[Finding]:
             continue
         written = effects.writes(node, role)
         found.extend(_conflicts(view, flight, node, role, written))
-        if role is Role.START:
+        if role is Role.START or events.is_transfer(node):
             results = list(storages.of(node))
             results += [s for n in written for s in storages.of(n) if s not in results]
             inputs = [s for n in node.all_input_nodes for s in storages.of(n) if s not in results]

@@ -15,6 +15,7 @@ from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Finding
 from inductor_passes.verify import effects
+from inductor_passes.verify.events import Event, events
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +81,11 @@ class CollectiveRecord:
 
 @dataclass(frozen=True)
 class ReferenceSnapshot:
-    """What a graph was: nodes in order, collectives, its own findings, its peak (None without hints)."""
+    """What a graph was: nodes in order, collectives, what other ranks see, its own findings, its peak (or None)."""
 
     nodes: Mapping[str, NodeRecord]
     collectives: Mapping[str, CollectiveRecord]
+    events: tuple[Event, ...]
     findings: frozenset[tuple[str, str, str]]
     peak_bytes: int | None
 
@@ -151,6 +153,7 @@ def take(view: GraphView, findings: list[Finding], peak: int | None) -> Referenc
     return ReferenceSnapshot(
         nodes=nodes,
         collectives=collectives(view),
+        events=events(view),
         findings=frozenset(map(finding_key, findings)),
         peak_bytes=peak,
     )
