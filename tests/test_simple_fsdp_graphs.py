@@ -34,9 +34,10 @@ PARAMETERS = 12
 
 
 @pytest.fixture(autouse=True)
-def world() -> Iterator[None]:
+def world(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A fake process group of four ranks, or of as many as the test says."""
     torch._dynamo.reset()
-    with fake_world(4):
+    with fake_world(getattr(request, "param", 4)):
         yield
 
 
@@ -135,6 +136,43 @@ def test_two_dimensions(sequence_parallel: bool) -> None:
     if sequence_parallel:
         expected["all_reduce"] = 3
     assert backward - alone_backward == expected
+
+
+@pytest.mark.parametrize("world", [8], indirect=True)
+def test_three_dimensions() -> None:
+    """Hybrid sharding around tensor parallelism: one more reduction per parameter than tensor parallelism's six."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    model = tensor_parallel(llama(LLAMA), mesh["tp"])
+    simple_fsdp(model, mesh["replicate", "shard"], mode="hybrid_shard")
+    forward, backward = counts(model, llama_batch(LLAMA)[:1])
+    # The tensor-parallel output layer gathers the logits.
+    assert forward["all_gather_into_tensor"] == PARAMETERS + 1
+    assert backward["reduce_scatter_tensor"] == PARAMETERS
+    assert backward["all_reduce"] == PARAMETERS + 6
+
+
+class Holder(nn.Module):
+    """Parameters in containers, behind another parametrization, and read several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = nn.ParameterList([nn.Parameter(torch.randn(8, 8)) for _ in range(2)])
+        self.named = nn.ParameterDict({"shift": nn.Parameter(torch.randn(8))})
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.listed:
+            x = x @ weight
+        x = self.normed(x + self.named["shift"])
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_parameters_that_are_not_plain_attributes() -> None:
+    """Three in containers, two of the weight norm, four of the attention (tested for None before use)."""
+    forward, backward = counts(simple_fsdp(Holder(), data_mesh()), (torch.randn(2, 3, 8),))
+    assert forward == {"all_gather_into_tensor": 9}
+    assert backward["reduce_scatter_tensor"] == 9
 
 
 class Checkpointed(nn.Module):
@@ -261,6 +299,7 @@ def test_a_second_application_is_refused() -> None:
     model = simple_fsdp(mlp(MLPConfig()), data_mesh())
     assert "already applied" in refusal(model, data_mesh())
     assert "already applied" in refusal(model[0], data_mesh())
+    assert "already applied" in refusal(copy.deepcopy(model)[0], data_mesh())
 
 
 def test_parts_first_then_the_whole() -> None:

@@ -53,10 +53,17 @@ def managed_class(cls: type[nn.Module], names: tuple[str, ...], settings: Settin
     key = (cls, names, settings)
     if key not in _CLASSES:
         _CLASSES[key] = _derive(cls, names, settings)
+        _MANAGED.add(_CLASSES[key])
     return _CLASSES[key]
 
 
 _CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], Settings], type[nn.Module]] = {}
+_MANAGED: set[type[nn.Module]] = set()
+
+
+def is_managed(module: nn.Module) -> bool:
+    """Whether a module's class is one of :func:`managed_class`; true of copies, too."""
+    return type(module) in _MANAGED
 
 
 def _derive(cls: type[nn.Module], names: tuple[str, ...], settings: Settings) -> type[nn.Module]:

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from inductor_passes.simple_fsdp.access import managed_class
+from inductor_passes.simple_fsdp.access import is_managed, managed_class
 from inductor_passes.simple_fsdp.layout import distribute
 from inductor_passes.simple_fsdp.settings import Mode, Settings, SimpleFSDPError
 
-#: Every module that an application has covered, whether it owns parameters or not.
+#: Every module that an application has covered. Those that own parameters also show it by their class.
 _COVERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 #: Attribute of a parameter that was replaced: who still holds it shared it with a module that now holds another.
@@ -69,17 +69,17 @@ def simple_fsdp(
     settings, policy = Settings.of(mesh, mode, mp_policy, reshard_after_forward, shard_dim)
     if not isinstance(module, nn.Module):
         raise SimpleFSDPError(f"module={type(module).__name__}; expected a torch.nn.Module")
-    if module in _COVERED:
+    if _is_covered(module):
         raise SimpleFSDPError(
             f"simple_fsdp was already applied to this {type(module).__name__}; apply it once, to parts first and to "
             "the whole last"
         )
-    covered_before = {id(p) for part in module.modules() if part in _COVERED for p in part.parameters()}
+    covered_before = {id(p) for part in module.modules() if _is_covered(part) for p in part.parameters()}
     originals: list[nn.Parameter] = []
     replacement: dict[int, nn.Parameter] = {}
     owners: list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = []
     for prefix, part in module.named_modules():
-        if part in _COVERED:
+        if _is_covered(part):
             continue
         owned = list(part.named_parameters(recurse=False, remove_duplicate=False))
         owners.append((part, owned))
@@ -103,6 +103,10 @@ def simple_fsdp(
         _COVERED.add(part)
     _cast_at_the_border(module, policy)
     return module
+
+
+def _is_covered(module: nn.Module) -> bool:
+    return module in _COVERED or is_managed(module)
 
 
 def _cast_at_the_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
