@@ -70,6 +70,8 @@ def _run_select(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> tor
     def cut(rank: int, local: torch.Tensor) -> torch.Tensor:
         c = mesh.coordinates(rank)
         have, want = step.before.block(c), step.after.block(c)
+        if not numel(want):
+            return local.new_empty(shape_of(want))
         # A view would keep the whole input alive: a slice is its own memory, as DTensor's is.
         return local if have == want else select(local, have, want).clone(memory_format=torch.contiguous_format)
 
@@ -80,7 +82,7 @@ def _run_gather(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> tor
     room = step.before.max_numel
 
     def pack(rank: int, local: torch.Tensor) -> torch.Tensor:
-        return _padded(_wire(local), room)
+        return _wire(_padded(local.reshape(-1), room))
 
     def unpack(rank: int, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         c = mesh.coordinates(rank)
@@ -194,7 +196,7 @@ def _run_scatter(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> to
         pieces = []
         for member in mesh.group(rank, step.mesh_dims):
             want = step.after.block(mesh.coordinates(member))
-            pieces.append(_padded(_reducible(select(local, have, want)), room))
+            pieces.append(_reducible(_padded(select(local, have, want).reshape(-1), room)))
         return torch.cat(pieces)
 
     def unpack(rank: int, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
@@ -249,8 +251,8 @@ def _unreducible(buffer: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _padded(flat: torch.Tensor, room: int) -> torch.Tensor:
-    """Padded with zeros to ``room`` elements of the layout (complex ones count twice)."""
-    return flat if flat.numel() >= room else torch.nn.functional.pad(flat, (0, room - flat.numel()))
+    """Padded with zeros to ``room`` elements."""
+    return flat if flat.numel() == room else torch.cat([flat, flat.new_zeros(room - flat.numel())])
 
 
 _RUN = {

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 
 class MeshError(ValueError):
@@ -90,18 +90,11 @@ class Mesh:
 
     def group(self, rank: int, dims: Iterable[int]) -> tuple[int, ...]:
         """The process group of ``rank`` over ``dims``: global ranks, ascending, as every backend orders them."""
-        return tuple(sorted(self.flattened(rank, dims)))
+        return _group(self, rank, self.check_dims(dims))
 
     def flattened(self, rank: int, dims: Iterable[int]) -> tuple[int, ...]:
         """The same ranks in the order of the flattened dims: the first of ``dims`` varies slowest."""
-        dims = self.check_dims(dims)
-        base = list(self.coordinates(rank))
-        result = []
-        for combination in itertools.product(*(range(self.shape[d]) for d in dims)):
-            for d, c in zip(dims, combination):
-                base[d] = c
-            result.append(self.rank(base))
-        return tuple(result)
+        return _flattened(self, rank, self.check_dims(dims))
 
     def slots(self, rank: int, dims: Iterable[int]) -> tuple[int, ...]:
         """For every member of :meth:`flattened` its slot in :meth:`group`: the permutation that flattening costs."""
@@ -126,6 +119,22 @@ class Mesh:
         coordinates = [self.coordinates(r) for r in wanted]
         dims = tuple(d for d in range(self.ndim) if len({c[d] for c in coordinates}) > 1)
         return dims if self.group(wanted[0], dims) == wanted else None
+
+
+@lru_cache(maxsize=65536)
+def _flattened(mesh: Mesh, rank: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    base = list(mesh.coordinates(rank))
+    result = []
+    for combination in itertools.product(*(range(mesh.shape[d]) for d in dims)):
+        for d, c in zip(dims, combination):
+            base[d] = c
+        result.append(mesh.rank(base))
+    return tuple(result)
+
+
+@lru_cache(maxsize=65536)
+def _group(mesh: Mesh, rank: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(_flattened(mesh, rank, dims)))
 
 
 @dataclass(frozen=True)
