@@ -29,10 +29,14 @@ const el = (tag, attributes, ...children) => {
 const fill = (id, ...children) => byId(id).replaceChildren(...children.flat().filter((c) => c !== null && c !== undefined));
 const empty = (text) => el("p", { class: "empty" }, text);
 
+// Rows beyond this are laid out only on demand: thousands of them would hold up the page.
+const MOST_ROWS = 200;
+
 // A table whose heads sort. columns: {head, value(row), show(row), number}
 const sortable = (columns, rows, { sortBy, descending, rowAttributes } = {}) => {
   let by = sortBy ?? -1, down = descending ?? false;
   const table = el("table");
+  let limit = MOST_ROWS;
   const draw = () => {
     const sorted = by < 0 ? rows : rows.slice().sort((a, b) => {
       const x = columns[by].value(a), y = columns[by].value(b);
@@ -49,8 +53,10 @@ const sortable = (columns, rows, { sortBy, descending, rowAttributes } = {}) => 
     } } }, column.head + (k === by ? (down ? " ↓" : " ↑") : ""))));
     table.replaceChildren(
       el("thead", {}, el("tr", {}, heads)),
-      el("tbody", {}, sorted.map((row) => el("tr", rowAttributes ? rowAttributes(row) : {},
+      el("tbody", {}, sorted.slice(0, limit).map((row) => el("tr", rowAttributes ? rowAttributes(row) : {},
         columns.map((column) => el("td", { class: column.number ? "n" : null }, column.show ? column.show(row) : column.value(row)))))),
+      sorted.length > limit ? el("tfoot", {}, el("tr", {}, el("td", { colspan: columns.length },
+        el("button", { type: "button", on: { click: () => { limit = Infinity; draw(); } } }, `Show all ${sorted.length} rows`)))) : "",
     );
   };
   draw();
@@ -323,18 +329,31 @@ const draw = (view) => {
     const y = AXIS + r * (ROW + GAP) + GAP;
     // Slices of a row do not overlap, so their ends are sorted like their begins.
     let k = firstAtOrAfter(row.first, row.last, (m) => s[6 * m + 2] + s[6 * m + 3] >= span.begin);
-    let reached = -1;
+    // Slices narrower than a pixel add up in their pixel's column, which shows each category's share of the time.
+    const shares = new Map();
     for (; k < row.last && s[6 * k + 2] <= span.end; k++) {
-      const begin = Math.max(LEFT, x(s[6 * k + 2])), end = Math.min(width, x(s[6 * k + 2] + s[6 * k + 3]));
-      if (s[6 * k + 3] === 0) continue;
-      const w = Math.max(end - begin, 0.6);
-      // Many slices within one pixel are one rectangle to the eye.
-      if (begin + w <= reached + 0.6 && s[6 * k + 1] !== 1) continue;
-      reached = begin + w;
-      c.fillStyle = paints[s[6 * k + 1]]; c.fillRect(begin, y, Math.max(w - (w > 3 ? 0.6 : 0), 0.6), ROW);
+      const length = s[6 * k + 3];
+      if (length === 0) continue;
+      const begin = Math.max(LEFT, x(s[6 * k + 2])), end = Math.min(width, x(s[6 * k + 2] + length)), w = end - begin;
+      if (w < 1.5) {
+        const column = Math.floor(begin);
+        let share = shares.get(column);
+        if (!share) shares.set(column, (share = [0, 0, 0, 0]));
+        share[s[6 * k + 1]] += Math.max(0, w);
+        continue;
+      }
+      c.fillStyle = paints[s[6 * k + 1]]; c.fillRect(begin, y, w - (w > 3 ? 0.6 : 0), ROW);
       if (w > 26) {
         const name = line.strings[s[6 * k + 4]], room = Math.floor((w - 6) / 6);
         c.fillStyle = on; c.fillText(name.length > room ? name.slice(0, Math.max(1, room - 1)) + "…" : name, begin + 4, y + ROW / 2);
+      }
+    }
+    for (const [column, share] of shares) {
+      const total = Math.max(1, share[0] + share[1] + share[2] + share[3]);
+      let bottom = y + ROW;
+      for (const category of [0, 3, 2, 1]) {
+        const height = (ROW * share[category]) / total;
+        if (height) { c.fillStyle = paints[category]; c.fillRect(column, bottom - height, 1, height); bottom -= height; }
       }
     }
     c.fillStyle = color("panel"); c.fillRect(0, y, LEFT - 2, ROW);
@@ -469,7 +488,7 @@ const select = (index) => {
 fill("notes", data.notes.map((note) => el("p", { class: "hint" }, "Note: " + note)));
 fill("graph", data.graphs.map((g, k) => el("option", { value: k }, g.title)));
 byId("graph").addEventListener("change", (e) => select(Number(e.target.value)));
-window.addEventListener("resize", paint);
+new ResizeObserver(() => paint()).observe(byId("timelines"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
 if (data.graphs.length) select(0); else overview();
 root.dataset.ready = "yes";

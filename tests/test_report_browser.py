@@ -1,0 +1,121 @@
+"""The page in a real browser: it opens without an error, draws, sorts, filters, zooms, and never runs what it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inductor_passes.trace.compare import across_ranks
+from inductor_passes.trace.html import render_page
+from inductor_passes.trace.reader import read_trace
+from tests.test_report import TraceDir, evil_trace
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --window-size=1400,1600"
+).split()
+
+#: Runs after the page: drives it like a user and leaves what it saw in the document.
+DRIVER = """
+<script>
+(async () => {
+  const seen = { errors };
+  const byId = (id) => document.getElementById(id);
+  const frame = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 0))));
+  const labels = () => [...byId("collectives").querySelectorAll("tbody tr")].map((r) => r.cells[0].firstChild.textContent);
+  const pixels = (k) => {
+    const c = document.querySelectorAll("canvas")[k], all = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+    let hash = 0; for (let i = 0; i < all.length; i += 4) hash = (hash * 31 + all[i] + 7 * all[i + 1] + 13 * all[i + 2]) >>> 0;
+    return hash;
+  };
+  const key = (name) => document.querySelectorAll("canvas")[1].dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true, cancelable: true }));
+  await frame();
+  seen.ready = document.documentElement.dataset.ready;
+  seen.canvases = document.querySelectorAll("canvas").length;
+  seen.graphs = [...byId("graph").options].map((o) => o.textContent);
+  seen.cards = byId("cards").textContent;
+  seen.byExposed = labels();
+  byId("collectives").querySelectorAll("th button")[0].click();
+  seen.byLabel = labels();
+  seen.focused = document.activeElement.textContent;
+  byId("collectives").querySelectorAll("th button")[0].click();
+  seen.byLabelDown = labels();
+  byId("filter").value = "lane busy"; byId("filter").dispatchEvent(new Event("input"));
+  seen.filtered = labels(); seen.count = byId("count").textContent;
+  byId("filter").value = ""; byId("filter").dispatchEvent(new Event("input"));
+  await frame(); key("0"); await frame();
+  const whole = pixels(1); key("+"); await frame(); seen.zoomed = pixels(1) !== whole;
+  key("ArrowRight"); await frame(); key("0"); await frame(); seen.restored = pixels(1) === whole;
+  key("n"); await frame(); seen.picked = byId("picked").textContent;
+  byId("collectives").querySelector("tbody tr").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+  await frame(); seen.jumped = byId("picked").textContent; seen.onCanvas = document.activeElement.tagName;
+  key("0"); await frame();
+  const c = document.querySelectorAll("canvas")[1], box = c.getBoundingClientRect();
+  c.dispatchEvent(new PointerEvent("pointermove", { clientX: box.x + 140, clientY: box.y + 40, bubbles: true }));
+  seen.tip = byId("tip").hidden ? "" : byId("tip").textContent;
+  const light = getComputedStyle(document.body).backgroundColor; byId("theme").click(); await frame();
+  seen.dark = getComputedStyle(document.body).backgroundColor !== light; seen.repainted = pixels(1) !== whole;
+  byId("graph").value = "1"; byId("graph").dispatchEvent(new Event("change")); await frame();
+  seen.second = byId("ranks").textContent; seen.evil = window.evil === undefined;
+  const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
+})();
+</script>
+"""
+CATCH = "<script>const errors = []; addEventListener('error', (e) => errors.push(e.message));</script>"
+
+
+def drive(page: str, folder: Path) -> dict[str, Any]:
+    path = folder / "page.html"
+    path.write_text(page.replace("<head>", "<head>" + CATCH, 1).replace("</body>", DRIVER + "</body>"), encoding="utf-8")
+    assert BROWSER is not None
+    done = subprocess.run(
+        [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000", "--dump-dom", path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    match = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
+    assert match is not None, done.stderr[-3000:]
+    return json.loads(unescape(match[1]))
+
+
+def test_a_user_can_read_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = TraceDir(tmp_path / "trace", monkeypatch)
+    report = traces.sample(layers=12)
+    traces.sample(phase="backward", layers=3)
+    traces.sample(phase="backward", layers=4, rank=1)
+    trace = read_trace(traces.path)
+    seen = drive(render_page(across_ranks(trace.graphs), trace.notes, title="run"), tmp_path)
+    assert seen["errors"] == [] and seen["ready"] == "yes"
+    assert seen["canvases"] == 2 and seen["graphs"] == ["forward_0 [0/0]", "backward_0 [0/0]"]
+    assert report.digest in seen["cards"]
+    exposed = {c.label: c.exposed_ns for c in report.collectives}
+    assert [exposed[label] for label in seen["byExposed"]] == sorted(exposed.values(), reverse=True)
+    assert seen["byLabel"] == [f"AG{k}" for k in range(12)] and seen["byLabelDown"] == seen["byLabel"][::-1]
+    assert seen["focused"].startswith("Collective"), "sorting keeps the keyboard focus"
+    busy = [c.label for c in report.collectives if "lane busy" in c.reason.value]
+    assert sorted(seen["filtered"]) == sorted(busy) and seen["count"] == f"{len(busy)} of 12"
+    assert seen["zoomed"] and seen["restored"]
+    assert "wait AG" in seen["picked"] and "AG" in seen["jumped"] and seen["onCanvas"] == "CANVAS"
+    assert "from" in seen["tip"]
+    assert seen["dark"] and seen["repainted"]
+    assert "schedule" in seen["second"], "the second graph's ranks differ"
+
+
+def test_what_the_page_shows_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = TraceDir(tmp_path / "trace", monkeypatch)
+    evil_trace(traces)
+    traces.sample(phase="backward")
+    trace = read_trace(traces.path)
+    seen = drive(render_page(across_ranks(trace.graphs), trace.notes, title="<b>run"), tmp_path)
+    assert seen["errors"] == [] and seen["evil"] is True and seen["canvases"] == 2
