@@ -1,0 +1,261 @@
+"""What a problem becomes when collectives travel together.
+
+Members of a bucket give way to one start and one wait. A *packed* bucket copies its members' inputs into a message
+before the start and takes the received message apart after the wait; both are tasks of the compute lane, and the
+message takes memory of its own, but the members' inputs may die as soon as they are packed. Without copies the members
+are sent from where they lie.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from inductor_passes.schedule.problem import INPUT, Kind, Problem, ProblemError, Storage, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Collectives that travel together, and what that costs.
+
+    Attributes:
+        starts: their ``START`` tasks, two or more, on one lane.
+        duration_ns: on the lane. ``issue_ns``: on the compute lane.
+        pack_ns: copying the inputs into the message on the compute lane; None: no copy, no message.
+        unpack_ns: copying the received message into the members' outputs; None: the outputs are received in place.
+        sent_bytes, received_bytes: of the messages, where there are copies.
+        shared_output: without ``unpack_ns``: the outputs are views of one allocation and die together.
+    """
+
+    starts: tuple[int, ...]
+    duration_ns: int
+    issue_ns: int = 0
+    pack_ns: int | None = None
+    unpack_ns: int | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    shared_output: bool = False
+
+
+@dataclass(slots=True)
+class _Merging:
+    """The new tasks, appended to the old ones under fresh numbers, and who takes over what from a merged task.
+
+    ``entry``: who inherits its predecessors; ``exit``: whom its successors follow; ``chains``: tasks of each bucket in
+    sequence. Old numbers map to themselves unless merged; merged tasks are None in ``tasks``.
+    """
+
+    tasks: list[Task | None]
+    keys: list[tuple[int, int]]
+    entry: list[int]
+    exit: list[int]
+    waits: dict[int, list[int]]
+    chains: list[list[int]] = field(default_factory=list)
+
+
+def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
+    """``problem`` with each bucket's starts and waits replaced. O((tasks + edges) log tasks).
+
+    The input order of the result keeps that of ``problem`` as far as the dependencies of the merged tasks allow: a
+    merged start comes where its last member stood.
+
+    Raises:
+        ProblemError: a bucket has fewer than two members, members on different lanes, a fence between members, a
+            member in two buckets, or a dependency path between members (through other buckets too).
+    """
+    n = len(problem)
+    waits: dict[int, list[int]] = {}
+    for i, task in enumerate(problem.tasks):
+        if task.kind is Kind.WAIT:
+            waits.setdefault(task.start, []).append(i)
+    _check(problem, buckets, waits)
+    m = _Merging(list(problem.tasks), [(i, 0) for i in range(n)], list(range(n)), list(range(n)), waits)
+    for bucket in buckets:
+        _append(problem, bucket, m)
+    bucket_of = {s: b for b, bucket in enumerate(buckets) for s in bucket.starts}
+    preds: list[set[int]] = [set() for _ in m.tasks]
+    order_edges: list[tuple[int, int]] = []
+    for chain in m.chains:
+        for before, after in itertools.pairwise(chain):
+            preds[after].add(before)
+    for i, expanded in enumerate(problem.edges()):
+        for p in problem.preds[i]:
+            # Inside a bucket the chain says it all.
+            if problem.tasks[i].start != p or m.tasks[i] is not None:
+                preds[m.entry[i]].add(m.exit[p])
+        for p in expanded:
+            # Neighbours on a lane of fixed order may travel together: that edge is not a dependency.
+            neighbours = bucket_of.get(p, -1) == bucket_of.get(i, -2) and p not in problem.preds[i]
+            if problem.tasks[i].start != p and not neighbours:
+                order_edges.append((m.exit[p], m.entry[i]))
+    return _renumber(problem, m, preds, order_edges, _storages(problem, buckets, m))
+
+
+def _check(problem: Problem, buckets: Sequence[Bucket], waits: dict[int, list[int]]) -> None:
+    fences = [i for i, t in enumerate(problem.tasks) if t.fence]
+    seen: set[int] = set()
+    for bucket in buckets:
+        names = ", ".join(problem.tasks[s].name for s in bucket.starts)
+        if len(bucket.starts) < 2:
+            raise ProblemError(f"{problem.name}: a bucket needs two members or more; got [{names}]")
+        if any(problem.tasks[s].kind is not Kind.START for s in bucket.starts):
+            raise ProblemError(f"{problem.name}: bucket [{names}] has a member that is not a START")
+        if len({problem.tasks[s].lane for s in bucket.starts}) > 1:
+            raise ProblemError(f"{problem.name}: bucket [{names}] has members on different lanes")
+        if seen & set(bucket.starts) or len(set(bucket.starts)) < len(bucket.starts):
+            raise ProblemError(f"{problem.name}: a member of bucket [{names}] is there twice")
+        seen |= set(bucket.starts)
+        ends = [*bucket.starts, *(w for s in bucket.starts for w in waits.get(s, ()))]
+        if any(min(ends) <= f <= max(ends) for f in fences):
+            raise ProblemError(f"{problem.name}: bucket [{names}] would cross a fence")
+
+
+def _append(problem: Problem, bucket: Bucket, m: _Merging) -> None:
+    """Add the tasks of one bucket and retire its members."""
+    members = [problem.tasks[s] for s in bucket.starts]
+    waits = [w for s in bucket.starts for w in m.waits.get(s, ())]
+    place = max(bucket.starts)
+    needed = max(place, min(waits, default=place))
+    name, block = f"{members[0].name}+{len(members) - 1}", members[0].block
+    size = sum(task.size_bytes for task in members)
+    label = "+".join(task.label for task in members if task.label)
+    chain: list[int] = []
+
+    def add(task: Task, key: tuple[int, int]) -> None:
+        chain.append(len(m.tasks))
+        m.tasks.append(task)
+        m.keys.append(key)
+
+    if bucket.pack_ns is not None:
+        add(Task(f"pack_{name}", Kind.COMPUTE, bucket.pack_ns, label="pack", block=block), (place, 1))
+    start = len(m.tasks)
+    merged = dataclasses.replace(members[0], name=name, size_bytes=size, label=label)
+    add(dataclasses.replace(merged, duration_ns=bucket.duration_ns, issue_ns=bucket.issue_ns), (place, 2))
+    add(
+        Task(
+            f"wait_{name}",
+            Kind.WAIT,
+            lane=members[0].lane,
+            start=start,
+            issue_ns=max((problem.tasks[w].issue_ns for w in waits), default=0),
+            size_bytes=size,
+            label=f"W({label})" if label else "",
+            block=block,
+        ),
+        (needed, 3),
+    )
+    wait = start + 1
+    if bucket.unpack_ns is not None:
+        add(Task(f"unpack_{name}", Kind.COMPUTE, bucket.unpack_ns, label="unpack", block=block), (needed, 4))
+    for s in bucket.starts:
+        m.tasks[s], m.entry[s], m.exit[s] = None, chain[0], start
+    for w in waits:
+        m.tasks[w], m.entry[w], m.exit[w] = None, wait, chain[-1]
+    m.chains.append(chain)
+
+
+def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[Storage]:
+    result: list[Storage] = []
+    bucket_of = {s: b for b, bucket in enumerate(buckets) for s in bucket.starts}
+    views: dict[int, list[Storage]] = {}
+    for storage in problem.storages:
+        own = bucket_of.get(storage.producer)
+        producer = storage.producer
+        if own is not None:
+            producer = m.chains[own][-1] if buckets[own].unpack_ns is not None else m.exit[producer]
+        readers = set()
+        for r in storage.readers:
+            task = problem.tasks[r]
+            if task.kind is Kind.WAIT and task.start in bucket_of:
+                b = bucket_of[task.start]
+                if task.start == storage.producer:
+                    # Received in place; a copy of it exists from the unpacking on.
+                    if buckets[b].unpack_ns is None:
+                        readers.add(m.entry[r])
+                    continue
+                # The message is held until the wait; what was packed into it is not.
+                readers.add(m.chains[b][0] if buckets[b].pack_ns is not None else m.entry[r])
+            else:
+                readers.add(m.entry[r])
+        moved = dataclasses.replace(
+            storage, producer=m.exit[producer] if own is None and producer != INPUT else producer,
+            readers=tuple(readers),
+        )
+        if own is not None and buckets[own].shared_output and buckets[own].unpack_ns is None:
+            views.setdefault(own, []).append(moved)
+        else:
+            result.append(moved)
+    for parts in views.values():
+        result.append(
+            Storage(
+                sum(part.size_bytes for part in parts),
+                parts[0].producer,
+                tuple({r for part in parts for r in part.readers}),
+                any(part.pinned for part in parts),
+                "+".join(part.name for part in parts if part.name),
+            )
+        )
+    for bucket, chain in zip(buckets, m.chains):
+        start = m.exit[bucket.starts[0]]
+        if bucket.pack_ns is not None:
+            result.append(Storage(bucket.sent_bytes, chain[0], (start, start + 1), name="message"))
+        if bucket.unpack_ns is not None:
+            result.append(Storage(bucket.received_bytes, start, (start + 1, chain[-1]), name="received"))
+    return result
+
+
+def _renumber(
+    problem: Problem,
+    m: _Merging,
+    preds: Sequence[set[int]],
+    order_edges: Sequence[tuple[int, int]],
+    storages: Sequence[Storage],
+) -> Problem:
+    """Topological order by the tasks' keys, and everything renumbered to it."""
+    pairs = {(p, i) for i, ps in enumerate(preds) for p in ps}
+    pairs.update(order_edges)
+    pairs.update((s.producer, r) for s in storages if s.producer != INPUT for r in s.readers)
+    pairs.update((t.start, i) for i, t in enumerate(m.tasks) if t is not None and t.kind is Kind.WAIT)
+    successors: list[list[int]] = [[] for _ in m.tasks]
+    missing = [0] * len(m.tasks)
+    for p, i in sorted(pairs):
+        successors[p].append(i)
+        missing[i] += 1
+    alive = [i for i, task in enumerate(m.tasks) if task is not None]
+    ready = [(m.keys[i], i) for i in alive if not missing[i]]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, i = heapq.heappop(ready)
+        order.append(i)
+        for j in successors[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                heapq.heappush(ready, (m.keys[j], j))
+    if len(order) < len(alive):
+        stuck = [t.name for chain in m.chains for i in chain if missing[i] and (t := m.tasks[i]) is not None]
+        raise ProblemError(
+            f"{problem.name}: members of a bucket depend on each other; one of {', '.join(stuck)}"
+        )
+    number = {i: k for k, i in enumerate(order)}
+    number[INPUT] = INPUT
+    tasks = [
+        dataclasses.replace(t, start=number[t.start]) if t.kind is Kind.WAIT else t
+        for t in (m.tasks[i] for i in order)
+        if t is not None
+    ]
+    return Problem(
+        tasks=tuple(tasks),
+        preds=tuple(tuple(sorted(number[p] for p in preds[i])) for i in order),
+        lanes=problem.lanes,
+        storages=tuple(
+            dataclasses.replace(s, producer=number[s.producer], readers=tuple(sorted(number[r] for r in s.readers)))
+            for s in storages
+        ),
+        base_bytes=problem.base_bytes,
+        name=problem.name,
+        meta=dict(problem.meta),
+    )
