@@ -112,8 +112,9 @@ class Snapshot:
                 target,
                 torch.fx.node.map_arg(args, fresh.__getitem__),
                 torch.fx.node.map_arg(kwargs, fresh.__getitem__),
-                name=name,
             )
+            # The graph still reserves the name for the erased node: nobody else can have taken it.
+            new.name = name
             new.meta = meta
             fresh[node] = new
 

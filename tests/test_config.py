@@ -1,0 +1,83 @@
+"""Settings: one validated record, whatever way they come in."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import inductor_passes
+from inductor_passes import ConfigError, PassConfig, config
+from inductor_passes.config import MemoryBudget
+
+
+@pytest.mark.parametrize(
+    ("text", "peak", "limit"),
+    [
+        ("0", 1000, 1000),
+        ("+5%", 1000, 1050),
+        ("+12.5%", 1000, 1125),
+        ("2GiB", 1000, 1000 + 2 * 2**30),
+        ("+512MiB", 0, 512 * 2**20),
+        ("1.5 GB", 10, 10 + 1_500_000_000),
+        ("unlimited", 1000, None),
+    ],
+)
+def test_budgets(text: str, peak: int, limit: int | None) -> None:
+    assert MemoryBudget.parse(text).limit_bytes(peak) == limit
+
+
+@pytest.mark.parametrize("bad", ["5", "5%", "-5%", "2 gigs", "", "+", "GiB", "nan%", "1e3MB", None, 5, True, -1])
+def test_bad_budgets_are_refused(bad: object) -> None:
+    with pytest.raises(ConfigError, match="memory_budget="):
+        MemoryBudget.parse(bad)
+
+
+@given(st.integers(0, 10**15), st.integers(0, 10**4))
+def test_a_budget_never_falls_below_the_input(peak: int, percent: int) -> None:
+    limit = MemoryBudget.parse(f"+{percent}%").limit_bytes(peak)
+    assert limit is not None
+    assert peak <= limit <= peak + peak * percent // 100 + 1
+
+
+def test_unknown_keys_name_their_neighbour() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'memory_budget'"):
+        PassConfig.from_mapping({"memory_bugdet": "0"})
+    with pytest.raises(ConfigError, match="memory_budget"):
+        inductor_passes.options(memory_bugdet="0")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("verify", "off"), ("verify", True), ("codegen", "triton"), ("replay", 1), ("cost_profile", 3), ("estimator", 3)],
+)
+def test_bad_values_name_key_value_and_what_is_allowed(key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PassConfig.from_mapping({key: value})
+    assert key in str(caught.value) and repr(value) in str(caught.value) and "expected" in str(caught.value)
+
+
+def test_environment() -> None:
+    environ = {"INDUCTOR_PASSES": "1", "INDUCTOR_PASSES_MEMORY_BUDGET": "+7%", "OTHER": "x"}
+    assert PassConfig.from_env(environ).memory_budget == "+7%"
+    with pytest.raises(ConfigError, match="INDUCTOR_PASSES_MEMORY"):
+        PassConfig.from_env({"INDUCTOR_PASSES_MEMORY": "0"})
+    with pytest.raises(ConfigError, match="lots"):
+        PassConfig.from_env({"INDUCTOR_PASSES_MEMORY_BUDGET": "lots"})
+    with pytest.raises(ConfigError, match="function"):
+        PassConfig.from_env({"INDUCTOR_PASSES_ESTIMATOR": "f"})
+
+
+def test_the_namespace_holds_process_wide_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config.memory_budget == PassConfig().memory_budget
+    monkeypatch.setenv("INDUCTOR_PASSES_MEMORY_BUDGET", "+1%")
+    assert config.memory_budget == "+1%"
+    with config.patch(memory_budget="0", verify="strict"):
+        assert config.current() == PassConfig(memory_budget="0", verify="strict")
+        assert config.verify == "strict"
+    assert config.memory_budget == "+1%"
+    for bad in ({"memory_budget": "5"}, {"enabled": 1}, {"nothing": 1}):
+        with pytest.raises(ConfigError), config.patch(**bad):
+            pass
+    with pytest.raises(AttributeError):
+        config.nothing  # noqa: B018

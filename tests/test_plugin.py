@@ -1,0 +1,258 @@
+"""All ways in lead to the same passes, forward and backward; what clashes is refused; what is none of ours is left."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from models import fake_world
+
+import inductor_passes
+from inductor_passes import ConfigError, config, in_tree, plugin
+from inductor_passes.report import GraphReport
+from inductor_passes.trace.collector import collect
+
+WIDTH = 32
+
+
+class Gather(torch.autograd.Function):
+    """All-gather with a reduce-scatter as its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return funcol.all_gather_tensor(weight, 0, dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return funcol.reduce_scatter_tensor(gradient, "sum", 0, dist.group.WORLD)
+
+
+def model(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+    for weight in weights:
+        x = x @ Gather.apply(weight)
+    return x.sum()
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    torch._dynamo.reset()
+    with fake_world(2):
+        yield
+
+
+def train(call: Callable[..., torch.Tensor]) -> list[GraphReport]:
+    """Reports of one forward and backward."""
+    weights = [torch.ones(WIDTH // 2, WIDTH, requires_grad=True) for _ in range(3)]
+    with collect() as reports:
+        call(torch.ones(64, WIDTH), weights).backward()
+    assert all(w.grad is not None for w in weights)
+    return reports
+
+
+def check(reports: list[GraphReport], **expected: str) -> None:
+    assert [r.phase for r in reports] == ["forward", "backward"]
+    for report in reports:
+        assert report.collectives
+        for key, value in expected.items():
+            assert report.config[key] == value
+
+
+def test_options() -> None:
+    reports = train(torch.compile(model, options=inductor_passes.options(memory_budget="+9%", verify="strict")))
+    check(reports, memory_budget="+9%", verify="strict")
+    assert [r.order_check for r in reports] == ["as planned"] * 2
+
+
+def test_options_with_mode() -> None:
+    ours = inductor_passes.options(mode="max-autotune-no-cudagraphs", verify="strict")
+    assert ours["max_autotune"] is True
+    check(train(torch.compile(model, options=ours)), verify="strict")
+
+
+def test_backend_with_dotted_keys() -> None:
+    own = {"inductor_passes.memory_budget": "2MiB", "inductor_passes.verify": "strict", "max_autotune": False}
+    check(train(torch.compile(model, backend="inductor_passes", options=own)), memory_budget="2MiB", verify="strict")
+
+
+def test_backend_with_mode() -> None:
+    check(train(torch.compile(model, backend="inductor_passes", mode="max-autotune-no-cudagraphs")))
+
+
+def test_backend_without_code_generation() -> None:
+    own = {"inductor_passes.codegen": "aot_eager", "inductor_passes.verify": "strict"}
+    reports = train(torch.compile(model, backend="inductor_passes", options=own))
+    check(reports, codegen="aot_eager")
+    assert all(s.level == "fx" for r in reports for s in r.schedules)
+
+
+def test_enabled_for_the_process() -> None:
+    assert not train(torch.compile(model))
+    torch._dynamo.reset()
+    with config.patch(enabled=True, memory_budget="+3%"):
+        check(train(torch.compile(model)), memory_budget="+3%")
+        torch._dynamo.reset()
+        # options of the user's own do not switch us off
+        check(train(torch.compile(model, options={"max_autotune": False})), memory_budget="+3%")
+    torch._dynamo.reset()
+    assert not train(torch.compile(model))
+    assert torch._inductor.config.post_grad_custom_post_pass is None
+    assert torch._inductor.config.reorder_for_compute_comm_overlap is False
+
+
+def test_the_users_own_passes_still_run() -> None:
+    seen: list[int] = []
+
+    def mine(graph: torch.fx.Graph) -> None:
+        seen.append(len(graph.nodes))
+
+    own = {"post_grad_custom_post_pass": mine}
+    check(train(torch.compile(model, options=inductor_passes.options(inductor=own))))
+    assert len(seen) == 2
+
+
+SCRIPT = """
+import torch
+assert bool({enabled}) == ("inductor_passes" in __import__("sys").modules), "the variable decides"
+if {enabled}:
+    import inductor_passes
+    assert inductor_passes.config.enabled
+    assert torch._inductor.config.reorder_for_compute_comm_overlap
+"""
+
+
+@pytest.mark.parametrize(("value", "enabled"), [(None, False), ("0", False), ("1", True)])
+def test_environment_variable(value: str | None, enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INDUCTOR_PASSES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("INDUCTOR_PASSES", value)
+    subprocess.run([sys.executable, "-c", SCRIPT.format(enabled=enabled)], check=True, timeout=120)
+
+
+def test_a_bad_environment_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INDUCTOR_PASSES", "banana")
+    done = subprocess.run([sys.executable, "-c", "import torch"], capture_output=True, text=True, timeout=120)
+    assert "INDUCTOR_PASSES='banana'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "clash",
+    [
+        {"bucket_all_gathers_fx": "all"},
+        {"_micro_pipeline_tp": True},
+        {"aten_distributed_optimizations.enable_overlap_scheduling": True},
+        {"reorder_for_compute_comm_overlap": True, "reorder_for_compute_comm_overlap_passes": ["sink_waits"]},
+    ],
+)
+def test_in_tree_passes_are_refused(clash: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="in-tree communication passes"):
+        inductor_passes.options(inductor=clash)
+
+
+def test_in_tree_passes_can_be_left_the_graph(caplog: pytest.LogCaptureFixture) -> None:
+    from inductor_passes import pipeline
+
+    pipeline._warned.clear()
+    ours = inductor_passes.options(in_tree_passes="warn", inductor={"bucket_all_gathers_fx": "all"})
+    with caplog.at_level(logging.WARNING, "inductor_passes"):
+        assert not train(torch.compile(model, options=ours))
+    warnings = [r for r in caplog.records if "bucket_all_gathers_fx" in r.getMessage()]
+    assert len(warnings) == 1, "one warning for forward and backward together"
+
+
+def test_a_clash_that_comes_after_options_is_an_error() -> None:
+    with (
+        torch._inductor.config.patch({"bucket_all_gathers_fx": "all"}),
+        pytest.raises(Exception, match="in-tree communication passes"),
+    ):
+        train(torch.compile(model, options={**inductor_passes.options(), "bucket_all_gathers_fx": "all"}))
+
+
+def test_simple_overlap_is_off_where_it_exists() -> None:
+    ours = inductor_passes.options()
+    assert ours.get(in_tree.SIMPLE_OVERLAP, False) is False
+
+
+def test_wrong_options_are_clear() -> None:
+    with pytest.raises(ConfigError, match="mode='fastest'"):
+        inductor_passes.options(mode="fastest")
+    with pytest.raises(ConfigError, match="no_such_option"):
+        inductor_passes.options(inductor={"no_such_option": 1})
+    with pytest.raises(ConfigError, match="codegen"):
+        inductor_passes.options(codegen="aot_eager")
+    with pytest.raises(ConfigError, match=r"no/such/profile\.json"):
+        inductor_passes.options(cost_profile="no/such/profile.json")
+    with pytest.raises(Exception, match=r"inductor_passes\.memory_bugdet"):
+        torch.compile(model, backend="inductor_passes", options={"inductor_passes.memory_bugdet": "0"})(
+            torch.ones(4, WIDTH), [torch.ones(WIDTH // 2, WIDTH)]
+        )
+
+
+def test_a_graph_without_collectives_is_none_of_our_business(caplog: pytest.LogCaptureFixture) -> None:
+    before: list[str] = []
+    after: list[str] = []
+
+    def record(into: list[str]) -> Callable[[torch.fx.Graph], None]:
+        return lambda graph: into.append(str(graph))
+
+    ours = inductor_passes.options(inductor={"post_grad_custom_post_pass": record(before)})
+    ours["post_grad_custom_post_pass"].append(record(after))
+    with collect() as reports, caplog.at_level(logging.DEBUG, "inductor_passes"):
+        torch.compile(lambda x: (x @ x).relu().sum(), options=ours)(torch.ones(8, 8))
+    assert before == after and before
+    assert not reports and not [r for r in caplog.records if r.name == "inductor_passes"]
+
+
+def test_help_tells_units_and_errors() -> None:
+    for name in inductor_passes.__all__:
+        text = getattr(inductor_passes, name).__doc__
+        assert text and len(text) > 40, name
+    assert "Raises" in (inductor_passes.options.__doc__ or "")
+
+
+def test_a_failing_pass_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    from inductor_passes import pipeline
+    from inductor_passes.report import PassReport, Reason
+
+    class Vandal:
+        name = "vandal"
+        group_order = "kept"
+
+        def run(self, graph: torch.fx.Graph, context: Any) -> PassReport:
+            waits = [n for n in graph.nodes if "wait_tensor" in str(n.target)]
+            waits[0].replace_all_uses_with(waits[0].args[0])
+            graph.erase_node(waits[0])
+            raise RuntimeError("broke off in the middle")
+
+    class Liar(Vandal):
+        name = "liar"
+
+        def run(self, graph: torch.fx.Graph, context: Any) -> PassReport:
+            waits = [n for n in graph.nodes if "wait_tensor" in str(n.target)]
+            waits[0].replace_all_uses_with(waits[0].args[0])
+            graph.erase_node(waits[0])
+            return PassReport(self.name, changed=True)
+
+    pipeline._warned.clear()
+    monkeypatch.setattr(plugin, "passes_of", lambda settings: [Vandal(), Liar()])
+    graphs: list[str] = []
+    ours = inductor_passes.options(inductor={"post_grad_custom_post_pass": lambda g: graphs.append(str(g))})
+    ours["post_grad_custom_post_pass"].append(lambda g: graphs.append(str(g)))
+    with caplog.at_level(logging.WARNING, "inductor_passes"):
+        reports = train(torch.compile(model, options=ours))
+    assert graphs[0] == graphs[1] and graphs[2] == graphs[3]
+    for report in reports:
+        assert [p.rolled_back for p in report.passes[:2]] == [Reason.EXCEPTION, Reason.VERIFIER]
+    texts = [r.getMessage() for r in caplog.records]
+    assert sum("'vandal' was undone in the forward graph" in t and "broke off" in t for t in texts) == 1
+    assert sum("'liar' was undone in the forward graph" in t for t in texts) == 1
+
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="vandal"):
+        train(torch.compile(model, options=inductor_passes.options(verify="strict")))
