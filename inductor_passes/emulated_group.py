@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,8 @@ from inductor_passes.cost.communication import KINDS, Layout, wire_bytes
 from inductor_passes.link_model import GroupTables, Link, Rate, Record, VirtualClock
 
 BACKEND = "emulated"
+#: The log keeps so many of the latest collectives.
+LOG_LENGTH = 200_000
 #: What torch passes for "no timeout of its own".
 _NO_TIMEOUT = timedelta(milliseconds=-1)
 
@@ -33,7 +36,7 @@ class LinkState:
 
     def __init__(self, rates: Mapping[str, Rate], ranks_per_host: int) -> None:
         self.clock = VirtualClock()
-        self.log: list[Record] = []
+        self.log: deque[Record] = deque(maxlen=LOG_LENGTH)
         self.links = {name: Link(name, rate) for name, rate in rates.items()}
         self.ranks_per_host = ranks_per_host
 

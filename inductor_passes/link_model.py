@@ -294,7 +294,7 @@ class StepClock:
     time: StepTime
 
     def __init__(
-        self, clock: VirtualClock, links: Iterable[Link], log: list[Record], align: Callable[[], object]
+        self, clock: VirtualClock, links: Iterable[Link], log: deque[Record], align: Callable[[], object]
     ) -> None:
         self._clock = clock
         self._links = list(links)

@@ -58,6 +58,19 @@ def test_link_overtakes_what_another_rank_has_not_issued() -> None:
     assert late.wall.begin_ns == 50
 
 
+def test_a_restart_forgets_what_nobody_waited_for() -> None:
+    link = Link("intra", Rate())
+    dropped, new = _record(), _record()
+    dropped.wall.issue_ns = 3
+    link.issue(dropped, lambda: None)
+    link.restart()
+    link.issue(new, lambda: (7, 0))
+    link.settle(dropped)
+    assert (dropped.wall.end_ns, new.wall.end_ns) == (3, -1)
+    link.settle(new)
+    assert (new.virtual.begin_ns, new.virtual.end_ns) == (0, 10)
+
+
 def test_durations() -> None:
     assert Rate(1_000, 1e9).duration_ns(500) == 1_500
     assert Rate().duration_ns(10**12) == 0
