@@ -99,6 +99,24 @@ def op_name(target: object) -> str:
     return ""
 
 
+def op_overload_name(target: Any) -> str:
+    """Overload name of an operator overload; ``default`` for the unnamed one."""
+    return str(target._overloadname)
+
+
+def registered_op(namespace: str, name: str, overload: str) -> Any:
+    """The operator overload or (namespace ``higher_order``) higher-order operator, None when none is registered."""
+    space = getattr(torch.ops, namespace, None)
+    if namespace == "higher_order":
+        found = torch._ops._higher_order_ops.get(name)
+        return found if is_higher_order_op(found) else None
+    try:
+        found = getattr(getattr(space, name), overload or "default")
+    except (AttributeError, RuntimeError):
+        return None
+    return found if is_op(found) else None
+
+
 def op_schema(target: Any) -> Any:
     """The schema of an operator overload."""
     return target._schema

@@ -8,6 +8,7 @@ from inductor_passes.verify.certificate import Certificate, Claim
 from inductor_passes.verify.checker import check, snapshot
 from inductor_passes.verify.deadlock import Certification, certify
 from inductor_passes.verify.events import digest
+from inductor_passes.verify.graph_json import GraphFileError, load, save
 from inductor_passes.verify.memory import peak_bytes
 from inductor_passes.verify.ranks import check_ranks
 from inductor_passes.verify.snapshot import ReferenceSnapshot
@@ -17,6 +18,7 @@ __all__ = [
     "Certificate",
     "Certification",
     "Claim",
+    "GraphFileError",
     "RanksDifferError",
     "ReferenceSnapshot",
     "certify",
@@ -25,7 +27,9 @@ __all__ = [
     "check_snodes",
     "compare_digests",
     "digest",
+    "load",
     "peak_bytes",
+    "save",
     "snapshot",
     "snodes_peak_bytes",
 ]

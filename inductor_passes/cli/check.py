@@ -1,0 +1,94 @@
+"""``inductor-passes check``: verify graph files, alone, against a reference, or between ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from inductor_passes.report import Finding
+    from inductor_passes.verify.events import Event
+    from inductor_passes.verify.graph_json import GraphFile
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def check(
+    graphs: Annotated[list[Path], typer.Argument(help="Graph files; with --ranks one per rank, rank 0 first.")],
+    reference: Annotated[
+        Path | None, typer.Option(help="Graph file that the graphs were made from: finds what was lost or reordered.")
+    ] = None,
+    memory_budget: Annotated[int | None, typer.Option(min=0, help="Cap on the peak in bytes.")] = None,
+    donated: Annotated[
+        list[str] | None, typer.Option(help="Graph input that is freed after its last use; may be repeated.")
+    ] = None,
+    any_group_order: Annotated[
+        bool, typer.Option("--any-group-order", help="Allow another order of collectives on a group than before.")
+    ] = False,
+    ranks: Annotated[bool, typer.Option("--ranks", help="Also check that the graphs fit between ranks.")] = False,
+    max_in_flight: Annotated[
+        int, typer.Option(min=0, help="Collectives that the backend is sure to run at a time; 0: any number.")
+    ] = 1,
+) -> None:
+    """Verify graphs. Exit status: 0 nothing found, 1 findings, 2 a file cannot be read.
+
+    Files are written by inductor_passes.verify.save(graph, path); opening one runs no code from it.
+    """
+    from inductor_passes.verify import certify, snapshot
+    from inductor_passes.verify import check as verify
+
+    before = _load(reference).graph if reference is not None else None
+    programs: list[tuple[Event, ...]] = []
+    count = 0
+    for path in graphs:
+        file = _load(path)
+        try:
+            found = verify(
+                file.graph,
+                reference=before,
+                memory_budget=memory_budget,
+                donated=tuple(donated or ()),
+                group_order="any" if any_group_order else "kept",
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        for name, body in file.bodies.items():
+            found += [dataclasses.replace(f, node=f"{name}/{f.node}") for f in verify(body)]
+        _print(str(path), found)
+        count += len(found)
+        if ranks and not any(f.rule == "topology" for f in found):
+            events = snapshot(file.graph).events
+            programs.append(tuple(dataclasses.replace(e, ranks=file.groups.get(e.group, e.ranks)) for e in events))
+    if ranks and len(programs) == len(graphs):
+        certification = certify(programs, max_in_flight=max_in_flight or None)
+        _print("between ranks", list(certification.findings))
+        for what, lines in (("proven", certification.proven), ("assumed", certification.assumed)):
+            for line in lines:
+                typer.echo(f"  {what}: {_printable(line)}")
+        count += len(certification.findings)
+    raise typer.Exit(1 if count else 0)
+
+
+def _load(path: Path) -> GraphFile:
+    from inductor_passes.verify.graph_json import GraphFileError, load
+
+    try:
+        return load(path)
+    except (GraphFileError, OSError) as error:
+        raise typer.BadParameter(_printable(str(error))) from error
+
+
+def _print(where: str, findings: list[Finding]) -> None:
+    typer.echo(f"{_printable(where)}: {f'{len(findings)} findings' if findings else 'nothing found'}")
+    for f in findings:
+        source = f" ({f.source})" if f.source else ""
+        typer.echo(f"  {_printable(f'{f.rule}: {f.message}{source}')}")
+
+
+def _printable(text: str) -> str:
+    """Text from a file without control characters: nothing in it can steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
