@@ -135,7 +135,7 @@ def test_equal_time_takes_the_least_memory() -> None:
 
 
 def labels(problem: Problem, order: Iterable[int]) -> str:
-    return textwrap.fill(problem.schedule_text(order), 80)
+    return textwrap.fill(problem.schedule_text(order), 80) + "\n"
 
 
 def planned(problem: Problem, budget: int | None) -> str:
@@ -144,32 +144,46 @@ def planned(problem: Problem, budget: int | None) -> str:
 
 def test_schedule_fsdp_forward() -> None:
     problem = fsdp_forward(4, parts=2)
-    assert_expected_inline(labels(problem, problem.input_order), """AG0 WAG0 mm mm AG1 WAG1 mm mm AG2 WAG2 mm mm AG3 WAG3 mm mm loss""")
-    assert_expected_inline(planned(problem, None), """AG0 AG1 WAG0 mm AG2 mm WAG1 mm mm AG3 WAG2 mm mm WAG3 mm mm loss""")
-    assert_expected_inline(planned(problem, peak_bytes(problem)), """AG0 AG1 WAG0 mm mm AG2 WAG1 mm mm WAG2 mm mm AG3 WAG3 mm mm loss""")
+    assert_expected_inline(labels(problem, problem.input_order), """\
+AG0 WAG0 mm mm AG1 WAG1 mm mm AG2 WAG2 mm mm AG3 WAG3 mm mm loss
+""")
+    assert_expected_inline(planned(problem, None), """\
+AG0 AG1 WAG0 mm AG2 mm WAG1 mm mm AG3 WAG2 mm mm WAG3 mm mm loss
+""")
+    assert_expected_inline(planned(problem, peak_bytes(problem)), """\
+AG0 AG1 WAG0 mm mm AG2 WAG1 mm mm WAG2 mm mm AG3 WAG3 mm mm loss
+""")
 
 
 def test_schedule_fsdp_backward() -> None:
     problem = fsdp_backward(3, parts=2)
     assert_expected_inline(labels(problem, problem.input_order), """\
 AG2 WAG2 dx dw dx dw cat RS2 WRS2 AG1 WAG1 dx dw dx dw cat RS1 WRS1 AG0 WAG0 dx
-dw dx dw cat RS0 WRS0 end""")
+dw dx dw cat RS0 WRS0 end
+""")
     assert_expected_inline(planned(problem, None), """\
 AG2 dw WAG2 AG1 dx dx dw cat RS2 WAG1 dx dw WRS2 dx AG0 dw cat RS1 WAG0 dx dw
-WRS1 dw cat RS0 dx end WRS0""")
+WRS1 dw cat RS0 dx end WRS0
+""")
     assert_expected_inline(planned(problem, peak_bytes(problem)), """\
 AG2 dw WAG2 dx dx dw cat RS2 dw WRS2 AG1 WAG1 dx dx dw cat AG0 RS1 dw WAG0 dx
-WRS1 dw cat RS0 dx end WRS0""")
+WRS1 dw cat RS0 dx end WRS0
+""")
 
 
 def test_weight_gradients_cover_tensor_parallel_reductions() -> None:
-    assert_expected_inline(planned(tp_fsdp_backward(2), None), """""")
+    problem = tp_fsdp_backward(2)
+    assert_expected_inline(planned(problem, None), """\
+AG1 dw WAG1 dx dx AR1 dw WAR1 dx dx AR1 AG0 dw dw cat RS1 WAG0 WAR1 dx dx AR0 dw
+dw WAR0 dx dw dw cat RS0 dx AR0 WAR0 end WRS0 WRS1
+""")
 
 
 def test_moe_shared_experts_cover_dispatch() -> None:
     assert_expected_inline(planned(moe_forward(2), None), """\
 AG0 WAG0 AG1 attn router A2A0 shared WA2A0 experts A2B0 shared2 WA2B0 add WAG1
-attn router A2A1 shared WA2A1 experts A2B1 shared2 WA2B1 add loss""")
+attn router A2A1 shared WA2A1 experts A2B1 shared2 WA2B1 add loss
+""")
 
 
 def test_ties_go_to_the_input() -> None:
