@@ -275,6 +275,14 @@ def test_compact_timeline_leaves_out_what_is_malformed() -> None:
     assert line["slices"] == [0, 0, 1500, 1, 1, 0] and line["strings"] == ["", "mm"]
 
 
+def test_compact_timeline_is_sorted_by_time_within_a_thread() -> None:
+    def event(cat: str, ts: float, tid: int = 0) -> dict[str, object]:
+        return {"ph": "X", "tid": tid, "cat": cat, "ts": ts, "dur": 0.5, "name": cat, "args": {}}
+
+    line = compact([event("transfer", 2, 1), event("wait", 1), event("compute", 3), event("issue", 0)])
+    assert [tuple(line["slices"][k : k + 3 : 2]) for k in range(0, 24, 6)] == [(0, 0), (0, 1000), (0, 3000), (1, 2000)]
+
+
 def test_page_of_36000_tasks_is_small(trace_dir: TraceDir) -> None:
     from inductor_passes.schedule.simulate import simulate
     from inductor_passes.trace.chrome import chrome_trace

@@ -31,7 +31,7 @@ DRIVER = """
 (async () => {
   const seen = { errors };
   const byId = (id) => document.getElementById(id);
-  const frame = () => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 0))));
+  const frame = () => new Promise((done) => setTimeout(done, 50));
   const labels = () => [...byId("collectives").querySelectorAll("tbody tr")].map((r) => r.cells[0].firstChild.textContent);
   const pixels = (k) => {
     const c = document.querySelectorAll("canvas")[k], all = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
@@ -71,7 +71,14 @@ DRIVER = """
 })();
 </script>
 """
-CATCH = "<script>const errors = []; addEventListener('error', (e) => errors.push(e.message));</script>"
+#: Runs before the page. Headless Chromium under virtual time draws no frames of its own, so timers stand in for them.
+CATCH = """
+<script>
+const errors = [];
+addEventListener("error", (e) => errors.push(e.message));
+window.requestAnimationFrame = (draw) => setTimeout(draw, 1);
+</script>
+"""
 
 
 def drive(page: str, folder: Path) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def compact(events: Sequence[Any]) -> dict[str, Any]:
                 threads[int(event["tid"])] = str(event["args"]["name"])
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
-    slices.sort()
+    slices.sort(key=lambda one: (one[0], one[2], one[3]))
     return {
         "threads": [[thread, threads[thread]] for thread in sorted(threads)],
         "strings": list(strings),
