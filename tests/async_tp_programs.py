@@ -75,11 +75,13 @@ def inputs(program: Program, rank: int) -> list[torch.Tensor]:
 def trace(program: Program) -> torch.fx.GraphModule:
     """The program's functional graph, decomposed as Inductor does."""
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
 
     gm = make_fx(program.fn, tracing_mode="fake", decomposition_table=select_decomp_table())(*inputs(program, 0))
     out = gm.graph.output_node()
     if isinstance(out.args[0], torch.fx.Node):
         out.args = ((out.args[0],),)
+    view_to_reshape(gm)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
@@ -140,10 +142,10 @@ def _scaled(x: torch.Tensor) -> torch.Tensor:
 
 def _scaled_mm(x: torch.Tensor, w: torch.Tensor, rowwise: bool = False) -> torch.Tensor:
     if rowwise:
-        a, b = x.new_ones(x.shape[0], 1), x.new_ones(1, w.shape[1])
+        a, b = torch.ones(x.shape[0], 1), torch.ones(1, w.shape[1])
     else:
-        a = b = x.new_ones(())
-    return torch._scaled_mm(_scaled(x), _scaled(w.t().contiguous()).t(), a.float(), b.float(), out_dtype=torch.bfloat16)
+        a = b = torch.ones(())
+    return torch._scaled_mm(_scaled(x), _scaled(w.t().contiguous()).t(), a, b, out_dtype=torch.bfloat16)
 
 
 def _ag_scaled_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -193,12 +195,13 @@ PROGRAMS: list[Program] = [
     Program("ag0_bf16", lambda x, w: ag(x) @ w, (X, W), dtype=torch.bfloat16),
     Program("ag0_fp16", lambda x, w: ag(x) @ w, (X, W), dtype=torch.float16),
     Program("ag1_fp64_4_ranks", lambda x, w: ag(x, 1) @ w, ((2, 4, 8), (8, 6)), dtype=torch.float64, world=4),
+    Program("ag_odd", lambda x, w: ag(x) @ w, ((7, 5), (5, 3))),
     # all_gather as the right operand: sharded weights, weight gradients
     Program("mm_ag0", lambda x, w: x @ ag(w), (X, (8, 12))),
     Program("mm_ag1", lambda x, w: x @ ag(w, 1), (X, (16, 6))),
     Program("mm_ag0_transposed", lambda x, w: x @ ag(w).t(), (X, (6, 16))),
     Program("linear_ag0_bias", lambda x, w, b: F.linear(x, ag(w), b), (X, (6, 16), (12,))),
-    Program("linear_ag0_ag0_bias", lambda x, w, b: F.linear(x, ag(w), ag(b)), (X, (6, 16), (6,)), refused=NONE),
+    Program("linear_ag0_ag0_bias", lambda x, w, b: F.linear(x, ag(w), ag(b)), (X, (6, 16), (6,)), refused=("data dependency",)),
     Program("linear_ag0_cast", lambda x, w: F.linear(x.bfloat16(), ag(w).bfloat16()), (X, (6, 16))),
     Program("bmm_ag0", lambda x, w: torch.bmm(x, ag(w)), ((4, 8, 16), (2, 16, 6))),
     Program("flat_parameter", lambda x, w: x @ ag(w).view(2, 96)[:, :].reshape(16, 12), (X, (96,))),
@@ -252,7 +255,7 @@ PROGRAMS: list[Program] = [
     Program("scaled_mm_rowwise_rs0", lambda x, w: rs(_scaled_mm(x, w, True)), ((32, 16), (16, 16)), dtype=torch.bfloat16),
     Program(
         "scaled_mm_rs1_3d_batch_2",
-        lambda x, w: rs(_scaled_mm(x.view(32, 16), w).view(2, 16, 16), 1),
+        lambda x, w: rs(_scaled_mm(_scaled(x).view(32, 16), w).view(2, 16, 16), 1),
         ((2, 16, 16), (16, 16)),
         dtype=torch.bfloat16,
     ),
@@ -261,6 +264,6 @@ PROGRAMS: list[Program] = [
     Program("ar_of_pointwise", lambda x: ar(x.relu()), (X,), 0, NONE),
     Program("ag_softmax_of_cut", lambda x: torch.softmax(ag(x), 0), (X,), 0, NONE),
     Program("rs_of_input_mm_elsewhere", lambda x, w: (rs(x), x @ w), (X, W), 0, NONE),
-    Program("ag_odd", lambda x, w: ag(x) @ w, ((7, 5), (5, 3)), 0, ("unsupported form",)),
+    Program("ag_prime", lambda x, w: ag(x) @ w, ((11, 13), (13, 3)), 0, ("unsupported form",)),
 ]
 BY_NAME = {p.name: p for p in PROGRAMS}

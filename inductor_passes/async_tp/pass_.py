@@ -27,6 +27,7 @@ from inductor_passes.async_tp.gathers import merge_identical
 from inductor_passes.async_tp.lower_decompose import Lowered, lower
 from inductor_passes.async_tp.order import Key, legal_order
 from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
+from inductor_passes.async_tp.rules import shape_of
 from inductor_passes.config import ConfigError
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
@@ -50,7 +51,8 @@ class AsyncTpPass:
     Attributes:
         mode: ``auto`` applies what the cost gate says pays, ``force`` the best region of every collective whatever
             it costs, ``off`` nothing.
-        parts: how many parts may be made; the cost model chooses among them.
+        parts: how many parts may be made; the cost model chooses among them. A dimension that none of them divides
+            is cut into its least divisor up to the largest.
         groups: (process-group name, mode) pairs that override ``mode`` for a group.
         sizes: (bytes, mode) pairs: ``mode`` for collectives whose full message has at least so many bytes; the
             largest matching size counts, and a group's override goes first.
@@ -82,6 +84,14 @@ class AsyncTpPass:
         size = max(collective.input_bytes or 0, collective.output_bytes or 0)
         fitting = [entry for entry in self.sizes if entry[0] <= size]
         return max(fitting)[1] if fitting else self.mode
+
+    def parts_of(self, extent: object) -> tuple[int, ...]:
+        """Into how many parts a dimension may be cut: those of ``parts`` that divide it, else its least divisor."""
+        if not isinstance(extent, int):
+            return self.parts[:1]
+        found = tuple(p for p in self.parts if extent % p == 0)
+        least = next((p for p in range(2, max(self.parts) + 1) if extent % p == 0), None)
+        return found or (self.parts[:1] if least is None else (least,))
 
     def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
         """Rewrite the graph; one decision per collective."""
@@ -211,7 +221,7 @@ class _Planner:
             for reach in _REACHES:
                 if reach.contracting and not self.settings.contracting:
                     continue
-                for parts in self.settings.parts:
+                for parts in self.settings.parts_of(shape_of(collective.inputs[0])[dim]):
                     for direction in grow:
                         region = direction(collective, dim, parts, reach)
                         if isinstance(region, Refusal):

@@ -23,7 +23,7 @@ import torch.fx
 
 from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.matmul import DotDim
-from inductor_passes.async_tp.rules import Needs, Rule, rule_of, shape_of
+from inductor_passes.async_tp.rules import Needs, Rule, is_split, rule_of, shape_of
 from inductor_passes.async_tp.slab import Cut, Partial, Slab, cut_evenly, is_dense
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
@@ -312,7 +312,7 @@ class _Growth:
             if part is None or self._view.role(node) not in (Role.COMPUTE, Role.FREE):
                 continue
             is_matmul = matmul.canonical(node) is not None
-            free = self._view.role(node) is Role.FREE
+            free = is_layout(node)
             shared = any(user not in self.cuts for user in node.users)
             if shared and not (loose or free or is_matmul):
                 continue
@@ -378,7 +378,10 @@ def is_layout(node: torch.fx.Node) -> bool:
 
     An output of a computation with several (``getitem``) has no other whole than its own.
     """
+    if is_split(node):
+        return True
     if ops.role(node) is not Role.FREE:
         return False
     source = node.all_input_nodes[0] if node.all_input_nodes else None
-    return not (node.target is operator.getitem and source is not None and ops.role(source) is Role.COMPUTE)
+    computed = source is not None and ops.role(source) is Role.COMPUTE and not is_split(source)
+    return not (node.target is operator.getitem and computed)

@@ -57,6 +57,11 @@ def rule_of(node: torch.fx.Node) -> Rule | None:
     return _POINTWISE if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
 
 
+def is_split(node: torch.fx.Node) -> bool:
+    """Whether the node cuts a tensor into a list of views."""
+    return rule_of(node) is _SPLIT
+
+
 def shape_of(node: torch.fx.Node) -> Sequence[Any]:
     """Shape of a node's value; of the first tensor for several results."""
     value = node.meta["val"]
@@ -131,7 +136,8 @@ class _View:
 
     def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
         assert isinstance(cut, Slab)
-        given = list(_torch.op_arguments(node)["size"])
+        arguments = _torch.op_arguments(node)
+        given = list(arguments.get("size", arguments.get("shape")))
         shape = shape_of(node)
         if all(isinstance(size, int) for size in shape):
             given = list(shape)
