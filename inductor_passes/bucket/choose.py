@@ -7,21 +7,33 @@ never makes the planned step slower.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes.bucket.candidates import Candidate
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
-from inductor_passes.bucket.greedy import Partition
+from inductor_passes.bucket.greedy import greedy
+from inductor_passes.bucket.planned import planned
+from inductor_passes.bucket.question import Partition, Question
 from inductor_passes.report import Reason
 from inductor_passes.schedule.merge import Bucket
 from inductor_passes.schedule.merge import merge as merged_problem
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Kind, Problem
 
-#: Above this many tasks only the first partition is tried: planning is what takes time.
-ONE_TRY_TASKS = 6000
+#: Tried by default: several appetites for latency, smaller shares of the memory for when buckets overlap, and the
+#: planner's own partition.
+PARTITIONS: tuple[Partition, ...] = (
+    *(
+        functools.partial(greedy, spread=spread, share=share)
+        for spread, share in ((4.0, 1.0), (4.0, 0.25), (1.0, 0.25), (16.0, 1.0), (4.0, 0.0625))
+    ),
+    planned,
+)
+#: Above this many tasks the first partition that helps is taken: planning is what takes time.
+FIRST_FIT_TASKS = 6000
 
 
 @dataclass(frozen=True)
@@ -37,7 +49,7 @@ class Choice:
 
     buckets: list[list[Candidate]]
     tried: list[list[Candidate]]
-    before: Plan | None = None
+    before: Plan
     after: Plan | None = None
     objection: Reason | None = None
 
@@ -53,17 +65,16 @@ def choose(
     effort: int = 0,
 ) -> Choice:
     """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring."""
+    question = Question(problem, plan(problem, limit_bytes, effort=effort), found, dependencies, costs, limit_bytes)
+    before = question.before
     trials: list[list[list[Candidate]]] = []
-    for partition in partitions[: 1 if len(problem) > ONE_TRY_TASKS else None]:
-        buckets = partition(found, dependencies.copy(), costs)
-        if buckets and buckets not in trials:
-            trials.append(buckets)
-    if not trials:
-        return Choice([], [])
-    before = plan(problem, limit_bytes, effort=effort)
     chosen: tuple[Plan, list[list[Candidate]]] | None = None
     refused: tuple[Plan, Reason] | None = None
-    for buckets in trials:
+    for partition in partitions:
+        buckets = partition(question)
+        if not buckets or buckets in trials:
+            continue
+        trials.append(buckets)
         after = plan(merged(problem, buckets, costs), limit_bytes, effort=effort)
         objection = _objection(before, after)
         if objection is not None:
@@ -71,8 +82,12 @@ def choose(
                 refused = after, objection
         elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
             chosen = after, buckets
+            if len(problem) > FIRST_FIT_TASKS:
+                break
     if chosen is not None:
         return Choice(chosen[1], trials[0], before, chosen[0])
+    if not trials:
+        return Choice([], [], before)
     assert refused is not None
     return Choice([], trials[0], before, refused[0], refused[1])
 

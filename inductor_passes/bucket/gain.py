@@ -42,6 +42,11 @@ class BucketCosts:
         self._profile = profile
         self._coalesced = coalesced
 
+    @property
+    def kernel_ns(self) -> int:
+        """Fixed cost of a copy kernel."""
+        return self._profile.compute_ns(0, 0, "uint8", 1)
+
     def transfer_ns(self, members: Sequence[Candidate]) -> int:
         """Time on the communication lane."""
         return self._profile.communication_ns(*self._message(members))

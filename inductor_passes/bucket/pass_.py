@@ -23,11 +23,11 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.bucket.candidates import SUBJECT, Candidate, GroupKey, candidates, refusal
-from inductor_passes.bucket.choose import Choice, choose
+from inductor_passes.bucket.choose import PARTITIONS, Choice, choose
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
-from inductor_passes.bucket.greedy import ATTEMPTS, Partition
 from inductor_passes.bucket.members import KINDS
+from inductor_passes.bucket.question import Partition
 from inductor_passes.bucket.rewrite import Form, merge
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
@@ -56,7 +56,7 @@ class BucketPass:
 
     kinds: tuple[str, ...] = KINDS
     form: Literal["auto", "packed", "coalesced"] = "auto"
-    partitions: tuple[Partition, ...] = ATTEMPTS
+    partitions: tuple[Partition, ...] = PARTITIONS
     uneven_all_to_all: bool = False
     effort: int = 0
     name: str = "bucket"
@@ -152,7 +152,7 @@ def _decisions(
 
 def _comparison(choice: Choice) -> str:
     before, after = choice.before, choice.after
-    assert before is not None and after is not None
+    assert after is not None
     return (
         f"planned step {before.makespan_ns} -> {after.makespan_ns} ns, "
         f"peak {before.peak_bytes} -> {after.peak_bytes} bytes, budget {before.budget_bytes}"

@@ -1,0 +1,69 @@
+"""A partition by the planner's dynamic programme, see ``schedule.partition``.
+
+The programme knows lanes, ready times and due dates, but costs only as straight lines in bytes; the lines here go
+through the empty message and through the message of all candidates of a key. Buckets that the graph's dependencies do
+not allow are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inductor_passes.bucket.candidates import Candidate, GroupKey
+from inductor_passes.bucket.gain import BucketCosts
+from inductor_passes.bucket.question import Question
+from inductor_passes.schedule.partition import Costs, Member, choose
+from inductor_passes.schedule.problem import Kind
+
+#: Above this many tasks the programme's own plans take longer than they save.
+MOST_TASKS = 4000
+
+
+def planned(question: Question) -> list[list[Candidate]]:
+    """Disjoint buckets of at least two members each, of one key, mergeable together; none for large problems."""
+    if len(question.problem) > MOST_TASKS:
+        return []
+    number = {task.name: i for i, task in enumerate(question.problem.tasks) if task.kind is Kind.START}
+    of_start = {number[c.collective.start.name]: c for c in question.found}
+    by_key: dict[GroupKey, list[Candidate]] = {}
+    for candidate in question.found:
+        by_key.setdefault(candidate.key, []).append(candidate)
+    names = {key: str(position) for position, key in enumerate(by_key)}
+    lines = {names[key]: _line(members, question.costs) for key, members in by_key.items()}
+    choice = choose(
+        question.problem,
+        [Member(start, c.input_bytes, c.output_bytes, names[c.key]) for start, c in of_start.items()],
+        lines.__getitem__,
+        question.limit_bytes,
+        effort=0,
+        rounds=1,
+        baseline=question.before,
+    )
+    dependencies = question.dependencies.copy()
+    buckets = []
+    for bucket in choice.buckets:
+        members = sorted((of_start[start] for start in bucket.starts), key=lambda c: c.collective.index)
+        collectives = [member.collective for member in members]
+        if dependencies.independent(collectives):
+            dependencies.merge(collectives)
+            buckets.append(members)
+    return buckets
+
+
+def _line(members: Sequence[Candidate], costs: BucketCosts) -> Costs:
+    sent, received = sum(m.input_bytes for m in members), sum(m.output_bytes for m in members)
+    latency = costs.latency_ns(members)
+    kernel = costs.kernel_ns
+    per_byte = {
+        "beta_ns_per_byte": (costs.transfer_ns(members) - latency) / max(1, sent, received),
+        "pack_ns_per_byte": max(0, costs.pack_ns(members) - kernel) / max(1, sent),
+        "unpack_ns_per_byte": max(0, costs.unpack_ns(members) - kernel) / max(1, received),
+    }
+    return Costs(
+        alpha_ns=latency,
+        issue_ns=costs.issue_ns(members[:1]),
+        copy=costs.copies(members),
+        unpack=costs.copies_out(members),
+        launch_ns=kernel,
+        **per_byte,
+    )

@@ -1,0 +1,37 @@
+"""What a partition is asked: the candidates and everything that decides which of them travel together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inductor_passes.bucket.candidates import Candidate
+from inductor_passes.bucket.dependencies import Dependencies
+from inductor_passes.bucket.gain import BucketCosts
+from inductor_passes.schedule.plan import Plan
+from inductor_passes.schedule.problem import Problem
+
+
+@dataclass(frozen=True)
+class Question:
+    """See the module's docstring.
+
+    Attributes:
+        problem: of the graph as it is; its START tasks carry the names of the candidates' start nodes.
+        before: the plan for it.
+        found: candidates in graph order.
+        dependencies: between all collectives of the graph, nothing merged.
+        costs: of buckets.
+        limit_bytes: cap on the peak, None: unlimited.
+    """
+
+    problem: Problem
+    before: Plan
+    found: Sequence[Candidate]
+    dependencies: Dependencies
+    costs: BucketCosts
+    limit_bytes: int | None
+
+
+#: Proposes disjoint buckets of two members or more, of one key each, mergeable together.
+Partition = Callable[[Question], list[list[Candidate]]]

@@ -1,0 +1,240 @@
+"""The pass: what it merges, why not, that the planned step never gets slower, that the budget holds, how it scales."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+
+from inductor_passes.bucket.candidates import candidates
+from inductor_passes.bucket.choose import choose, merged
+from inductor_passes.bucket.dependencies import Dependencies
+from inductor_passes.bucket.gain import BucketCosts
+from inductor_passes.bucket.greedy import greedy
+from inductor_passes.bucket.pass_ import BucketPass
+from inductor_passes.bucket.question import Question
+from inductor_passes.bucket.rewrite import merge
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pipeline import Context, new_report, run_passes
+from inductor_passes.reorder.problem import build
+from inductor_passes.report import PassReport, Reason, Verdict
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.problem import Kind
+from inductor_passes.schedule.simulate import simulate
+from tests.bucket_graphs import (
+    Program,
+    assert_same_bits,
+    aten,
+    inputs_by_rank,
+    kinds,
+    local_world,
+    output_layouts,
+    run_all_ranks,
+    text,
+)
+
+GPU = CostProfile.default("cuda")
+cast = torch.ops.prims.convert_element_type.default
+
+
+def layers(world: str, count: int, *, width: int = 16, per_layer: int = 2, extra: int = 0) -> torch.fx.GraphModule:
+    """Gathers of parameters, matmuls that use them, and a reduction of what stands for a gradient, layer by layer."""
+    p = Program()
+    x = p.input(8, width, dtype=torch.bfloat16)
+    parameters = [[p.input(width // 8, width) for _ in range(per_layer)] for _ in range(count)]
+    gradients = []
+    for layer in parameters:
+        for parameter in layer:
+            weight = p.collective("all_gather", p.call(cast, parameter, torch.bfloat16), world)
+            x = p.call(aten.relu.default, p.call(aten.mm.default, x, p.call(aten.permute.default, weight, [1, 0])))
+            for _ in range(extra):
+                x = p.call(aten.neg.default, x)
+        gradient = p.call(aten.mm.default, p.call(aten.permute.default, x, [1, 0]), x)
+        gradients.append(p.collective("reduce_scatter", p.call(cast, gradient, torch.float32), world))
+    return p.done(x, *gradients)
+
+
+def run_pass(
+    gm: torch.fx.GraphModule, one: BucketPass | None = None, *, budget: str = "+100%", profile: CostProfile = GPU
+) -> PassReport:
+    config = PassConfig(memory_budget=budget, verify="strict")
+    context = Context(config, profile, new_report(gm.graph, False, config, profile), backward=False)
+    run_passes(gm.graph, [one or BucketPass()], context)
+    gm.recompile()
+    (report,) = context.report.passes
+    return report
+
+
+def test_small_collectives_travel_together_and_nothing_else_changes() -> None:
+    with local_world(8) as world:
+        gm = layers(world, 6)
+        inputs, layouts, before = inputs_by_rank(gm, 8), output_layouts(gm), kinds(gm)
+        expected = run_all_ranks(gm, inputs)
+        report = run_pass(gm, budget="+300%")
+        assert report.changed and report.rolled_back is None and not report.findings
+        assert len(before.split()) == 18 and len(kinds(gm).split()) < 9
+        assert report.metrics["collectives_after"] == len(kinds(gm).split())
+        assert report.metrics["makespan_after_ns"] < report.metrics["makespan_before_ns"]
+        assert report.metrics["peak_after_bytes"] <= 4 * report.metrics["peak_before_bytes"]
+        assert len(report.decisions) == 18
+        applied = [d for d in report.decisions if d.verdict is Verdict.APPLIED]
+        assert applied and all(d.reason is Reason.PROFITABLE and d.gain_ns > 0 for d in applied)
+        assert output_layouts(gm) == layouts
+        assert_same_bits(expected, run_all_ranks(gm, inputs))
+
+
+def test_large_collectives_stay_alone() -> None:
+    """64 MiB each: a latency saved does not pay for the copies."""
+    with local_world(8) as world:
+        gm = layers(world, 3, width=4096)
+        report = run_pass(gm)
+        assert not report.changed and len(kinds(gm).split()) == 9
+        assert {d.reason for d in report.decisions} == {Reason.NOT_PROFITABLE}
+        assert all("copies included" in d.detail for d in report.decisions)
+
+
+def test_without_memory_to_spare_the_graph_stays() -> None:
+    with local_world(8) as world:
+        gm = layers(world, 6)
+        before = text(gm)
+        report = run_pass(gm, budget="0")
+        reasons = {d.reason for d in report.decisions if d.verdict is Verdict.REFUSED}
+        assert Reason.MEMORY_BUDGET in reasons
+        assert report.changed == (text(gm) != before)
+
+
+def test_a_slower_partition_is_refused() -> None:
+    """One bucket of everything makes the first matmul wait for the last parameter: the planner sees it."""
+    everything = {}
+
+    def all_in_one(question: Question) -> list[Any]:
+        members = [c for c in question.found if c.collective.kind == "all_gather"]
+        everything["members"] = len(members)
+        return [members]
+
+    with local_world(8) as world:
+        gm = layers(world, 4, width=2048, extra=3)
+        before = text(gm)
+        report = run_pass(gm, BucketPass(partitions=(all_in_one,)), budget="+100%")
+        assert everything["members"] == 8 and text(gm) == before and not report.changed
+        refused = [d for d in report.decisions if d.reason in (Reason.SLOWER, Reason.OVER_BUDGET)]
+        assert len(refused) == 8 and "planned step" in refused[0].detail
+
+
+@pytest.mark.parametrize("width", [16, 64, 256, 1024])
+@pytest.mark.parametrize("budget", ["0", "+10%", "+100%"])
+def test_the_chosen_partition_is_never_slower_and_within_the_budget(width: int, budget: str) -> None:
+    with local_world(8) as world:
+        view = GraphView(layers(world, 4, width=width).graph)
+        problem = build(view, GPU).problem
+        peak = simulate(problem).peak_bytes
+        limit = PassConfig(memory_budget=budget).budget.limit_bytes(peak)
+        assert limit is not None
+        costs = BucketCosts(view, GPU, room_bytes=limit - peak)
+        found, _ = candidates(view)
+        choice = choose(problem, found, Dependencies(view), costs, BucketPass().partitions, limit)
+        alone = plan(problem, limit, effort=0)
+        if choice.buckets:
+            after = plan(merged(problem, choice.buckets, costs), limit, effort=0)
+            assert after.makespan_ns < alone.makespan_ns and after.peak_bytes <= limit and after.feasible
+        members = [member for bucket in choice.buckets for member in bucket]
+        assert len({*members}) == len(members)
+
+
+def test_a_dependent_collective_is_refused_as_such() -> None:
+    with local_world(8) as world:
+        p = Program()
+        first = p.collective("all_reduce", p.input(8), world)
+        gm = p.done(p.collective("all_reduce", p.call(aten.neg.default, first), world))
+        report = run_pass(gm)
+        assert [d.reason for d in report.decisions] == [Reason.DATA_DEPENDENCY] * 2
+        assert "AR1" in report.decisions[0].detail and not report.changed
+
+
+def test_kinds_can_be_switched_off_and_checked() -> None:
+    with local_world(8) as world:
+        gm = layers(world, 4)
+        report = run_pass(gm, BucketPass(kinds=("reduce_scatter",)), budget="+400%")
+        assert sum(d.reason is Reason.DISABLED for d in report.decisions) == 8
+        assert kinds(gm).count("AG") == 8 and kinds(gm).count("RS") < 4
+    with pytest.raises(ValueError, match=r"broadcast.*all_gather"):
+        BucketPass(kinds=("broadcast",))
+    with pytest.raises(ValueError, match=r'form is .*"coalesced"'):
+        BucketPass(form="fast")  # type: ignore[arg-type]
+
+
+def test_the_coalesced_form_is_charged_no_copies() -> None:
+    with local_world(8) as world:
+        view = GraphView(layers(world, 2).graph)
+        found, _ = candidates(view)
+        gathers = [c for c in found if c.collective.kind == "all_gather"]
+        packed, coalesced = BucketCosts(view, GPU), BucketCosts(view, GPU, frozenset({world}))
+        assert coalesced.pack_ns(gathers) == coalesced.unpack_ns(gathers) == 0
+        assert packed.pack_ns(gathers) > 0 and packed.unpack_ns(gathers) > 0
+        gm = layers(world, 2)
+        assert run_pass(gm, BucketPass(form="coalesced")).changed
+        assert "all_gather_into_tensor_coalesced" in text(gm) and "cat(" not in text(gm)
+
+
+def test_the_merged_problem_is_the_problem_of_the_merged_graph() -> None:
+    """Same collectives with the same durations, whichever way the problem is made."""
+    with local_world(8) as world:
+        gm = layers(world, 4)
+        view = GraphView(gm.graph)
+        found, _ = candidates(view)
+        costs = BucketCosts(view, GPU)
+        problem = build(view, GPU).problem
+        buckets = greedy(Question(problem, plan(problem, None, effort=0), found, Dependencies(view), costs, None))
+        assert buckets
+        predicted = merged(problem, buckets, costs)
+        merge(gm.graph, view, [[m.collective for m in b] for b in buckets])
+        rebuilt = build(GraphView(gm.graph), GPU).problem
+
+        def starts(problem: Any) -> list[tuple[int, int, int]]:
+            return sorted((t.duration_ns, t.issue_ns, t.lane) for t in problem.tasks if t.kind is Kind.START)
+
+        assert starts(predicted) == starts(rebuilt)
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """How many Python functions ``function`` calls: work that does not depend on the machine's load."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_work_grows_linearly_to_ten_thousand_nodes() -> None:
+    with local_world(8) as world:
+        visits, calls, nodes = [], [], []
+        for count in (50, 200):
+            gm = layers(world, count, extra=18)
+            view = GraphView(gm.graph)
+            found, _ = candidates(view)
+            gathers = [c.collective for c in found if c.collective.kind == "all_gather"]
+            scatters = [c.collective for c in found if c.collective.kind == "reduce_scatter"]
+            groups = [pool[i : i + 5] for pool in (gathers, scatters) for i in range(0, len(pool), 5)]
+            dependencies = Dependencies(view)
+            assert all(dependencies.independent(group) for group in groups)
+            nodes.append(len(view.nodes))
+            visits.append(dependencies.visits)
+            calls.append(calls_of(lambda: merge(gm.graph, view, groups)))  # noqa: B023
+            gm.graph.lint()
+            assert len(kinds(gm).split()) == len(groups)
+        assert nodes[1] > 10_000 and len(view.collectives) == 600
+        assert visits[1] / visits[0] < 1.1 * nodes[1] / nodes[0]
+        assert calls[1] / calls[0] < 1.1 * nodes[1] / nodes[0]
