@@ -1,6 +1,4 @@
-"""A compact Llama-shaped language model for the demo and for benchmarks: small enough to train on two CPU
-cores.
-"""
+"""A compact Llama-shaped language model for the demo and for benchmarks: small enough to train on two CPU cores."""
 
 from __future__ import annotations
 
@@ -122,8 +120,7 @@ def make_model(sizes: Sizes, seed: int = 0) -> Llama:
 
 
 def make_batch(sizes: Sizes, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and targets, each (batch, sequence), of a made-up language in which the next token is learnable.
-    """
+    """Tokens and targets, each (batch, sequence), of a made-up language in which the next token is learnable."""
     generator = torch.Generator().manual_seed(seed)
     text = torch.randint(sizes.vocab, (sizes.batch, sizes.sequence + 1), generator=generator)
     for position in range(1, sizes.sequence + 1, 2):

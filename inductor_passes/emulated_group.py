@@ -123,9 +123,7 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 class EmulatedGroup(dist.ProcessGroup):
-    """The process group; see the module's docstring. Methods have the names by which torch calls a process
-    group.
-    """
+    """The process group. Its methods have the names by which torch calls a process group."""
 
     def __init__(
         self, state: LinkState, store: Any, rank: int, size: int, name: str, ranks: Sequence[int], timeout: timedelta

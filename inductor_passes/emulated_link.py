@@ -67,9 +67,7 @@ def _current() -> LinkState:
 
 
 def register() -> None:
-    """Make ``dist.init_process_group("emulated")`` known. Call it on the thread that computes; again is
-    harmless.
-    """
+    """Make ``dist.init_process_group("emulated")`` known. Call it on the thread that computes; twice is harmless."""
     global _state, _library
     if _state is not None:
         return
@@ -122,9 +120,7 @@ def step_clock() -> StepClock:
 
 
 def timed(run: Callable[[], None]) -> int:
-    """Virtual ns that ``run`` takes when all ranks start it together: a clock for ``calibrate`` on a loaded
-    machine.
-    """
+    """Virtual ns that ``run`` takes when all ranks start it together; a clock for ``calibrate`` under load."""
     with step_clock() as clock:
         run()
     return clock.time.virtual_ns

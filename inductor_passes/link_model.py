@@ -31,9 +31,7 @@ POLL_S = 50e-6
 
 @dataclass(frozen=True)
 class Rate:
-    """What a link does: ``latency_ns`` per collective, then ``bytes_per_s`` (``inf`` for an infinitely fast
-    link).
-    """
+    """What a link does: ``latency_ns`` per collective, then ``bytes_per_s`` (``inf`` for an infinitely fast link)."""
 
     latency_ns: int = 0
     bytes_per_s: float = float("inf")
@@ -163,9 +161,7 @@ class IssueTimes:
 
 
 class GroupTables:
-    """All issue times of a group of ``ranks``: one table for its collectives, one per ordered pair for
-    messages.
-    """
+    """All issue times of a group of ``ranks``: one table for its collectives, one per ordered pair for messages."""
 
     COLLECTIVE_ROWS = 4096
     MESSAGE_ROWS = 256

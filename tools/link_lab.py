@@ -148,8 +148,7 @@ def peak_of_events(events: Sequence[dict[str, Any]]) -> int:
 
 
 def _own_code(model: torch.nn.Module, name: str) -> Callable[..., torch.Tensor]:
-    """A step function whose code object no other contender shares: compiled code is cached per code object.
-    """
+    """A step function whose code object no other contender shares: compiled code is cached per code object."""
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return model(tokens, targets)  # type: ignore[no-any-return]
@@ -200,9 +199,7 @@ def _replay(record: Record) -> Callable[[], Any]:
 
 
 def head_and_tail_ns(records: Sequence[Record]) -> tuple[int, int]:
-    """What no order hides: the forward's first gather, before any compute, and the last reduction, after all
-    of it.
-    """
+    """What no order hides: the forward's first gather, before any compute, and the last reduction, after all of it."""
     gathers = [r for r in records if r.kind == "all_gather"]
     reductions = [r for r in records if r.kind in ("reduce_scatter", "all_reduce")]
     return (gathers[0].duration_ns if gathers else 0), (reductions[-1].duration_ns if reductions else 0)

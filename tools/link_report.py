@@ -1,6 +1,4 @@
-"""Tables for the link benchmark and the demo. Times are virtual ones (see ``link_model``) unless a column
-says wall.
-"""
+"""Tables for the link benchmark and the demo. Times are virtual ones (see ``link_model``) unless a column says wall."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def best_in_tree(results: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def ratios(results: dict[str, Any], name: str) -> dict[str, float]:
-    """A contender's median step over default Inductor's, the best in-tree setting's, the limit and the lower
-    bound.
-    """
+    """A contender's median step over default Inductor's, the best in-tree setting's, the limit and the lower bound."""
     mine = row_of(results, name)
     step = median(mine["virtual_ns"])
     result = {"limit": step / limit_ns(results), "bound": step / bound_ns(results)}

@@ -97,8 +97,7 @@ class Bench:
                 file.write(json.dumps({"phase": phase, "contender": contender}) + "\n")
 
     def compile(self, name: str) -> None:
-        """Make a trial and take two steps: the first compiles, the second shows that nothing compiles again.
-        """
+        """Make a trial and take two steps: the first compiles, the second shows that nothing compiles again."""
         self.note("compiling", name)
         error = ""
         try:
@@ -121,8 +120,7 @@ class Bench:
                 return
 
     def tune(self) -> dict[str, Any]:
-        """Measure the reference's compute, set the link's rate, and calibrate the cost profile at that rate.
-        """
+        """Measure the reference's compute, set the link's rate, and calibrate the cost profile at that rate."""
         self.compile(REFERENCE)
         if REFERENCE in self.failed:
             raise RankFailed(self.failed[REFERENCE])

@@ -40,9 +40,7 @@ SIZES = tuple(1 << power for power in range(12, 23, 2))
 
 @dataclass(frozen=True)
 class Sample:
-    """A collective's medians on one rank: ``link_ns`` from issue to arrival, ``host_ns`` of the compute
-    thread.
-    """
+    """A collective's medians on one rank: ``link_ns`` after the host's work, ``host_ns`` of the compute thread."""
 
     layout: Layout
     kind: str

@@ -80,9 +80,7 @@ def message_bytes(kind: str, input_bytes: int, output_bytes: int, ranks: int) ->
 
 
 def wire_bytes(kind: str, input_bytes: int, output_bytes: int, ranks: int) -> int:
-    """Bytes that one rank sends in the bandwidth-optimal (ring, pairwise) algorithm; 0 for a group of one
-    rank.
-    """
+    """Bytes that one rank sends in the bandwidth-optimal (ring, pairwise) algorithm; 0 for a group of one rank."""
     full = message_bytes(kind, input_bytes, output_bytes, ranks)
     if ranks <= 1:
         return 0

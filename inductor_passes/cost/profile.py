@@ -41,8 +41,7 @@ MAX_FILE_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class MatmulPoint:
-    """A measured matmul: ``flops`` (2mnk) of ``dtype`` take ``ns``, the fixed cost per kernel not included.
-    """
+    """A measured matmul: ``flops`` (2mnk) of ``dtype`` take ``ns``, the fixed cost per kernel not included."""
 
     dtype: str
     flops: float
@@ -133,8 +132,7 @@ class CostProfile:
 
     @staticmethod
     def default(device_type: str = "cpu", ranks_per_host: int | None = None) -> CostProfile:
-        """Datasheet defaults for a device type (``cuda``, ``cpu``, ``xpu``) or a device's name; not measured.
-        """
+        """Datasheet defaults for a device type (``cuda``, ``cpu``, ``xpu``) or a device's name; not measured."""
         spec = lookup(device_type)
         return CostProfile(
             name=f"defaults for {spec.name}",
@@ -224,9 +222,7 @@ class CostProfile:
         return duration, "measured" if hops_ratio == 1 else "scaled"
 
     def issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
-        """Host time in ns that issuing the collective takes from the compute thread; see
-        :meth:`communication_ns`.
-        """
+        """Host time in ns that issuing the collective takes from the compute thread; see :meth:`communication_ns`."""
         layout = self.layout(ranks)
         cost, _ = self._measured(kind, layout)
         if cost is None:
@@ -250,9 +246,7 @@ class CostProfile:
         return None, 1.0
 
     def hash(self) -> str:
-        """SHA-256 (first 16 hex digits) of everything that influences an answer: the profile and its device
-        spec.
-        """
+        """SHA-256 (first 16 hex digits) of everything that influences an answer: the profile and its device spec."""
         data = self.to_json()
         del data["name"]
         data["spec"] = {k: c.value for k, c in self.spec.constants().items()}

@@ -25,9 +25,7 @@ _STREAM_BYTES_ACCELERATOR = 512 * 2**20
 
 @dataclass(frozen=True)
 class Roofline:
-    """What :func:`measure` found: ``matmul`` without the fixed cost ``kernel_ns``; ``bytes_per_s`` reads and
-    writes.
-    """
+    """What :func:`measure` found: ``matmul`` without the fixed cost ``kernel_ns``; ``bytes_per_s`` reads and writes."""
 
     matmul: tuple[MatmulPoint, ...]
     bytes_per_s: float
