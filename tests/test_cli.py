@@ -57,7 +57,8 @@ def test_simulate_sweeps_all_combinations(problem_file: Path) -> None:
     done = run(app, arguments)
     assert done.exit_code == 0, done.output
     cases = json.loads(done.output)["cases"]
-    assert [(c["budget"], c["bandwidth_scale"]) for c in cases] == [("0", 1), ("0", 2), ("unlimited", 1), ("unlimited", 2)]
+    swept = [(c["budget"], c["bandwidth_scale"]) for c in cases]
+    assert swept == [("0", 1), ("0", 2), ("unlimited", 1), ("unlimited", 2)]
     problem = fsdp_problem(6)
     for case in cases:
         assert case["budget"] == "unlimited" or case["peak_after_bytes"] <= case["budget_bytes"]

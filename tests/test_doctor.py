@@ -37,7 +37,8 @@ def test_exit_status_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("2.10.1", "fail"), ("2.11.0", "ok"), ("2.15.0a0+git1", "ok"), ("2.16.0", "warn"), ("?", "fail")]
+    ("version", "status"),
+    [("2.10.1", "fail"), ("2.11.0", "ok"), ("2.15.0a0+git1", "ok"), ("2.16.0", "warn"), ("?", "fail")],
 )
 def test_torch_versions(monkeypatch: pytest.MonkeyPatch, version: str, status: str) -> None:
     monkeypatch.setattr(doctor.metadata, "version", lambda name: version)

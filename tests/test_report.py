@@ -197,7 +197,8 @@ def test_missing_directory_and_trace_without_our_graphs(tmp_path: Path) -> None:
 
 
 def test_units() -> None:
-    assert [duration(n) for n in (0, 999, 1500, 1_234_567, 2_000_000_000)] == ["0 ns", "999 ns", "1.5 us", "1.23 ms", "2 s"]
+    times = [duration(n) for n in (0, 999, 1500, 1_234_567, 2_000_000_000)]
+    assert times == ["0 ns", "999 ns", "1.5 us", "1.23 ms", "2 s"]
     assert [size(n) for n in (10, 1536, 3 * 2**30)] == ["10 B", "1.5 KiB", "3 GiB"]
     assert (percent(None), percent(0.0312)) == ("-", "3.1%")
     assert (change(200, 150), change(100, 103), change(0, 5)) == ("-25.0%", "+3.0%", "-")

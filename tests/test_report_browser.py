@@ -21,9 +21,18 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --window-size=1400,1600"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--window-size=1400,1600",
+    "--virtual-time-budget=20000",
+    "--dump-dom",
+)
 
 #: Runs after the page: drives it like a user and leaves what it saw in the document.
 DRIVER = """
@@ -32,13 +41,18 @@ DRIVER = """
   const seen = { errors };
   const byId = (id) => document.getElementById(id);
   const frame = () => new Promise((done) => setTimeout(done, 50));
-  const labels = () => [...byId("collectives").querySelectorAll("tbody tr")].map((r) => r.cells[0].firstChild.textContent);
+  const rows = () => [...byId("collectives").querySelectorAll("tbody tr")];
+  const labels = () => rows().map((row) => row.cells[0].firstChild.textContent);
   const pixels = (k) => {
-    const c = document.querySelectorAll("canvas")[k], all = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
-    let hash = 0; for (let i = 0; i < all.length; i += 4) hash = (hash * 31 + all[i] + 7 * all[i + 1] + 13 * all[i + 2]) >>> 0;
+    const c = document.querySelectorAll("canvas")[k];
+    const all = c.getContext("2d").getImageData(0, 0, c.width, c.height).data;
+    let hash = 0;
+    for (let i = 0; i < all.length; i += 4) hash = (hash * 31 + all[i] + 7 * all[i + 1] + 13 * all[i + 2]) >>> 0;
     return hash;
   };
-  const key = (name) => document.querySelectorAll("canvas")[1].dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true, cancelable: true }));
+  const press = (element, name) =>
+    element.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true, cancelable: true }));
+  const key = (name) => press(document.querySelectorAll("canvas")[1], name);
   await frame();
   seen.ready = document.documentElement.dataset.ready;
   seen.canvases = document.querySelectorAll("canvas").length;
@@ -57,17 +71,19 @@ DRIVER = """
   const whole = pixels(1); key("+"); await frame(); seen.zoomed = pixels(1) !== whole;
   key("ArrowRight"); await frame(); key("0"); await frame(); seen.restored = pixels(1) === whole;
   key("n"); await frame(); seen.picked = byId("picked").textContent;
-  byId("collectives").querySelector("tbody tr").dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
-  await frame(); seen.jumped = byId("picked").textContent; seen.onCanvas = document.activeElement.tagName;
+  press(rows()[0], "Enter"); await frame();
+  seen.jumped = byId("picked").textContent; seen.onCanvas = document.activeElement.tagName;
   key("0"); await frame();
   const c = document.querySelectorAll("canvas")[1], box = c.getBoundingClientRect();
   c.dispatchEvent(new PointerEvent("pointermove", { clientX: box.x + 140, clientY: box.y + 40, bubbles: true }));
   seen.tip = byId("tip").hidden ? "" : byId("tip").textContent;
-  const light = getComputedStyle(document.body).backgroundColor; byId("theme").click(); await frame();
-  seen.dark = getComputedStyle(document.body).backgroundColor !== light; seen.repainted = pixels(1) !== whole;
+  const paper = () => getComputedStyle(document.body).backgroundColor, light = paper();
+  byId("theme").click(); await frame();
+  seen.dark = paper() !== light; seen.repainted = pixels(1) !== whole;
   byId("graph").value = "1"; byId("graph").dispatchEvent(new Event("change")); await frame();
   seen.second = byId("ranks").textContent; seen.evil = window.evil === undefined;
-  const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
+  const out = document.createElement("pre");
+  out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
 })();
 </script>
 """
@@ -83,10 +99,11 @@ window.requestAnimationFrame = (draw) => setTimeout(draw, 1);
 
 def drive(page: str, folder: Path) -> dict[str, Any]:
     path = folder / "page.html"
-    path.write_text(page.replace("<head>", "<head>" + CATCH, 1).replace("</body>", DRIVER + "</body>"), encoding="utf-8")
+    driven = page.replace("<head>", "<head>" + CATCH, 1).replace("</body>", DRIVER + "</body>")
+    path.write_text(driven, encoding="utf-8")
     assert BROWSER is not None
     done = subprocess.run(
-        [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=20000", "--dump-dom", path.as_uri()],
+        [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", path.as_uri()],
         capture_output=True,
         text=True,
         timeout=180,

@@ -322,7 +322,8 @@ def summary_text(**more: object) -> str:
     return dumps({**data, **more})
 
 
-GOOD = record("inductor_passes_summary_forward_0", summary_text())
+SUMMARY = "inductor_passes_summary_forward_0"
+GOOD = record(SUMMARY, summary_text())
 
 
 @pytest.mark.parametrize(
@@ -333,12 +334,12 @@ GOOD = record("inductor_passes_summary_forward_0", summary_text())
         ("no records", b"hello\n\tworld\n\xff\xfe\x00\n", 0, ""),
         ("header cut off", GOOD + GOOD[:80], 1, "cut off"),
         ("payload cut off", GOOD[:-9], 0, "checksum"),
-        ("wrong checksum", record("inductor_passes_summary_forward_0", summary_text(), checksum="0" * 32), 0, "checksum"),
+        ("wrong checksum", record(SUMMARY, summary_text(), checksum="0" * 32), 0, "checksum"),
         ("payload no JSON", record("inductor_passes_summary_forward_0", "{nope"), 0, "no readable summary"),
         ("NaN", record("inductor_passes_summary_forward_0", '{"a": NaN}'), 0, "no readable summary"),
         ("list", record("inductor_passes_summary_forward_0", "[1]"), 0, "no readable summary"),
         ("deep", record("inductor_passes_summary_forward_0", "[" * 200_000), 0, "no readable summary"),
-        ("newer schema", record("inductor_passes_summary_forward_0", summary_text(schema_version=99)), 0, "schema_version 99"),
+        ("newer schema", record(SUMMARY, summary_text(schema_version=99)), 0, "schema_version 99"),
         ("passes no list", record("inductor_passes_summary_forward_0", summary_text(passes=7)), 0, "TypeError"),
         ("path as name", record("inductor_passes_../../etc/passwd_forward_0", "{}"), 0, ""),
         ("name no text", record(3, "{}"), 0, ""),  # type: ignore[arg-type]
@@ -389,6 +390,6 @@ def test_two_runs_in_one_directory_are_noticed(tmp_path: Path) -> None:
 def test_missing_directory_and_directory_without_logs(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="does not exist"):
         read_trace(tmp_path / "nowhere")
-    with pytest.raises(TraceError, match="no .log file"):
+    with pytest.raises(TraceError, match=r"no \.log file"):
         read_trace(tmp_path)
 

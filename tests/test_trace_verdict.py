@@ -201,7 +201,8 @@ def problems(draw: st.DrawFn) -> tuple[Problem, tuple[int, ...]]:
         kind = rng.random()
         if kind < 0.35:
             lane = rng.randrange(len(lanes))
-            task = Task(f"s{i}", Kind.START, rng.randrange(0, 90), lane, -1, rng.randrange(3), rng.randrange(99), f"AG{i}")
+            ns, issue, size = rng.randrange(90), rng.randrange(3), rng.randrange(99)
+            task = Task(f"s{i}", Kind.START, ns, lane, -1, issue, size, f"AG{i}")
             unwaited.append(i)
         elif kind < 0.65 and unwaited:
             number = unwaited.pop(rng.randrange(len(unwaited)))

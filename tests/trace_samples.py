@@ -39,7 +39,8 @@ def fsdp_problem(
 
     last: tuple[int, ...] = ()
     for k in range(layers):
-        start = add(Task(f"ag{k}", Kind.START, gather_us * 1000, 0, -1, 1000, gathered_bytes, f"AG{k}", f"m.py:{k + 1}"))
+        source = f"m.py:{k + 1}"
+        start = add(Task(f"ag{k}", Kind.START, gather_us * 1000, 0, -1, 1000, gathered_bytes, f"AG{k}", source))
         wait = add(Task(f"w{k}", Kind.WAIT, 0, 0, start, 500, 0, f"W{k}"), start)
         first = len(tasks)
         for part in range(tasks_per_layer):

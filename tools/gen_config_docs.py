@@ -24,8 +24,8 @@ error that names it and says what is allowed. Settings are part of the compile c
 | way | form |
 |---|---|
 | options of one `torch.compile` | `torch.compile(model, options=inductor_passes.options(memory_budget="+5%"))` |
-| backend with dotted options | `torch.compile(model, backend="inductor_passes", options={{"{PREFIX}memory_budget": "+5%"}})` |
-| every later compilation in the process | `inductor_passes.config.enabled = True`, `inductor_passes.config.memory_budget = "+5%"` |
+| backend with options | `torch.compile(model, backend="inductor_passes", options={{"{PREFIX}replay": "on"}})` |
+| every later compilation | `inductor_passes.config.enabled = True`, `inductor_passes.config.memory_budget = "+5%"` |
 | environment | `{ENV}=1` enables, `{ENV}_MEMORY_BUDGET=+5%` sets |
 
 This page is generated from the fields of `PassConfig` by `tools/gen_config_docs.py`.

@@ -191,8 +191,8 @@ def rendered() -> dict[str, str]:
 
 ABOUT = {
     "config": "The settings a graph was compiled with.",
-    "summary": "A graph's report without decisions, collectives, settings and schedules, which have artifacts of their own.",
-    "decisions": "Every candidate that a pass looked at, with verdict and reason; passes in the order in which they ran.",
+    "summary": "A graph's report without decisions, collectives, settings, schedules: those have their own artifacts.",
+    "decisions": "Every candidate that a pass looked at, with verdict and reason; passes in the order of their runs.",
     "collectives": "The verdict on every collective of the final schedule. Times in ns, sizes in bytes, ranks global.",
     "chrome_trace": "A planned timeline for Perfetto. ts and dur are microseconds with three digits.",
     "problem": "The scheduling problem, for `inductor-passes simulate`; rows are positional, see schedule/problem.py.",

@@ -1,4 +1,4 @@
-"""``inductor-passes doctor``: looks at the environment and says what will work, what will not, and what to do about it."""
+"""``inductor-passes doctor``: looks at the environment and says what will work, and what to do where it will not."""
 
 from __future__ import annotations
 

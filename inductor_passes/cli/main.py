@@ -1,4 +1,4 @@
-"""The command ``inductor-passes``. Sub-commands are imported when they run, so that ``--help`` needs neither them nor torch."""
+"""The command ``inductor-passes``. A sub-command is imported when it runs, so that ``--help`` needs none of them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 COMMANDS = {
     "report": ("inductor_passes.cli.report", "What happened to each graph of a TORCH_TRACE directory, and why."),
     "simulate": ("inductor_passes.cli.simulate", "Plan a captured graph again for other links, budgets and devices."),
+    "check": ("inductor_passes.cli.check", "Verify graph files, alone, against a reference, or between ranks."),
     "calibrate": ("inductor_passes.cli.calibrate", "Measure this machine's links once and write a cost profile."),
     "doctor": ("inductor_passes.cli.doctor", "Check the environment and say what will work."),
 }

@@ -1,4 +1,4 @@
-"""``inductor-passes report``: the trace of a run as text, JSON, a page or a Perfetto trace; ``report diff`` for two runs."""
+"""``inductor-passes report``: a run's trace as text, JSON, a page or a Perfetto trace; ``report diff`` for two runs."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _change(problem: Problem, case: Case) -> Problem:
 
     if case.compute != 1:
         problem = scale_compute(problem, case.compute)
-    if (case.bandwidth, case.latency, case.added_ns) != (1, 1, 0):
+    if case.bandwidth != 1 or case.latency != 1 or case.added_ns:
         problem = scale_links(problem, bandwidth=case.bandwidth, latency=case.latency, added_ns=case.added_ns)
     return problem
 
@@ -210,10 +210,11 @@ def _print_table(problem: Problem, answers: list[Answer]) -> None:
 
     table = Table(box=box.SIMPLE, title=escape(problem.name or "problem"), title_justify="left")
     swept = _varying(answers) or ["budget"]
-    for head in (*swept, "step before", "step after", "change", "exposed", "peak before", "peak after", "gap", "method"):
+    figures = ("step before", "step after", "change", "exposed", "peak before", "peak after", "gap", "method")
+    for head in (*swept, *figures):
         table.add_column(head, justify="left" if head == "method" else "right")
     for answer in answers:
-        case, changed, plan = answer
+        case, _, plan = answer
         record = _record(answer)
         table.add_row(
             *(escape(_SWEPT[name](case)) for name in swept),

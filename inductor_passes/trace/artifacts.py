@@ -8,6 +8,7 @@ reaches the compilation: the first failure is logged as a warning, further ones 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import textwrap
@@ -175,7 +176,7 @@ def _collectives(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any
 
 def _group(lane: str, ranks: tuple[int, ...]) -> dict[str, Any]:
     """A communicator's global ranks, also as start and stride when they are evenly spaced (else null)."""
-    strides = {b - a for a, b in zip(ranks, ranks[1:])}
+    strides = {b - a for a, b in itertools.pairwise(ranks)}
     stride = strides.pop() if len(strides) == 1 else (1 if len(ranks) == 1 else None)
     return {"name": lane, "ranks": list(ranks), "start": ranks[0] if ranks else None, "stride": stride}
 

@@ -136,11 +136,10 @@ def _changes(a: GraphReport, b: GraphReport) -> Iterable[Change]:
     after = {c.name: c for c in b.collectives}
     for name in [*before, *(n for n in after if n not in before)]:
         x, y = before.get(name), after.get(name)
-        label = (x or y).label if x or y else name
         if x is None or y is None:
-            yield Change(f"{label} ({name})", "present" if x else None, "present" if y else None)
+            yield Change(f"collective {name}", "present" if x else None, "present" if y else None)
         elif (x.reason, x.exposed_ns) != (y.reason, y.exposed_ns):
             if x.exposed_ns != y.exposed_ns:
-                yield Change(f"{label} exposed", x.exposed_ns, y.exposed_ns, "ns")
+                yield Change(f"{x.label} exposed", x.exposed_ns, y.exposed_ns, "ns")
             if x.reason != y.reason:
-                yield Change(f"{label} reason", Reason(x.reason).value, Reason(y.reason).value)
+                yield Change(f"{x.label} reason", Reason(x.reason).value, Reason(y.reason).value)

@@ -1,9 +1,10 @@
 """Reads our artifacts back out of the logs that torch writes under ``TORCH_TRACE``.
 
 Such a log is a sequence of records: one line with a glog header and a JSON object, and, when the object has
-``has_payload`` (an MD5), the payload's lines, each indented by one tab. Only our artifacts are parsed; everything else
-is skipped without decoding. A log may be cut off (a killed process), may be huge, or may have been tampered with: whatever
-cannot be read becomes a note and the rest is returned. Nothing is ever executed, and no path in a log is followed.
+``has_payload`` (an MD5), the payload's lines, each indented by one tab. Only our artifacts are parsed; everything
+else is skipped without decoding. A log may be cut off (a killed process), may be huge, or may have been tampered with:
+whatever cannot be read becomes a note and the rest is returned. Nothing is ever executed, and no path in a log is
+followed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs tlparse for the user, with our page linked from its index (``--custom-header-html``).
 
-tlparse is a binary: one log in single-rank mode, a directory of ``rank_N`` logs with ``--all-ranks-html``. Its index and each
-rank's index get the same header, so the page is put next to each of them.
+tlparse is a binary: one log in single-rank mode, a directory of ``rank_N`` logs with ``--all-ranks-html``. Its index
+and each rank's index get the same header, so the page is put next to each of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inductor_passes.trace.html import write_page
 from inductor_passes.trace.reader import Trace
 
 PAGE = "inductor_passes.html"
-HEADER = f'<p><a href="{PAGE}"><b>inductor_passes report</b></a>: schedules before and after, exposed collectives and why</p>'
+HEADER = f'<p><a href="{PAGE}"><b>inductor_passes report</b></a>: schedules before and after, exposed collectives</p>'
 TIMEOUT_SECONDS = 600
 
 

@@ -14,6 +14,7 @@ from fractions import Fraction
 
 from inductor_passes.schedule.problem import Kind, Problem, Task
 
+
 def family(task: Task) -> str:
     """What kind of collective a ``START`` is: its label without the number (``AG12`` -> ``AG``)."""
     return task.label.rstrip("0123456789") or "collective"
@@ -48,7 +49,7 @@ def latencies(problem: Problem) -> list[int]:
 def scale_links(
     problem: Problem, *, bandwidth: Fraction = Fraction(1), latency: Fraction = Fraction(1), added_ns: int = 0
 ) -> Problem:
-    """The same program on links with ``bandwidth`` times the rate and ``latency`` times the latency, ``added_ns`` later.
+    """The same program on links of ``bandwidth`` times the rate and ``latency`` times the latency, plus ``added_ns``.
 
     Latency is what :func:`latencies` can tell from the durations; the rest of a duration scales with bandwidth.
 
@@ -96,7 +97,7 @@ def without_fences(problem: Problem) -> Problem:
 
 def without_transfers(problem: Problem, starts: Collection[int]) -> Problem:
     """The same program if these collectives took no time: a bound on what any change to them can gain."""
-    return with_durations(problem, {i: 0 for i in starts})
+    return with_durations(problem, dict.fromkeys(starts, 0))
 
 
 def without_latency(problem: Problem, starts: Collection[int]) -> Problem:
