@@ -19,7 +19,7 @@ Environment (read by :func:`register`): ``EMULATED_LINK_LATENCY_NS``, ``EMULATED
 links, ``EMULATED_LINK_INTRA_...`` / ``EMULATED_LINK_INTER_...`` for one, and ``EMULATED_LINK_RANKS_PER_HOST``
 (default: all ranks on one host, so that every group uses the link ``intra``).
 
-Limits: all ranks on one machine; CPU tensors; a wait through a ``Future`` sleeps but is not logged; a send is
+Limits: all ranks on one Linux machine; CPU tensors; a wait through a ``Future`` sleeps but is not logged; a send is
 over for the sender when its own link has served it.
 """
 

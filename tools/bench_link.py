@@ -103,7 +103,7 @@ def main(
     if _REFERENCE not in names:
         names.insert(0, _REFERENCE)
     sizes = Sizes(layers=layers, dim=dim, hidden=hidden, batch=batch, sequence=sequence)
-    console = Console(width=max(165, Console().width))
+    console = Console(width=max(180, Console().width))
     everything = []
     for value in ratio or [1.0]:
         job = {
