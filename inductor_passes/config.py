@@ -114,6 +114,11 @@ class PassConfig:
         "+5%",
     )
     schedule: Switch = _doc("Reorder collectives around compute.", "on")
+    bucket: Switch = _doc(
+        "Merge collectives of one process group into fewer, larger ones where the planner finds that this pays, "
+        "copies charged and memory budget kept.",
+        "on",
+    )
     replay: Switch = _doc(
         "Plan again on Inductor's fused kernels and make the generated code run in that order. "
         "Off leaves the order to Inductor, which moves waits back next to their starts.",
@@ -195,6 +200,7 @@ class PassConfig:
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(PassConfig)}
 _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
+    "bucket": get_args(Switch),
     "replay": get_args(Switch),
     "verify": get_args(Verify),
     "codegen": get_args(Codegen),

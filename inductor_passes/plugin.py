@@ -12,6 +12,7 @@ from typing import Any
 import torch.fx
 
 from inductor_passes import _torch, config, identity, in_tree
+from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
@@ -21,11 +22,14 @@ from inductor_passes.replay import hook
 _PASSES = "post_grad_custom_post_pass"
 _REORDER = "reorder_for_compute_comm_overlap"
 _REORDER_PASSES = "reorder_for_compute_comm_overlap_passes"
+_PARTITIONS = "triton.reorder_for_reducing_graph_partitions"
 
 
 def passes_of(settings: PassConfig) -> list[Pass]:
     """The FX passes that a configuration switches on, in order."""
     passes: list[Pass] = []
+    if settings.bucket == "on":
+        passes.append(BucketPass())
     if settings.schedule == "on":
         passes.append(ReorderPass())
     return passes
@@ -206,6 +210,9 @@ def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: Pass
     kept = foreign if lookup(_REORDER) else []
     result[_REORDER] = True
     result[_REORDER_PASSES] = [*kept, SchedulerHook(settings)]
+    if _torch.inductor_option(_PARTITIONS) is not None and _PARTITIONS not in own:
+        # With CUDA graphs Inductor would move nodes once more to have fewer partitions, after the order is planned.
+        result[_PARTITIONS] = False
     if in_tree.has_simple_overlap() and not own.get(in_tree.SIMPLE_OVERLAP):
         result[in_tree.SIMPLE_OVERLAP] = False
     return result

@@ -1,0 +1,102 @@
+"""Warm caches: hits as without us, the same plan, and a report although no pass runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: Trains one step of a data-parallel model in a fake world; prints what happened as one line of JSON.
+SCRIPT = """
+import json, sys
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from models import MLPConfig, fake_world, mlp, mlp_batch
+import inductor_passes
+from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
+
+budget, world_size = sys.argv[1], int(sys.argv[2])
+with fake_world(world_size):
+    model = simple_fsdp(mlp(MLPConfig()), init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)))
+    options = {} if budget == "none" else inductor_passes.options(memory_budget=budget)
+    with collect() as reports:
+        torch.compile(model, fullgraph=True, options=options)(mlp_batch(MLPConfig())[0]).sum().backward()
+print("RESULT " + json.dumps({
+    "hits": counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"],
+    "misses": counters["inductor"]["fxgraph_cache_miss"] + counters["aot_autograd"]["autograd_cache_miss"],
+    "bypasses": counters["inductor"]["fxgraph_cache_bypass"] + counters["aot_autograd"]["autograd_cache_bypass"],
+    "reports": [[r.phase, r.digest, r.from_cache, r.order_check, len(r.collectives)] for r in reports],
+}))
+"""
+
+
+def run(cache: Path, budget: str = "+5%", world_size: int = 2, trace: Path | None = None) -> dict[str, Any]:
+    environ = {
+        **os.environ,
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
+    }
+    if trace is not None:
+        environ["TORCH_TRACE"] = str(trace)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, budget, str(world_size)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def cold(cache: Path) -> dict[str, Any]:
+    return run(cache)
+
+
+def test_a_cold_run_misses_and_reports(cold: dict[str, Any]) -> None:
+    assert cold["bypasses"] == 0 and cold["hits"] == 0 and cold["misses"] > 0
+    assert [r[0] for r in cold["reports"]] == ["forward", "backward"]
+    assert [r[2:4] for r in cold["reports"]] == [[False, "as planned"]] * 2
+
+
+def test_a_warm_run_hits_as_without_us_and_replays_the_report(
+    cache: Path, cold: dict[str, Any], tmp_path: Path
+) -> None:
+    from inductor_passes.trace.reader import read_trace
+
+    plain = tmp_path / "plain"
+    run(plain, "none")
+    without = run(plain, "none")
+    trace = tmp_path / "trace"
+    warm = run(cache, trace=trace)
+    assert warm["misses"] == warm["bypasses"] == 0
+    assert warm["hits"] == without["hits"] > 0
+    assert [r[2] for r in warm["reports"]] == [True, True]
+    for before, after in zip(cold["reports"], warm["reports"]):
+        assert before[:2] == after[:2] and before[3:] == after[3:]
+    shown = read_trace(trace).graphs
+    assert [graph.report.phase for graph in shown if graph.report] == ["forward", "backward"]
+    assert all(graph.report.from_cache for graph in shown if graph.report)
+    assert all("chrome_trace_after" in " ".join(graph.artifacts) for graph in shown)
+
+
+@pytest.mark.parametrize("change", [{"budget": "0"}, {"world_size": 4}], ids=["setting", "groups"])
+def test_another_setting_or_world_is_another_entry(cache: Path, cold: dict[str, Any], change: dict[str, Any]) -> None:
+    assert cold["reports"]
+    other = run(cache, **change)
+    assert other["misses"] > 0
+    assert all(not r[2] for r in other["reports"])
