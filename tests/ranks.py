@@ -13,6 +13,7 @@ take the others with it.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -28,6 +29,9 @@ from typing import Any
 
 #: How long the other ranks may go on after one has failed: long enough to report an error of their own.
 GRACE_S = 3.0
+
+#: A rank whose pool was killed while it waits for another rank ends by itself after this long.
+COLLECTIVE_LIMIT = datetime.timedelta(minutes=10)
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -193,7 +197,9 @@ def _serve(descriptor: int) -> None:
     setup = pickle.loads(pipe.recv_bytes())
     if setup is not None:
         setup(rank, world_size)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_LIMIT
+    )
     while True:
         try:
             request = pipe.recv_bytes()
