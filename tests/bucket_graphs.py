@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.fx
+from models import fake_world
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from inductor_passes.ir.view import GraphView
-from tests.models import fake_world
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -43,6 +43,12 @@ class Program:
             node.meta["val"] = target(*fakes, **fake_kwargs)
         self.line += 1
         node.meta["stack_trace"] = f'  File "model.py", line {self.line}, in forward\n    ...'
+        return node
+
+    def copy_of(self, x: torch.fx.Node) -> torch.fx.Node:
+        """A pointwise operation that shares its input's fake tensor: cheap to make in thousands."""
+        node = self.graph.call_function(aten.neg.default, (x,))
+        node.meta = dict(x.meta)
         return node
 
     def start(self, kind: str, x: torch.fx.Node, group: str, op: str = "sum") -> torch.fx.Node:
@@ -78,14 +84,18 @@ def local_world(ranks: int) -> Iterator[str]:
 
 
 def inputs_by_rank(gm: torch.fx.GraphModule, ranks: int, seed: int = 0) -> list[list[torch.Tensor]]:
-    """Random inputs per placeholder and rank, with the strides of its fake tensor."""
+    """Random inputs per placeholder and rank, with the strides of its fake tensor; None for what is no tensor."""
     generator = torch.Generator().manual_seed(seed)
     result = []
     for node in gm.graph.find_nodes(op="placeholder"):
-        fake = node.meta["val"]
-        per_rank = []
+        fake = node.meta.get("val")
+        per_rank: list[Any] = []
+        if not isinstance(fake, torch.Tensor):
+            result.append([None] * ranks)
+            continue
         for _ in range(ranks):
             value = torch.randn(fake.shape, generator=generator) * 8
+            value = value.abs() if fake.dtype is torch.int64 else value
             real = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
             real.copy_(value > 0 if fake.dtype is torch.bool else value)
             per_rank.append(real)
@@ -97,8 +107,13 @@ def run_all_ranks(gm: torch.fx.GraphModule, inputs: Sequence[Sequence[torch.Tens
     """The graph's outputs, per output and rank."""
     ranks = len(inputs[0])
     with LocalTensorMode(ranks):
-        outputs = gm(*(LocalTensor(dict(enumerate(x.clone() for x in per_rank))) for per_rank in inputs))
-    return [[output._local_tensors[rank] for rank in range(ranks)] for output in outputs]
+        outputs = gm(
+            *(
+                LocalTensor({r: x.clone() for r, x in enumerate(per_rank)}) if per_rank[0] is not None else None
+                for per_rank in inputs
+            )
+        )
+    return [[out._local_tensors[r] for r in range(ranks)] for out in outputs if isinstance(out, LocalTensor)]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.fx
+from bucket_graphs import Program, aten, c10d, local_world
 from hypothesis import given, settings
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -13,7 +14,6 @@ from inductor_passes.bucket.candidates import candidates
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Decision, Reason, Verdict
-from tests.bucket_graphs import Program, aten, c10d, local_world
 
 
 def look(gm: torch.fx.GraphModule, **options: bool) -> tuple[list[list[str]], dict[str, Decision]]:

@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
+from bucket_graphs import (
+    Program,
+    assert_same_bits,
+    aten,
+    inputs_by_rank,
+    kinds,
+    local_world,
+    output_layouts,
+    run_all_ranks,
+    text,
+)
 
 from inductor_passes.bucket.candidates import candidates
 from inductor_passes.bucket.choose import choose, merged
@@ -27,17 +38,6 @@ from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import simulate
-from tests.bucket_graphs import (
-    Program,
-    assert_same_bits,
-    aten,
-    inputs_by_rank,
-    kinds,
-    local_world,
-    output_layouts,
-    run_all_ranks,
-    text,
-)
 
 GPU = CostProfile.default("cuda")
 cast = torch.ops.prims.convert_element_type.default
@@ -54,7 +54,7 @@ def layers(world: str, count: int, *, width: int = 16, per_layer: int = 2, extra
             weight = p.collective("all_gather", p.call(cast, parameter, torch.bfloat16), world)
             x = p.call(aten.relu.default, p.call(aten.mm.default, x, p.call(aten.permute.default, weight, [1, 0])))
             for _ in range(extra):
-                x = p.call(aten.neg.default, x)
+                x = p.copy_of(x)
         gradient = p.call(aten.mm.default, p.call(aten.permute.default, x, [1, 0]), x)
         gradients.append(p.collective("reduce_scatter", p.call(cast, gradient, torch.float32), world))
     return p.done(x, *gradients)

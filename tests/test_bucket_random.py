@@ -6,15 +6,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import event, given, settings
-from torch.distributed.device_mesh import init_device_mesh
-
-from inductor_passes import verify
-from inductor_passes.bucket.candidates import candidates
-from inductor_passes.bucket.dependencies import Dependencies
-from inductor_passes.bucket.rewrite import MergeError, merge
-from inductor_passes.ir.view import GraphView
-from tests.bucket_graphs import (
+from bucket_graphs import (
     Program,
     assert_same_bits,
     aten,
@@ -24,6 +16,14 @@ from tests.bucket_graphs import (
     output_layouts,
     run_all_ranks,
 )
+from hypothesis import event, given, settings
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes import verify
+from inductor_passes.bucket.candidates import candidates
+from inductor_passes.bucket.dependencies import Dependencies
+from inductor_passes.bucket.rewrite import MergeError, merge
+from inductor_passes.ir.view import GraphView
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32)

@@ -6,13 +6,7 @@ import operator
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
-from torch.distributed.device_mesh import init_device_mesh
-
-from inductor_passes.bucket.candidates import candidates
-from inductor_passes.bucket.rewrite import MergedCollective, MergeError, merge
-from inductor_passes.ir.view import GraphView
-from tests.bucket_graphs import (
+from bucket_graphs import (
     Program,
     assert_same_bits,
     aten,
@@ -25,6 +19,12 @@ from tests.bucket_graphs import (
     run_all_ranks,
     text,
 )
+from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes.bucket.candidates import candidates
+from inductor_passes.bucket.rewrite import MergedCollective, MergeError, merge
+from inductor_passes.ir.view import GraphView
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
