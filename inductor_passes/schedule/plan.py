@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes.schedule.bounds import lower_bound
-from inductor_passes.schedule.construct import Candidate, construct
+from inductor_passes.schedule.construct import close_enough, construct
+from inductor_passes.schedule.guarded import Candidate
 from inductor_passes.schedule.local_search import local_search, search_whole
 from inductor_passes.schedule.polish import polish
 from inductor_passes.schedule.problem import Problem
@@ -101,7 +102,7 @@ def plan(
             if rescued is not None:
                 timeline = simulate(problem, rescued)
                 best.offer(Candidate("search", rescued, timeline.makespan_ns, timeline.peak_bytes))
-        if best.feasible and best.makespan > bound and effort:
+        if best.feasible and best.makespan > close_enough(t, bound) and effort:
             better = local_search(t, best.order, budget_bytes, bound, effort * _STATES_PER_TASK * t.n + _STATES)
             timeline = simulate(problem, better)
             best.offer(Candidate("local-search", better, timeline.makespan_ns, timeline.peak_bytes))

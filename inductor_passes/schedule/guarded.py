@@ -1,0 +1,144 @@
+"""Guarded list schedules: as close to an ideal order as a memory cap allows.
+
+They repeat an ideal order's priorities, issue gathers just in time (prefetching early everywhere leaves no room where
+it matters) and never leave the reach of a reference order that fits. They cost most of the planning time, so their
+number shrinks with the problem; they are chosen by coordinate descent over (ideal order, timing, reference), and then
+repeated from the best order found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from inductor_passes.schedule.list_schedule import Rule, list_schedule
+from inductor_passes.schedule.memory import Continuation
+from inductor_passes.schedule.reference import lazy
+from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.slack import as_progress, latest_issue, relieves
+from inductor_passes.schedule.tables import Tables
+
+#: Guarded schedules: about this many tasks scheduled in all, at least and at most that many schedules.
+_TASKS, _LEAST, _MOST = 64_000, 4, 24
+_SUFFIX = "/just-in-time"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An order with its name and its value."""
+
+    name: str
+    order: Sequence[int]
+    makespan: int
+    peak: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When a guarded schedule issues collectives.
+
+    Attributes:
+        margin: how many of its own durations before its latest time a gather may be issued.
+        relief: collectives that free at least as much memory as they take go first, whatever their due date.
+    """
+
+    margin: int = 0
+    relief: bool = False
+
+
+def just_in_time(t: Tables, ideal: Candidate, timing: Timing) -> Rule:
+    """A rule that repeats the order of ``ideal`` with gathers issued no earlier than they are needed."""
+    order = ideal.order
+    trace = replay_time(t, order)
+    position = [0] * t.n
+    for k, i in enumerate(order):
+        position[i] = k
+    latest = latest_issue(t, order, trace)
+    due = as_progress(t, order, trace, [time - timing.margin * d for time, d in zip(latest, t.lane_ns)])
+    reliever = relieves(t)
+    release = [0 if early else d for early, d in zip(reliever, due)]
+    if timing.relief:
+        latest = [k - t.n if early else d for k, early, d in zip(position, reliever, latest)]
+    name = ideal.name.removesuffix(_SUFFIX) + _SUFFIX
+    return Rule(name, position, latest, release=release)
+
+
+class Guard:
+    """Tries guarded schedules under one cap and remembers the best.
+
+    Args:
+        enough: a makespan in ns at which to stop.
+        candidate: names and values an order and tells the planner about it.
+    """
+
+    def __init__(
+        self, t: Tables, cap: int, enough: int, candidate: Callable[[str, Sequence[int]], Candidate]
+    ) -> None:
+        self._t = t
+        self._cap = cap
+        self._enough = enough
+        self._candidate = candidate
+        self._left = max(_LEAST, min(_MOST, _TASKS // t.n))
+        self._best: Candidate | None = None
+        orders: list[Sequence[int]] = [lazy(t, range(t.n)), lazy(t, range(t.n), hold_waits=True), range(t.n)]
+        found = [candidate("lazy", order) for order in orders]
+        self._references = [c for c in found if c.peak <= cap]
+
+    @property
+    def done(self) -> bool:
+        """Whether trying more is pointless or not allowed."""
+        return self._left <= 0 or (self._best is not None and self._best.makespan <= self._enough)
+
+    def attempt(self, ideal: Candidate, timing: Timing, reference: Candidate | None = None) -> bool:
+        """One guarded schedule; whether it is the best so far. Without ``reference``: the closest one that fits."""
+        if self.done:
+            return False
+        if reference is None:
+            # The closer the reference, the less the guard has to correct.
+            reference = self._candidate("lazy", lazy(self._t, ideal.order))
+            if reference.peak > self._cap:
+                if not self._references:
+                    return False
+                reference = self._references[0]
+        self._left -= 1
+        rule = just_in_time(self._t, ideal, timing)
+        order = list_schedule(self._t, rule, Continuation(self._t, reference.order, self._cap))
+        found = self._candidate(rule.name, order)
+        if self._best is not None and (found.makespan, found.peak) >= (self._best.makespan, self._best.peak):
+            return False
+        self._best = found
+        return True
+
+    def ranked(self, ideals: Sequence[Candidate]) -> list[Candidate]:
+        """Those of ``ideals`` that differ, the most promising first.
+
+        Without the guard a just-in-time schedule costs little, and tells how far from fitting the ideal is.
+        """
+        scored: dict[tuple[int, int, int], Candidate] = {}
+        for ideal in ideals:
+            order = list_schedule(self._t, just_in_time(self._t, ideal, Timing()))
+            loose = self._candidate(f"{ideal.name}{_SUFFIX}", order)
+            score = loose.makespan * max(loose.peak, self._cap) // max(self._cap, 1)
+            scored.setdefault((score, loose.makespan, loose.peak), ideal)
+        return [scored[key] for key in sorted(scored)]
+
+    def descend(self, ranked: Sequence[Candidate]) -> None:
+        """Coordinate descent over (ideal order, timing, reference), then again from the best order found."""
+        ideal, timing = ranked[0], Timing()
+        self.attempt(ideal, timing)
+        for other in ranked[1:3]:
+            if self.attempt(other, timing):
+                ideal = other
+        for option in (Timing(1, True), Timing(1, False), Timing(3, True)):
+            if self.attempt(ideal, option):
+                timing = option
+        for reference in self._references:
+            self.attempt(ideal, timing, reference)
+        self._repeat(timing)
+        for other in ranked[3:]:
+            self.attempt(other, timing)
+        self._repeat(timing)
+
+    def _repeat(self, timing: Timing) -> None:
+        while self._best is not None and self.attempt(self._best, timing, self._best):
+            pass
