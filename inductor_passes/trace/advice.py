@@ -72,8 +72,8 @@ def advise(
         elif reason is Reason.LATENCY_BOUND:
             advice = Advice(
                 "merge small collectives into buckets",
-                gain(whatif.without_latency(problem, starts)),
-                "gain at most, without their latency",
+                gain(whatif.without_small_latencies(problem)),
+                "gain at most, if small collectives had no latency",
             )
         elif reason is Reason.FENCE:
             advice = Advice(

@@ -23,7 +23,7 @@ from inductor_passes.schedule.simulate import Timeline
 from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.trace.advice import Advice, advise
 from inductor_passes.trace.exposure import Charges, charge_stalls
-from inductor_passes.trace.whatif import family, latencies
+from inductor_passes.trace.whatif import family, latencies, latency_bound
 
 #: Labels' letters -> the collective's name.
 KINDS = {
@@ -176,7 +176,7 @@ def _from_the_start(view: _View, i: int) -> tuple[Reason, str] | None:
     begin = timeline.lane_begin_ns[i]
     # An earlier start would have queued as well when its lane became free only just before it was issued.
     if before >= 0 and begin - timeline.lane_end_ns[before] <= small:
-        if 2 * view.latency_ns[i] >= t.lane_ns[i] > 0:
+        if latency_bound(view.problem, view.latency_ns, i):
             share = round(100 * view.latency_ns[i] / t.lane_ns[i])
             return Reason.LATENCY_BOUND, f"{share}% of its time is latency, right behind {view.label(before)}"
         return Reason.LANE_BUSY, f"right behind {view.label(before)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 
 from inductor_passes.schedule.problem import Kind, Problem, Task
@@ -100,7 +100,19 @@ def without_transfers(problem: Problem, starts: Collection[int]) -> Problem:
     return with_durations(problem, dict.fromkeys(starts, 0))
 
 
-def without_latency(problem: Problem, starts: Collection[int]) -> Problem:
-    """The same program if these collectives had no latency of their own, as when they travelled with a neighbour."""
+def latency_bound(problem: Problem, fixed: Sequence[int], start: int) -> bool:
+    """Whether at least half of a collective's duration is latency; ``fixed`` is :func:`latencies` of the problem."""
+    return 2 * fixed[start] >= problem.tasks[start].duration_ns > 0 and fixed[start] > 0
+
+
+def without_small_latencies(problem: Problem) -> Problem:
+    """The same program if every latency-bound collective travelled with a neighbour and paid no latency of its own."""
     fixed = latencies(problem)
-    return with_durations(problem, {i: problem.tasks[i].duration_ns - fixed[i] for i in starts})
+    return with_durations(
+        problem,
+        {
+            i: task.duration_ns - fixed[i]
+            for i, task in enumerate(problem.tasks)
+            if task.kind is Kind.START and latency_bound(problem, fixed, i)
+        },
+    )
