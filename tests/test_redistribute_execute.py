@@ -32,7 +32,7 @@ def pairs(mesh, shape, options=OPTIONS):
     """All ordered pairs that DTensor accepts: nothing becomes partial that was not."""
     specs = [Spec(Mesh(mesh), p, shape) for p in itertools.product(options, repeat=len(mesh))]
     for source, target in itertools.product(specs, repeat=2):
-        if all(new != "" and old == new or new == "" for old, new in zip(source.layout.partial, target.layout.partial)):
+        if all((new != "" and old == new) or new == "" for old, new in zip(source.layout.partial, target.layout.partial)):
             yield source, target
 
 

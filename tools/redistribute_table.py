@@ -42,7 +42,7 @@ CASES: list[tuple[tuple[int, ...], tuple[int, int]]] = [
 
 
 def layouts(mesh: tuple[int, ...]) -> list[tuple[Placement, ...]]:
-    """All placements on two tensor dims: Shard, Replicate, Partial sum, and strided shards that encode a shard order."""
+    """All placements on two tensor dims: Shard, Replicate, Partial sum, strided shards that encode a shard order."""
     result: list[tuple[Placement, ...]] = []
     for placements in itertools.product((Shard(0), Shard(1), Replicate(), Partial("sum")), repeat=len(mesh)):
         per_dim = [[m for m, p in enumerate(placements) if p == Shard(d)] for d in range(2)]
@@ -185,7 +185,8 @@ def summary(rows: list[dict[str, Any]], ours: str) -> dict[str, Any]:
     moving = [r for r in rows if r["default"]]
     ratios = [r["default"] / r[ours] if r[ours] else math.inf for r in moving]
     finite = [x for x in ratios if x != math.inf]
-    against = [r[ours] / r["best"] if r["best"] else (math.inf if r[ours] else 1.0) for r in rows if r["best"] is not None]
+    known = [r for r in rows if r["best"] is not None]
+    against = [r[ours] / r["best"] if r["best"] else (math.inf if r[ours] else 1.0) for r in known]
     return {
         "pairs": len(moving),
         "improved": sum(x > 1 for x in ratios),
@@ -202,7 +203,7 @@ def run(cases: list[tuple[tuple[int, ...], tuple[int, int]]]) -> list[str]:
     """The table as lines of markdown."""
     lines = [
         "| mesh | shape | pairs | tier | communicate | fewer bytes than DTensor | more | median ratio | max ratio "
-        "| no bytes left | above best of all | ours / best, worst | ms per pair of plans |",
+        "| none left | above best of all | ours / best, worst | ms for both plans |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for mesh, shape in cases:
@@ -219,10 +220,10 @@ def run(cases: list[tuple[tuple[int, ...], tuple[int, int]]]) -> list[str]:
             chosen = [r for r in rows if r["partial"] == partial]
             for tier in ("exact", "reassociate") if partial else ("exact",):
                 s = summary(chosen, tier)
+                share = 100 * s["improved"] // max(1, s["pairs"])
                 lines.append(
-                    f"| {mesh} | {shape} | {kind} | {tier} | {s['pairs']} | {s['improved']} "
-                    f"({100 * s['improved'] // max(1, s['pairs'])}%) | {s['worse']} | {s['median']:.2f} | {s['largest']:.2f} "
-                    f"| {s['free']} | {s['above_best']} | {s['worst_against_best']:.3f} "
+                    f"| {mesh} | {shape} | {kind} | {tier} | {s['pairs']} | {s['improved']} ({share}%) "
+                    f"| {s['worse']} | {s['median']:.2f} | {s['largest']:.2f} | {s['free']} | {s['above_best']} | {s['worst_against_best']:.3f} "
                     f"| {1e3 * planning / len(rows):.1f} |"
                 )
                 print(lines[-1], flush=True)
@@ -231,12 +232,16 @@ def run(cases: list[tuple[tuple[int, ...], tuple[int, int]]]) -> list[str]:
 
 HEAD = """# Redistribution bytes
 
-Written by `tools/redistribute_table.py` with torch {version}. All ordered pairs of placements (Shard on each of two tensor
-dims, Replicate, Partial sum, strided shards that encode a shard order), fp32; bytes per rank in the ring model, busiest
-rank. "communicate" counts pairs in which DTensor's default plan moves data; ratio is DTensor's bytes over ours; "no bytes
-left" counts pairs where ours needs no communication at all; "best of all" is the least of DTensor's greedy planner, its
-graph planner and a lower bound on one all-to-all on the flat group. The exact tier keeps DTensor's reductions bit for bit,
-so it cannot reach plans that merge or move sums; those are what `reassociate` allows.
+Written by `tools/redistribute_table.py` with torch {version}.
+
+All ordered pairs of placements (Shard on each of two tensor dims, Replicate, Partial sum, strided shards that encode
+a shard order) in which no mesh dimension becomes partial that was not, fp32. Bytes are per rank, ring model, busiest
+rank. "communicate" counts the pairs in which DTensor's default plan moves data; the ratio is DTensor's bytes over
+ours; "none left" counts pairs that need no communication with ours; "best of all" is the least of DTensor's greedy
+planner, its graph planner and a lower bound on one all-to-all on the flat group.
+
+The exact tier keeps DTensor's reductions bit for bit, so from partial placements it cannot reach plans that merge or
+move sums; those are what `reassociate` allows.
 
 """
 

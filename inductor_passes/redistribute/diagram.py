@@ -39,7 +39,7 @@ def draw(plan: RedistributionPlan) -> str:
 
 def describe(step: Step) -> str:
     """One step in words, e.g. ``all_gather over dims 0,1 (8 ranks): 7.0 KiB per rank, 10.1 us``."""
-    words = step.kind
+    words: str = step.kind
     if step.reduce_op:
         words += f"({step.reduce_op})"
     if step.mesh_dims:

@@ -6,6 +6,7 @@ step, so uneven sizes, strided shards and shard orders need no case of their own
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from .boxes import common, numel, place, select, shape_of
 from .mesh import Mesh
 from .plan import RedistributionPlan
 from .prepare import group_name
-from .spec import Block, Layout, Partial, Placement, Shard, Spec, SpecError
+from .spec import Block, Partial, Placement, Shard, Spec, SpecError
 from .steps import Step
-from .traffic import traffic
+from .traffic import suppliers, traffic
 
 
 def redistribute(tensor: Any, plan: RedistributionPlan) -> Any:
@@ -120,24 +121,25 @@ def _in_order(step: Step, mesh: Mesh, rank: int) -> bool:
     if len(changed) != 1 or any(n != 1 for n in shape_of(want)[: changed[0]]):
         return False
     along = [interval for b in blocks for interval in b[changed[0]]]
-    return all(x[1] <= y[0] for x, y in zip(along, along[1:]))
+    return all(x[1] <= y[0] for x, y in itertools.pairwise(along))
 
 
 def _run_exchange(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> torch.Tensor:
-    moves = traffic(step.before, step.after)
+    active = traffic(step.before, step.after).active
+    served = suppliers(step.before, step.after)
     shape = step.before.mesh_shape
 
     def position(rank: int) -> int:
         c = mesh.coordinates(rank)
         index = 0
-        for m in moves.active:
+        for m in active:
             index = index * shape[m] + c[m]
         return index
 
     def pieces(sender: int, receiver: int) -> list[tuple[int, int]]:
         """Elements of the common block that ``sender`` sends to ``receiver``."""
         p = position(sender)
-        return [(lo, hi) for q, lo, hi in moves.suppliers[position(receiver)] if q == p]
+        return [(lo, hi) for q, lo, hi in served[position(receiver)] if q == p]
 
     def sizes(rank: int, sending: bool) -> list[int]:
         result = []

@@ -1,4 +1,4 @@
-"""What ``DTensor.redistribute`` does by default: the chain of per-mesh-dimension changes that our plans are held against.
+"""What ``DTensor.redistribute`` does by default: the chain of changes, one mesh dimension each, that plans are held to.
 
 The exact tier keeps every reduction of this chain as it is: same kind, same group, same buffer, same order. Only the
 movement of data between reductions is planned anew, which changes no bit.

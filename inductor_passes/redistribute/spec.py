@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Union
+from typing import Any
 
 from .mesh import Mesh
 
@@ -64,7 +64,7 @@ class Partial:
         return f"P({self.reduce_op})"
 
 
-Placement = Union[Shard, Replicate, Partial]
+Placement = Shard | Replicate | Partial
 
 _TEXT = re.compile(r"(?:_?S\((\d+)(?:, ?(\d+))?\)|S(\d+)|P\((\w+)\)|(P)|(R))")
 
@@ -80,7 +80,7 @@ def placement(value: Any) -> Placement:
     elif isinstance(value, str):
         match = _TEXT.fullmatch(value.strip())
         if match is None:
-            raise SpecError(f'placement {value!r} is not allowed; expected "S(dim)", "_S(dim, factor)", "R" or "P(op)"')
+            raise SpecError(f'placement {value!r} is not allowed; expected "S(0)", "_S(0, factor)", "R" or "P(op)"')
         strided_dim, factor, dim, op, bare, _ = match.groups()
         if strided_dim is not None or dim is not None:
             result = Shard(int(strided_dim or dim or 0), int(factor or 1))
@@ -160,7 +160,7 @@ class Spec:
         inner = getattr(value, "_spec", value)
         meta = getattr(inner, "tensor_meta", None)
         if meta is None or not hasattr(inner, "placements"):
-            raise SpecError(f"{type(value).__name__} is no spec with tensor meta; expected Spec, DTensorSpec or DTensor")
+            raise SpecError(f"{type(value).__name__} has no tensor meta; expected Spec, DTensorSpec or DTensor")
         if any(type(s) is not int for s in meta.shape):
             raise SpecError(f"shape {tuple(meta.shape)} is symbolic; expected integers")
         if mesh is None:
@@ -281,7 +281,7 @@ def _without_strides(mesh_shape: tuple[int, ...], size: int, cuts: tuple[Cut, ..
     """The plain cuts, in another order, that give every rank the same indices as strided ones; else ``cuts``.
 
     A split factor that is the product of the sizes of mesh dims says that those cut first, so a cut is inserted where
-    the product of the cuts before it is its factor. For sizes that do not divide, the two need not agree: it is checked.
+    the product of the cuts before it is its factor. For sizes that do not divide, the two may differ: it is checked.
     """
     if all(factor == 1 for _, factor in cuts):
         return cuts

@@ -9,8 +9,10 @@ cost profile a stated default link stands in.
 
 from __future__ import annotations
 
+import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from .mesh import Mesh
@@ -72,42 +74,69 @@ class Pricing:
     mesh: Mesh
     itemsize: int
     profile: Profile | None = None
+    _known: dict[tuple[str, int, int, tuple[int, ...]], int] = field(default_factory=dict, compare=False, repr=False)
+    _distinct: dict[tuple[int, ...], list[tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
+    _least: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
     def link_ns(self, kind: str, input_bytes: int, output_bytes: int, wire_bytes: int, dims: tuple[int, ...]) -> int:
         """Time of a collective over ``dims``: of the slowest of its groups when a profile knows them apart."""
         if self.profile is None:
             return DEFAULT_LATENCY_NS + wire_bytes * 1000 // DEFAULT_BYTES_PER_US
-        return max(
-            self.profile.communication_ns(kind, input_bytes, output_bytes, group) for group in self.mesh.groups(dims)
-        )
+        question = (kind, input_bytes, output_bytes, dims)
+        if question not in self._known:
+            self._known[question] = max(
+                self.profile.communication_ns(kind, input_bytes, output_bytes, group) for group in self._groups(dims)
+            )
+        return self._known[question]
+
+    def _groups(self, dims: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """One group over ``dims`` of every layout that the profile tells apart (all, when it does not say)."""
+        if dims not in self._distinct:
+            layout = getattr(self.profile, "layout", lambda group: group)
+            self._distinct[dims] = list({layout(group): group for group in reversed(self.mesh.groups(dims))}.values())
+        return self._distinct[dims]
+
+    def least_ns(self, wire_bytes: int) -> int:
+        """Time of moving ``wire_bytes`` in one collective on the fastest sub-mesh, latency included: no plan that moves
+        them is faster as long as a collective's time is linear in bytes with a latency of at least 0."""
+        if wire_bytes <= 0:
+            return 0
+        if self.profile is None:
+            return DEFAULT_LATENCY_NS
+        if wire_bytes not in self._least:
+            times = []
+            used = [m for m, size in enumerate(self.mesh.shape) if size > 1]
+            for count in range(1, len(used) + 1):
+                for dims in itertools.combinations(used, count):
+                    group = self.mesh.group_size(dims)
+                    whole = wire_bytes * group // (group - 1)
+                    times.append(self.link_ns("all_to_all", whole, whole, wire_bytes, dims))
+                    times.append(self.link_ns("all_gather", whole // group, whole, wire_bytes, dims))
+                    times.append(self.link_ns("reduce_scatter", whole, whole // group, wire_bytes, dims))
+                    times.append(self.link_ns("all_reduce", whole // 2, whole // 2, wire_bytes, dims))
+            self._least[wire_bytes] = min(times)
+        return self._least[wire_bytes]
 
     def movements(self, before: Layout, after: Layout) -> list[Step]:
         """The single steps that rearrange ``before`` into ``after``: local when nothing crosses, else a gather with a
         selection and an exchange with exact splits, both on the smallest sub-mesh that suffices."""
-        moves = traffic(before, after)
         size = self.itemsize
         large_in, large_out = before.max_numel * size, after.max_numel * size
-        if not moves.crossing:
+        # The common cases by formula: the exact transfers of hundreds of ranks take a while to count.
+        if _extends(before, after):
             # Equal sizes and nothing to fetch: every rank already holds exactly its new block.
+            copy = 0 if large_in == large_out else 2 * large_out
+            return [self._step("local", (), before, after, 0, 0, copy, large_in + large_out)]
+        gathered_dims = _extends(after, before)
+        if gathered_dims and not _uneven(before):
+            return [self._gather(before, after, gathered_dims)]
+        moves = traffic(before, after)
+        if not moves.crossing:
             copy = 0 if large_in == large_out else 2 * large_out
             return [self._step("local", (), before, after, 0, 0, copy, large_in + large_out)]
         dims = moves.crossing
         group = self.mesh.group_size(dims)
-        gathered = group * large_in
-        in_order = _gathers_in_order(before, after, dims)
-        uneven = _uneven(before)
-        copy = (2 * large_in if uneven else 0) + (0 if in_order else 2 * large_out)
-        ring = (group - 1) * large_in
-        gather = self._step(
-            "all_gather",
-            dims,
-            before,
-            after,
-            ring,
-            self.link_ns("all_gather", large_in, gathered, ring, dims),
-            copy,
-            large_in + gathered + max(large_in if uneven else 0, 0 if in_order else large_out),
-        )
+        gather = self._gather(before, after, dims)
         wire = moves.busiest * size
         # Cost models expect the whole message of an all_to_all, of which 1/g stays at home; ours keeps nothing in it.
         message = -(-wire * group // (group - 1))
@@ -123,6 +152,18 @@ class Pricing:
             max(large_in + sent + received, large_in + received + large_out),
         )
         return [gather, exchange]
+
+    def _gather(self, before: Layout, after: Layout, dims: tuple[int, ...]) -> Step:
+        large_in, large_out = before.max_numel * self.itemsize, after.max_numel * self.itemsize
+        group = self.mesh.group_size(dims)
+        packing = large_in if _uneven(before) else 0
+        unpacking = 0 if _gathers_in_order(before, after, dims) else large_out
+        ring, gathered = (group - 1) * large_in, group * large_in
+        ns = self.link_ns("all_gather", large_in, gathered, ring, dims)
+        copy = 2 * (packing + unpacking)
+        return self._step(
+            "all_gather", dims, before, after, ring, ns, copy, large_in + gathered + max(packing, unpacking)
+        )
 
     def reduce(self, before: Layout, after: Layout, dims: tuple[int, ...], op: str) -> Step:
         """An all_reduce (``after`` replicates along ``dims``) or a reduce_scatter (``after`` is cut by them)."""
@@ -163,6 +204,18 @@ class Pricing:
         return Step(kind, dims, before, after, op, wire, copy, cost, working)
 
 
+@lru_cache(maxsize=16384)
+def _extends(before: Layout, after: Layout) -> tuple[int, ...]:
+    """The mesh dims of the cuts that ``after`` adds behind those of ``before``; () when it does anything else."""
+    added: list[int] = []
+    for old, new in zip(before.cuts, after.cuts):
+        if new[: len(old)] != old:
+            return ()
+        added += [m for m, _ in new[len(old) :]]
+    return tuple(sorted(added))
+
+
+@lru_cache(maxsize=16384)
 def _uneven(layout: Layout) -> bool:
     """Whether some rank holds less than another."""
     for size, cuts in zip(layout.shape, layout.cuts):
