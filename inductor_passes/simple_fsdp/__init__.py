@@ -2,6 +2,16 @@
 
 The collectives of ``torch.distributed.fsdp.fully_shard`` run in hooks that never enter a compiled graph, so no
 compiler pass can schedule them. Here they are part of reading a parameter.
+
+Limits:
+
+- Each read of a parameter is a gather of its own. Compilation merges equal gathers and drops unused ones; eager
+  execution does not, and keeps what it gathered until backward.
+- Inside an activation-checkpointed region backward gathers again, also with ``reshard_after_forward=False``.
+- torch 2.13 (not 2.11 or 2.15) fails to compile a checkpointed region that contains attention or random ops on a CPU
+  when any parameter is a DTensor, with simple_fsdp as with tensor parallelism: "expected all
+  tensors_saved_with_vc_check to be Tensors".
+- Where data and tensor parallelism split the same dimension, the product of the mesh sizes must divide it.
 """
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
