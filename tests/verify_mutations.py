@@ -1,4 +1,6 @@
-"""Illegal changes to a legal graph. Each returns whether it found a place; the verifier must name one of its rules.
+"""Illegal changes to a legal graph; for each the verifier must name one of its rules.
+
+A change raises :class:`NoPlace`, or returns False, where the graph offers no place for it.
 
 ``ALONE`` marks what must be found without a reference graph too.
 """
@@ -10,6 +12,7 @@ import operator
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.fx
@@ -19,6 +22,10 @@ from inductor_passes.verify import Certificate, Claim
 
 WAIT = c10d.wait_tensor.default
 GROUPS = ("world", "row", "column", "other")
+
+
+class NoPlace(Exception):
+    """The graph has nothing that this change could be made to."""
 
 
 class Case:
@@ -36,6 +43,7 @@ class Case:
                 self.written.setdefault(copies[access.node], set()).add(access.buffer)
         self.groups = groups
         self.rng = rng
+        #: what a pass would hand in along with the change
         self.certificates: tuple[Certificate, ...] = ()
         self.nodes = list(self.graph.nodes)
         self.position = {n: i for i, n in enumerate(self.nodes)}
@@ -46,8 +54,10 @@ class Case:
         self.random = [copies[n] for n in program.chains.get("random", [])]
         self.asserts = [copies[n] for n in program.chains.get("assert", [])]
 
-    def pick(self, nodes: list) -> object | None:
-        return self.rng.choice(nodes) if nodes else None
+    def pick(self, candidates: list) -> Any:
+        if not candidates:
+            raise NoPlace
+        return self.rng.choice(candidates)
 
     def start_of(self, wait: torch.fx.Node) -> torch.fx.Node:
         node = wait
@@ -105,6 +115,14 @@ class Mutation:
 MUTATIONS: list[Mutation] = []
 
 
+def inject(mutation: Mutation, case: Case) -> bool:
+    """Make the change; whether there was a place for it."""
+    try:
+        return mutation.apply(case)
+    except NoPlace:
+        return False
+
+
 def mutation(*rules: str, alone: bool = False):
     def register(function: Callable[[Case], bool]) -> Callable[[Case], bool]:
         MUTATIONS.append(Mutation(function.__name__, function, frozenset(rules), alone))
@@ -137,8 +155,6 @@ def drop_one_wait(case: Case) -> bool:
 def drop_the_waits_of_one_result_of_a_coalesced_collective(case: Case) -> bool:
     items = [n for n in case.nodes if n.target is operator.getitem and is_start(n.args[0])]
     item = case.pick(items)
-    if item is None:
-        return False
     for wait in [w for w in case.waits if w.args[0] is item]:
         wait.replace_all_uses_with(item)
         case.graph.erase_node(wait)
@@ -157,7 +173,7 @@ def swap_wait_and_reader(case: Case) -> bool:
 def use_before_definition(case: Case) -> bool:
     node = case.pick([n for n in case.nodes if n.op == "call_function" and n.users])
     case.nodes[-2].append(node)
-    return any(case.position[u] < len(case.nodes) - 1 for u in node.users)
+    return node is not case.nodes[-2] and any(case.position[u] < len(case.nodes) - 1 for u in node.users)
 
 
 @mutation("read-before-wait", alone=True)
@@ -179,8 +195,6 @@ def read_through_views_between_start_and_wait(case: Case) -> bool:
 @mutation("read-before-wait", alone=True)
 def read_the_memory_of_an_in_place_collective(case: Case) -> bool:
     start = case.pick([s for s in case.starts if s.target is c10d.all_reduce_.default])
-    if start is None:
-        return False
     case.after(start, aten.relu.default, start.args[0], like=start)
     return True
 
@@ -188,8 +202,6 @@ def read_the_memory_of_an_in_place_collective(case: Case) -> bool:
 @mutation("read-before-wait", alone=True)
 def read_the_out_buffer_of_a_collective(case: Case) -> bool:
     start = case.pick([s for s in case.starts if "out" in s.kwargs])
-    if start is None:
-        return False
     case.after(start, aten.relu.default, start.kwargs["out"], like=start)
     return True
 
@@ -221,8 +233,6 @@ def wait_for_something_else(case: Case) -> bool:
     wait = case.pick(case.waits)
     others = [n for n in case.nodes if n.target in (aten.relu.default, aten.mm.default, aten.add.Tensor)]
     other = case.pick([n for n in others if case.position[n] < case.position[wait]])
-    if other is None:
-        return False
     wait.args = (other,)
     return True
 
@@ -243,8 +253,6 @@ def return_a_result_without_a_wait(case: Case) -> bool:
 @mutation("collective-lost")
 def lose_a_collective(case: Case) -> bool:
     start = case.pick([s for s in case.starts if s.target is c10d.all_reduce.default])
-    if start is None:
-        return False
     for node in [*case.waits_of(start), start]:
         node.replace_all_uses_with(start.args[0])
         case.graph.erase_node(node)
@@ -269,7 +277,7 @@ def duplicate_a_start(case: Case) -> bool:
 @mutation("collective-added")
 def add_a_collective(case: Case) -> bool:
     place = case.pick([n for n in case.nodes if is_placeholder(n)])
-    start = case.after(case.nodes[5], c10d.all_reduce.default, place, "max", case.groups["world"], like=place)
+    start = case.after(place, c10d.all_reduce.default, place, "max", case.groups["world"], like=place)
     case.after(start, WAIT, start, like=place)
     return True
 
@@ -277,10 +285,8 @@ def add_a_collective(case: Case) -> bool:
 @mutation("collective-changed")
 def change_the_group(case: Case) -> bool:
     start = case.pick([s for s in case.starts if case.group(s) != case.groups["world"]])
-    if start is None:
-        return False
     others = [case.groups[g] for g in GROUPS[1:] if case.groups[g] != case.group(start)]
-    start.args = (*start.args[:-1], case.rng.choice(others))
+    start.args = (*start.args[:-1], case.pick(others))
     return True
 
 
@@ -294,8 +300,6 @@ def change_the_reduce_op(case: Case) -> bool:
 @mutation("collective-changed")
 def change_the_kind(case: Case) -> bool:
     start = case.pick([s for s in case.starts if s.target is c10d.all_reduce.default])
-    if start is None:
-        return False
     start.target = c10d.broadcast.default
     start.args = (start.args[0], 0, start.args[2])
     return True
@@ -328,7 +332,7 @@ def change_the_group_size(case: Case) -> bool:
 def send_something_else(case: Case) -> bool:
     start = case.pick(case.plain())
     others = [n for n in case.nodes if is_placeholder(n) and n is not start.args[0]]
-    start.args = (case.rng.choice(others), *start.args[1:])
+    start.args = (case.pick(others), *start.args[1:])
     return True
 
 
@@ -364,8 +368,6 @@ def swap_starts_of_a_group(case: Case) -> bool:
         and all(case.position[o] < case.position[a] for o in b.all_input_nodes)
     ]
     pair = case.pick(pairs)
-    if pair is None:
-        return False
     pair[0].prepend(pair[1])
     return True
 
@@ -489,8 +491,6 @@ def move_a_start_across_a_fence(case: Case) -> bool:
         if case.position[f] < case.position[s] and all(case.position[o] < case.position[f] for o in s.all_input_nodes)
     ]
     pair = case.pick(pairs)
-    if pair is None:
-        return False
     pair[1].prepend(pair[0])
     return True
 
@@ -504,8 +504,6 @@ def move_a_wait_across_a_fence(case: Case) -> bool:
         if case.position[w] < case.position[f] and all(case.position[f] < case.position[u] for u in w.users)
     ]
     pair = case.pick(pairs)
-    if pair is None:
-        return False
     pair[1].append(pair[0])
     return True
 
@@ -518,8 +516,6 @@ def swap_fences(case: Case) -> bool:
         if all(case.position[o] < case.position[a] for o in b.all_input_nodes)
     ]
     pair = case.pick(pairs)
-    if pair is None:
-        return False
     pair[0].prepend(pair[1])
     return True
 
@@ -541,8 +537,6 @@ def swap_random_draws(case: Case) -> bool:
         if case.position[a] < case.position[b] and all(case.position[o] < case.position[a] for o in b.all_input_nodes)
     ]
     pair = case.pick(pairs)
-    if pair is None:
-        return False
     pair[0].prepend(pair[1])
     return True
 
@@ -593,8 +587,6 @@ def swap_asserts(case: Case) -> bool:
         if case.position[a] < case.position[b] and all(case.position[o] < case.position[a] for o in b.all_input_nodes)
     ]
     pair = case.pick(pairs)
-    if pair is None:
-        return False
     pair[0].prepend(pair[1])
     return True
 
@@ -609,8 +601,6 @@ def read_after_the_write_instead_of_before(case: Case) -> bool:
         if _touches_before(case, reader, writer) and all(case.position[u] > case.position[writer] for u in reader.users)
     ]
     pair = case.pick(pairs)
-    if pair is None:
-        return False
     pair[1].append(pair[0])
     return True
 
@@ -633,8 +623,6 @@ def write_before_the_read_instead_of_after(case: Case) -> bool:
         and _touches_before(case, reader, writer)
     ]
     pair = case.pick(pairs)
-    if pair is None:
-        return False
     pair[0].prepend(pair[1])
     return True
 
@@ -649,8 +637,6 @@ def _compute(case: Case) -> list[torch.fx.Node]:
 @mutation("compute-lost")
 def lose_a_computation(case: Case) -> bool:
     node = case.pick(_compute(case))
-    if node is None:
-        return False
     node.replace_all_uses_with(node.args[0])
     case.graph.erase_node(node)
     return True
@@ -659,8 +645,6 @@ def lose_a_computation(case: Case) -> bool:
 @mutation("compute-added")
 def compute_twice(case: Case) -> bool:
     node = case.pick(_compute(case))
-    if node is None:
-        return False
     copy = case.after(node, node.target, *node.args, like=node)
     if case.rng.random() < 0.5:
         next(iter(node.users)).replace_input_with(node, copy)
@@ -670,8 +654,6 @@ def compute_twice(case: Case) -> bool:
 @mutation("node-changed")
 def change_an_op(case: Case) -> bool:
     node = case.pick([n for n in case.nodes if n.target is aten.mm.default])
-    if node is None:
-        return False
     node.target = aten.mul.Tensor
     return True
 
@@ -686,17 +668,15 @@ def change_a_constant(case: Case) -> bool:
 @mutation("operand-changed")
 def swap_operands(case: Case) -> bool:
     node = case.pick([n for n in case.nodes if n.target is aten.mm.default and n.args[0] is not n.args[1]])
-    if node is None:
-        return False
     node.args = (node.args[1], node.args[0])
     return True
 
 
 @mutation("operand-changed")
 def swap_outputs(case: Case) -> bool:
-    first, *rest = case.output.args[0]
-    case.output.args = ((*rest, first),)
-    return True
+    before = case.output.args[0]
+    case.output.args = ((*before[1:], before[0]),)
+    return case.output.args[0] != tuple(before)
 
 
 @mutation("node-changed")
@@ -717,8 +697,6 @@ def swap_inputs(case: Case) -> bool:
 @mutation("metadata-changed")
 def change_the_dtype_of_a_value(case: Case) -> bool:
     node = case.pick(_compute(case))
-    if node is None:
-        return False
     node.meta = {**node.meta, "val": node.meta["val"].to(torch.float64)}
     return True
 
@@ -729,8 +707,6 @@ def change_the_dtype_of_a_value(case: Case) -> bool:
 @mutation("certificate")
 def claim_a_merge_that_loses_bytes(case: Case) -> bool:
     start = case.pick([s for s in case.plain() if s.target is c10d.all_reduce.default])
-    if start is None:
-        return False
     with case.graph.inserting_before(start):
         small = case.graph.call_function(aten.slice.Tensor, (start.args[0], 0, 0, 1))
         new = case.graph.call_function(start.target, (small, *start.args[1:]))
@@ -750,10 +726,8 @@ def claim_a_merge_that_loses_bytes(case: Case) -> bool:
 @mutation("certificate")
 def claim_a_merge_across_groups(case: Case) -> bool:
     start = case.pick([s for s in case.plain() if case.group(s) != case.groups["world"]])
-    if start is None:
-        return False
     others = [case.groups[g] for g in GROUPS[1:] if case.groups[g] != case.group(start)]
-    start.args = (*start.args[:-1], case.rng.choice(others))
+    start.args = (*start.args[:-1], case.pick(others))
     case.certificates = (Certificate("bucket", (start.name,), (start.name,), claim=Claim.MERGE),)
     return True
 
@@ -769,9 +743,7 @@ def claim_to_remove_and_keep(case: Case) -> bool:
 def certify_one_removal_and_do_two(case: Case) -> bool:
     starts = [s for s in case.starts if s.target is c10d.all_reduce.default]
     broadcasts = [s for s in case.starts if s.target is c10d.broadcast.default]
-    if not starts or not broadcasts:
-        return False
-    said, silent = case.rng.choice(starts), case.rng.choice(broadcasts)
+    said, silent = case.pick(starts), case.pick(broadcasts)
     gone = [(start, [*case.waits_of(start), start]) for start in (said, silent)]
     removed = [n.name for n in gone[0][1]]
     pairs = tuple((name, said.args[0].name) for name in removed)
