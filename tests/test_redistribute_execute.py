@@ -32,7 +32,7 @@ def pairs(mesh, shape, options=OPTIONS):
     """All ordered pairs that DTensor accepts: nothing becomes partial that was not."""
     specs = [Spec(Mesh(mesh), p, shape) for p in itertools.product(options, repeat=len(mesh))]
     for source, target in itertools.product(specs, repeat=2):
-        if all((new != "" and old == new) or new == "" for old, new in zip(source.layout.partial, target.layout.partial)):
+        if all(new in ("", old) for old, new in zip(source.layout.partial, target.layout.partial)):
             yield source, target
 
 
@@ -163,7 +163,8 @@ def test_scalars_empty_tensors_and_three_dimensions():
     with simulated(8):
         dmesh = device_mesh((2, 4))
         prepare_groups(dmesh)
-        for shape, options in [((), ("R", "P(sum)")), ((0, 3), OPTIONS), ((3, 1), OPTIONS), ((4, 3, 6), ("S(1)", "S(2)", "R"))]:
+        cases = [((), ("R", "P(sum)")), ((0, 3), OPTIONS), ((3, 1), OPTIONS), ((4, 3, 6), ("S(1)", "S(2)", "R"))]
+        for shape, options in cases:
             for source, target in pairs((2, 4), shape, options):
                 check(source, target, dmesh, against_torch=False)
 
@@ -225,11 +226,7 @@ def test_groups_are_created_once_and_a_missing_one_is_named():
         dmesh = device_mesh((2, 2, 2))
         assert prepare_groups(dmesh, [(2, 0)]) == ((0, 2),)
         assert group_name(plain, (0, 2)) == group_name(plain, (2, 0))
-        assert dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group_name(plain, (0, 2)))) == [
-            0,
-            1,
-            4,
-            5,
-        ]
+        group = dist.distributed_c10d._resolve_process_group(group_name(plain, (0, 2)))
+        assert dist.get_process_group_ranks(group) == [0, 1, 4, 5]
         assert prepare_groups(dmesh) == ((0, 1), (1, 2))
         assert prepare_groups(dmesh) == ()

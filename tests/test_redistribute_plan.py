@@ -186,7 +186,8 @@ class Drawing(TestCase):
         self.assertExpectedInline(
             str(plan),
             """\
-[P(sum), P(sum)] -> [R, S(0)]  float32 [64, 32] on mesh [2, 4]: 8.0 KiB per rank, 2 collectives, 20.1 us, peak 12.0 KiB, reassociate
+[P(sum), P(sum)] -> [R, S(0)]  float32 [64, 32] on mesh [2, 4]
+  8.0 KiB per rank, 2 collectives, 20.1 us, peak 12.0 KiB, reassociate
   [P P]   8.0 KiB each
     | reduce_scatter(sum) over dim 1 (4 ranks): 6.0 KiB per rank, 10.1 us
   [P S0]  2.0 KiB each
@@ -199,7 +200,8 @@ class Drawing(TestCase):
         self.assertExpectedInline(
             str(plan_redistribution(source, spec((2, 4), "S0 S0"))),
             """\
-[_S(0, 4), S(0)] -> [S(0), S(0)]  float32 [64, 32] on mesh [2, 4]: 1.0 KiB per rank, 1 collective, 10.0 us, peak 3.0 KiB, exact
+[_S(0, 4), S(0)] -> [S(0), S(0)]  float32 [64, 32] on mesh [2, 4]
+  1.0 KiB per rank, 1 collective, 10.0 us, peak 3.0 KiB, exact
   [S0 S0] S0 by 1,0  1.0 KiB each
     | all_to_all over dims 0,1 (8 ranks): 1.0 KiB per rank, 10.0 us, copies 4.0 KiB
   [S0 S0]            1.0 KiB each""",

@@ -223,7 +223,8 @@ def run(cases: list[tuple[tuple[int, ...], tuple[int, int]]]) -> list[str]:
                 share = 100 * s["improved"] // max(1, s["pairs"])
                 lines.append(
                     f"| {mesh} | {shape} | {kind} | {tier} | {s['pairs']} | {s['improved']} ({share}%) "
-                    f"| {s['worse']} | {s['median']:.2f} | {s['largest']:.2f} | {s['free']} | {s['above_best']} | {s['worst_against_best']:.3f} "
+                    f"| {s['worse']} | {s['median']:.2f} | {s['largest']:.2f} | {s['free']} "
+                    f"| {s['above_best']} | {s['worst_against_best']:.3f} "
                     f"| {1e3 * planning / len(rows):.1f} |"
                 )
                 print(lines[-1], flush=True)

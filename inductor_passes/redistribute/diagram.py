@@ -2,10 +2,11 @@
 
 ::
 
-    [S0 R] -> [S0 S0]  float32 [64, 32] on mesh [2, 4]: 1024 bytes per rank, 1 collective, 10.0 us, peak 5.0 KiB, exact
-      [R S0]          2.0 KiB each
-        | all_to_all over dims 0,1 (8 ranks): 1.0 KiB per rank, 10.0 us
-      [S0 S0]         1.0 KiB each
+    [R, S(0)] -> [S(0), S(0)]  float32 [64, 32] on mesh [2, 4]
+      1.0 KiB per rank, 1 collective, 10.0 us, peak 4.0 KiB, exact
+      [R S0]   2.0 KiB each
+        | all_to_all over dims 0,1 (8 ranks): 1.0 KiB per rank, 10.0 us, copies 4.0 KiB
+      [S0 S0]  1.0 KiB each
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def draw(plan: RedistributionPlan) -> str:
     source = plan.source
     word = "collective" if plan.collectives == 1 else "collectives"
     lines = [
-        f"{source} -> {plan.target}  {source.dtype} {list(source.shape)} on mesh {list(source.mesh.shape)}: "
-        f"{size(plan.bytes)} per rank, {plan.collectives} {word}, {duration(plan.cost_ns)}, "
+        f"{source} -> {plan.target}  {source.dtype} {list(source.shape)} on mesh {list(source.mesh.shape)}",
+        f"  {size(plan.bytes)} per rank, {plan.collectives} {word}, {duration(plan.cost_ns)}, "
         f"peak {size(plan.peak_bytes)}, {plan.exactness}"
     ]
     layouts = [source.layout, *(s.after for s in plan.steps)]

@@ -2,8 +2,8 @@
 
 A plan communicates on sub-meshes; the flat group of a sub-mesh exists when the user flattened the mesh, when it is a
 mesh dimension's own or the world, or when :func:`prepare_groups` made it. Creating a group is itself a collective, so
-it never happens inside a plan or a compiler pass. ``DeviceMesh._flatten`` is not used: it would make DTensor merge its own
-all_gathers over the new mesh, which is wrong for uneven sizes.
+it never happens inside a plan or a compiler pass. ``DeviceMesh._flatten`` is not used: it would make DTensor merge
+its own all_gathers over the new mesh, which is wrong for uneven sizes.
 """
 
 from __future__ import annotations

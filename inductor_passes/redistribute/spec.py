@@ -95,7 +95,7 @@ def placement(value: Any) -> Placement:
         elif name == "Partial":
             result = Partial(str(value.reduce_op))
         else:
-            raise SpecError(f"placement {value!r} cannot be planned; expected Shard, _StridedShard, Replicate or Partial")
+            raise SpecError(f"{value!r} cannot be planned; expected Shard, _StridedShard, Replicate or Partial")
     if isinstance(result, Partial) and result.reduce_op not in REDUCE_OPS:
         raise SpecError(f"Partial({result.reduce_op!r}) cannot be planned; expected one of {', '.join(REDUCE_OPS)}")
     return result
