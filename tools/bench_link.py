@@ -65,17 +65,17 @@ def _torchrun(folder: str, ranks: int, timeout_s: int) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     log = Path(folder, "output.log")
     with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(here / "link_worker.py"), folder], env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
         try:
-            code = subprocess.run(
-                [*command, str(here / "link_worker.py"), folder],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-                check=False,
-            ).returncode
+            code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             code = -1
+        finally:
+            # Asked politely, torchrun ends its ranks; killed, it leaves them behind.
+            process.terminate()
+            process.wait()
     return code, log.read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
