@@ -136,6 +136,16 @@ def _results(rank: int, world_size: int) -> dict[str, list[Any]]:
     for work in works:
         work.wait()
     out["received"] = received
+    # Functional messages exist from torch 2.13 on.
+    functional = torch.empty(4)
+    if hasattr(ops, "irecv"):
+        if rank == 0:
+            ops.wait_tensor(ops.isend(mine, 1, 0, name))
+        else:
+            functional = ops.wait_tensor(ops.irecv(functional, 0, 0, name))
+    else:
+        dist.send(mine, 1) if rank == 0 else dist.recv(functional, 0)
+    out["functional_received"] = functional if rank == 1 else mine.clone()
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, {"rank": rank})
     out["objects"] = [g["rank"] for g in gathered]
@@ -173,6 +183,7 @@ def test_every_collective_is_right(ranks: Ranks) -> None:
             "eager_reduce_scatter": [both[:2], both[:2]],
             "eager_all_reduce": both,
             "received": one,
+            "functional_received": zero,
             "objects": [0, 1],
             "future": [both],
             "asynchronous": [0.0, 0.0, 1.0, 1.0],
