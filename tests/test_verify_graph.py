@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import random
+import sys
 
 import pytest
-from verify_graphs import apply_order, fake_world, random_program
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from verify_graphs import Builder, Program, apply_order, aten, fake_world, random_program
 
 from inductor_passes import verify
+from inductor_passes.ir import ops
+from inductor_passes.ir.view import GraphView
 
 
 @pytest.fixture(scope="module")
@@ -25,3 +31,129 @@ def test_random_programs_and_their_legal_orders_have_no_findings(groups):
         for _ in range(5):
             apply_order(program.graph, program.legal_order(rng))
             assert verify.check(program.graph, reference=reference) == []
+
+
+def brute_force_peak(program: Program) -> int:
+    """Bytes of the buffers in the builder's books that are alive, node by node, by looking at all accesses."""
+    nodes = list(program.graph.nodes)
+    position = {n: i for i, n in enumerate(nodes)}
+    size: dict[int, int] = {}
+    born: dict[int, int] = {}
+    dies: dict[int, int] = {}
+    for node in nodes:
+        buffer = program.buffer.get(node)
+        value = node.meta.get("val")
+        if buffer is not None and buffer not in size and isinstance(value, torch.Tensor):
+            size[buffer] = value.untyped_storage().nbytes()
+            maker = node.args[0] if node.target is operator.getitem else node
+            born[buffer] = -1 if node.op == "placeholder" else position[maker]
+            dies[buffer] = position[node]
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if program.buffer.get(operand) in size:
+                dies[program.buffer[operand]] = max(dies[program.buffer[operand]], position[node])
+    for access in program.accesses:
+        for end in access.until if access.buffer in size else ():
+            dies[access.buffer] = max(dies[access.buffer], position[end])
+    inputs = {b for b, at in born.items() if at < 0}
+    return max(
+        sum(size[b] for b in size if b in inputs or born[b] <= at <= dies[b]) for at in range(len(nodes))
+    )
+
+
+def test_peak_is_that_of_the_books(groups):
+    for seed in range(40):
+        rng = random.Random(seed)
+        program = random_program(rng, groups)
+        for _ in range(2):
+            assert verify.peak_bytes(program.graph) == brute_force_peak(program)
+            apply_order(program.graph, program.legal_order(rng))
+
+
+def test_donated_inputs_are_freed_after_their_last_use(groups):
+    b = Builder(groups)
+    x = b.input(16, 16)
+    y = b.compute(aten.relu.default, x)
+    b.outputs = [b.compute(aten.mm.default, y, y)]
+    graph = b.finish().graph
+    assert verify.peak_bytes(graph) == 3 * 1024
+    assert verify.peak_bytes(graph, donated=[x.name]) == 2 * 1024
+    assert verify.check(graph, memory_budget=2 * 1024, donated=[x.name]) == []
+
+
+def test_sizes_without_hints_have_no_peak(groups):
+    b = Builder(groups)
+    x = b.input(16, 16)
+    b.outputs = [b.compute(aten.relu.default, x)]
+    graph = b.finish().graph
+    size = ShapeEnv().create_unbacked_symint()
+    with b.mode:
+        b.outputs[0].meta["val"] = torch.empty((size,), device="meta")
+    assert verify.peak_bytes(graph) is None
+    assert [f.rule for f in verify.check(graph, memory_budget=10**9)] == ["memory"]
+
+
+def test_work_grows_with_the_graph_only(groups):
+    """Line events of one check per node: the same for a graph eight times as long."""
+
+    def lines_per_node(length: int) -> float:
+        graph = random_program(random.Random(0), groups, length=length).graph
+        reference = verify.snapshot(graph)
+        count = 0
+
+        def trace(frame, event, arg):
+            nonlocal count
+            count += event == "line"
+            return trace if "inductor_passes" in frame.f_code.co_filename else None
+
+        sys.settrace(trace)
+        try:
+            assert verify.check(graph, reference=reference) == []
+        finally:
+            sys.settrace(None)
+        return count / len(graph.nodes)
+
+    assert lines_per_node(800) < 1.5 * lines_per_node(100)
+
+
+def test_python_arithmetic_on_tensors_is_unknown(groups):
+    b = Builder(groups)
+    x = b.input(16, 16)
+    y = b.call(operator.iadd, x, 1)
+    size = b.call(aten.sym_size.int, x, 0)
+    twice = b.graph.call_function(operator.mul, (size, 2))
+    twice.meta["val"] = 32
+    b.outputs = [y]
+    assert ops.role(y) is ops.Role.FENCE
+    assert ops.role(twice) is ops.Role.FREE
+
+
+def test_attributes_share_memory_and_results_in_a_dict_have_their_own(groups):
+    b = Builder(groups)
+    x = b.input(16, 16)
+    root = torch.nn.Module()
+    root.weight = torch.nn.Parameter(torch.zeros(4))
+    graph = b.graph
+    graph.owning_module = root
+    first, second = graph.get_attr("weight"), graph.get_attr("weight")
+    for node in (first, second):
+        node.meta["val"] = x.meta["val"]
+    kernel = graph.call_function(torch.ops.higher_order.triton_kernel_wrapper_functional, (), {"kwargs": {"p": x}})
+    kernel.meta["val"] = {"p": x.meta["val"]}
+    result = b.graph.call_function(operator.getitem, (kernel, "p"))
+    result.meta["val"] = x.meta["val"]
+    b.outputs = [result]
+    view = GraphView(b.finish().graph)
+    assert view.storages.of(first) == view.storages.of(second) != ()
+    assert len(view.storages.of(result)) == 1 and view.storages.of(result) != view.storages.of(x)
+
+
+def test_effects_keep_their_channels(groups):
+    b = Builder(groups)
+    x = b.input(16, 16)
+    draw = b.call(aten.rand_like.default, x)
+    check = b.call(aten._assert_async.msg, b.call(aten.any.default, x), "message")
+    saved = b.graph.call_function(torch.ops.higher_order.run_and_save_rng_state, (aten.rand_like.default, x))
+    plain = b.call(aten.relu.default, x)
+    channels = [ops.effect_channel(n, ops.role(n)) for n in (draw, check, saved, plain)]
+    assert channels == ["random", "assert", "random", ""]

@@ -40,13 +40,15 @@ def real():
 
 
 def program(graph: torch.fx.Graph) -> Program:
-    """The books of a graph without writes to memory: data flow, fences, and order per group are all there is."""
+    """The books of a graph without writes to memory: data flow, effects and order per group are all there is."""
     nodes = list(graph.nodes)
     assert not any(ops.mutated_inputs(n) for n in nodes)
     communication = [n for n in nodes if is_start(n) or n.target is WAIT]
     fences = [n for n in nodes if ops.role(n) is ops.Role.FENCE]
     chains: dict[str, list[torch.fx.Node]] = {"fence": fences}
     for node in nodes:
+        if (channel := ops.effect_channel(node, ops.role(node))) in ("random", "assert"):
+            chains.setdefault(channel, []).append(node)
         if is_start(node):
             chains.setdefault(f"group {node.args[-1]}", []).append(node)
     return Program(graph, [], chains, communication, fences, {})

@@ -672,7 +672,7 @@ def swap_operands(case: Case) -> bool:
     return True
 
 
-@mutation("operand-changed")
+@mutation("operand-changed", "node-changed")
 def swap_outputs(case: Case) -> bool:
     before = case.output.args[0]
     case.output.args = ((*before[1:], before[0]),)
