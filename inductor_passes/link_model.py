@@ -31,7 +31,9 @@ POLL_S = 50e-6
 
 @dataclass(frozen=True)
 class Rate:
-    """What a link does: ``latency_ns`` per collective, then ``bytes_per_s`` (``inf`` for an infinitely fast link)."""
+    """What a link does: ``latency_ns`` per collective, then ``bytes_per_s`` (``inf`` for an infinitely fast
+    link).
+    """
 
     latency_ns: int = 0
     bytes_per_s: float = float("inf")
@@ -161,7 +163,9 @@ class IssueTimes:
 
 
 class GroupTables:
-    """All issue times of a group of ``ranks``: one table for its collectives, one per ordered pair for messages."""
+    """All issue times of a group of ``ranks``: one table for its collectives, one per ordered pair for
+    messages.
+    """
 
     COLLECTIVE_ROWS = 4096
     MESSAGE_ROWS = 256
@@ -203,12 +207,15 @@ class Link:
         self.name = name
         self.rate = rate
         self._queue: deque[tuple[Record, Ready]] = deque()
+        # Futures wait on threads of their own.
+        self._lock = threading.Lock()
         self._free_wall_ns = 0
         self._free_virtual_ns = 0
 
     def issue(self, record: Record, ready: Ready) -> None:
         """Put a collective into the queue."""
-        self._queue.append((record, ready))
+        with self._lock:
+            self._queue.append((record, ready))
 
     def settle(self, record: Record) -> None:
         """Give ``record`` its begin and end, and all those before it in the queue that are ready.
@@ -216,33 +223,38 @@ class Link:
         One that is not ready is overtaken: another communicator's, which some other rank will issue later.
         Waits, asleep, until ``record`` itself is ready.
         """
-        if record.wall.end_ns >= 0:
-            return
-        unready: list[tuple[Record, Ready]] = []
-        while self._queue:
+        while True:
+            with self._lock:
+                if record.wall.end_ns >= 0 or self._serve(record):
+                    return
+            time.sleep(POLL_S)
+
+    def _serve(self, record: Record) -> bool:
+        """Serve what is ready up to ``record``; whether that was served too."""
+        overtaken: list[tuple[Record, Ready]] = []
+        while self._queue and record.wall.end_ns < 0:
             head, ready = self._queue.popleft()
             times = ready()
-            while times is None and head is record:
-                time.sleep(POLL_S)
-                times = ready()
             if times is None:
-                unready.append((head, ready))
+                overtaken.append((head, ready))
+                if head is record:
+                    break
                 continue
             head.wall.begin_ns = max(times[0], self._free_wall_ns)
             head.virtual.begin_ns = max(times[1], self._free_virtual_ns)
             self._free_wall_ns = head.wall.end_ns = head.wall.begin_ns + head.duration_ns
             self._free_virtual_ns = head.virtual.end_ns = head.virtual.begin_ns + head.duration_ns
-            if head is record:
-                break
-        self._queue.extendleft(reversed(unready))
+        self._queue.extendleft(reversed(overtaken))
+        return record.wall.end_ns >= 0
 
     def restart(self) -> None:
         """Idle again at virtual time zero. What nobody has waited for counts as arrived."""
-        for record, _ in self._queue:
-            for times in (record.wall, record.virtual):
-                times.begin_ns = times.end_ns = times.issue_ns
-        self._queue.clear()
-        self._free_virtual_ns = 0
+        with self._lock:
+            for record, _ in self._queue:
+                for times in (record.wall, record.virtual):
+                    times.begin_ns = times.end_ns = times.issue_ns
+            self._queue.clear()
+            self._free_virtual_ns = 0
 
 
 @dataclass(frozen=True)

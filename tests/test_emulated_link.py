@@ -58,6 +58,15 @@ def test_link_overtakes_what_another_rank_has_not_issued() -> None:
     assert late.wall.begin_ns == 50
 
 
+def test_settling_waits_until_all_ranks_have_issued() -> None:
+    link = Link("intra", Rate())
+    behind = _record()
+    answers = iter([None, None, (5, 5)])
+    link.issue(behind, lambda: next(answers))
+    link.settle(behind)
+    assert behind.wall.begin_ns == 5 and next(answers, "asked thrice") == "asked thrice"
+
+
 def test_a_restart_forgets_what_nobody_waited_for() -> None:
     link = Link("intra", Rate())
     dropped, new = _record(), _record()
