@@ -31,12 +31,14 @@ def rules(t: Tables) -> list[Rule]:
     """The list-scheduling rules, in the order in which they are tried."""
     position = list(range(t.n))
     by_tail = [-q for q in tails(t)[0]]
-    return [
+    found = [
+        Rule("list/input", position, position),
         Rule("list/input-compute", position, by_tail, strict=True),
         Rule("list/critical-path", by_tail, by_tail),
-        Rule("list/input-collectives", position, position),
-        Rule("list/critical-path-input-collectives", by_tail, position),
     ]
+    if t.n <= SMALL:
+        found.append(Rule("list/critical-path-input-collectives", by_tail, position))
+    return found
 
 
 def construct(t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Candidate], object]) -> None:
@@ -61,7 +63,7 @@ def construct(t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Can
             continue
         fits = cap_bytes is None or mine[-1].peak <= cap_bytes
         if guard is not None and len(ideals) == len(mine) and not fits:
-            guard.attempt(mine[-1], Timing())
+            guard.attempt(mine[-1], Timing(relief=True))
         if (guard is not None and guard.done) or (fits and mine[-1].makespan <= enough):
             break
     if guard is not None:

@@ -129,7 +129,7 @@ class Guard:
         for other in ranked[1:3]:
             if self.attempt(other, timing):
                 ideal = other
-        for option in (Timing(1, True), Timing(1, False), Timing(3, True)):
+        for option in (Timing(0, True), Timing(1, True), Timing(1, False)):
             if self.attempt(ideal, option):
                 timing = option
         for reference in self._references:
