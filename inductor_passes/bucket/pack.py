@@ -14,8 +14,8 @@ kind               sent rows    received rows    a member's part
 
 So packing is one ``cat`` along the columns and unpacking slices columns. Inductor writes the producers of ``cat``
 (casts, paddings, divisions) straight into its buffer, as one multi-tensor kernel on GPUs, and folds the copy that
-makes a received block of several rows contiguous into readers that compute pointwise. Nothing is reassociated: every
-element is reduced over the ranks as before.
+makes a received block of several rows contiguous into readers that compute pointwise. Every element is reduced over
+the same operands as before.
 
 Members of several dtypes travel as bytes, widest first, with rows padded to the widest element so that every part is
 aligned for its dtype.

@@ -7,8 +7,10 @@ Before::
     b1 = all_gather(b); b2 = wait(b1)              a2 = view(clone(w[:, :n])); b2 = view(clone(w[:, n:]))
 
 Correct because the members do not depend on each other (otherwise no legal order exists and the merge is refused
-before anything is changed), because every element travels to the same ranks and is reduced over the same operands in
-the same order, and because the results have the shape, dtype and strides of before. Saves a launch and a latency per
+before anything is changed), because every element travels to the same ranks and is reduced over the same operands, and
+because the results have the shape, dtype and strides of before. Data movement is bit-exact; in which order a library
+adds the operands of a reduction may depend on the message's size, as it does for any message.
+Saves a launch and a latency per
 member, costs the copies of packing and unpacking. O(nodes + edges) for any number of merges.
 """
 
