@@ -9,9 +9,8 @@ Before::
 Correct because the members do not depend on each other (otherwise no legal order exists and the merge is refused
 before anything is changed), because every element travels to the same ranks and is reduced over the same operands, and
 because the results have the shape, dtype and strides of before. Data movement is bit-exact; in which order a library
-adds the operands of a reduction may depend on the message's size, as it does for any message.
-Saves a launch and a latency per
-member, costs the copies of packing and unpacking. O(nodes + edges) for any number of merges.
+adds the operands of a reduction may depend on the message's size, as it does for any message. Saves a launch and a
+latency per member, costs the copies of packing and unpacking. O(nodes + edges) for any number of merges.
 """
 
 from __future__ import annotations
