@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from verify_graphs import apply_order, fake_world, random_program
@@ -59,3 +60,10 @@ def test_memory_budget(programs, slack):
         peak = verify.peak_bytes(program.graph)
         findings = verify.check(program.graph, memory_budget=peak + slack)
         assert [f.rule for f in findings] == (["memory"] if slack < 0 else [])
+
+
+def test_the_docs_list_every_kind():
+    text = (Path(__file__).parent.parent / "docs" / "verifier.md").read_text()
+    for mutation in MUTATIONS:
+        rules, alone = ", ".join(sorted(mutation.rules)), "no" if mutation.alone else "yes"
+        assert f"| `{mutation.name}` | {rules} | {alone} |" in text
