@@ -10,13 +10,15 @@ The allowance is a number of expanded states, so that every rank makes the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
+from inductor_passes.schedule.exact import LONGEST, load_solver, solve_window
 from inductor_passes.schedule.memory import replay
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import Trace, replay_time
 from inductor_passes.schedule.tables import Tables
-from inductor_passes.schedule.window import Head, Tail, evaluate, improve_window
+from inductor_passes.schedule.window import Answer, Head, Tail, evaluate, improve_window
 
 _START = int(Kind.START)
 #: (window length, states kept per level), tried in turn.
@@ -35,7 +37,8 @@ def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: 
         before = replay_time(t, result).makespan
         if before <= bound:
             break
-        result, used = _sweep(t, result, cap_bytes, length, width, allowance)
+        search = functools.partial(_beam, t, cap_bytes, width)
+        result, used = _sweep(t, result, length, search, allowance)
         allowance -= used + t.n // 8
         if replay_time(t, result).makespan < before:
             idle = 0
@@ -43,6 +46,25 @@ def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: 
             idle += 1
             turn += 1
     return result
+
+
+def exact_search(t: Tables, order: Sequence[int], cap_bytes: int | None, windows: int) -> list[int]:
+    """``order`` with up to ``windows`` of its critical windows solved by CP-SAT, the present order being the hint.
+
+    Raises:
+        ExactUnavailableError: OR-Tools is not installed.
+    """
+    left = windows
+
+    def solve(window: list[int], head: Head, tail: Tail, unread: list[int], current: tuple[int, int]) -> Answer:
+        nonlocal left
+        if left <= 0:
+            return Answer([], current, 0, False)
+        left -= 1
+        return solve_window(t, window, head, tail, unread, cap_bytes, current)
+
+    load_solver()
+    return _sweep(t, list(order), LONGEST, solve, 1 << 62)[0]
 
 
 def search_whole(t: Tables, cap_bytes: int, limit_ns: int) -> list[int] | None:
@@ -59,8 +81,25 @@ def search_whole(t: Tables, cap_bytes: int, limit_ns: int) -> list[int] | None:
     return answer.tasks or None
 
 
+def _beam(
+    t: Tables,
+    cap_bytes: int | None,
+    width: int,
+    window: list[int],
+    head: Head,
+    tail: Tail,
+    unread: list[int],
+    current: tuple[int, int],
+) -> Answer:
+    return improve_window(t, window, head, tail, unread, cap_bytes, width, current)
+
+
 def _sweep(
-    t: Tables, order: list[int], cap_bytes: int | None, length: int, width: int, allowance: int
+    t: Tables,
+    order: list[int],
+    length: int,
+    search: Callable[[list[int], Head, Tail, list[int], tuple[int, int]], Answer],
+    allowance: int,
 ) -> tuple[list[int], int]:
     """One pass over all windows, last to first; the new order and the number of states expanded."""
     n = t.n
@@ -89,7 +128,7 @@ def _sweep(
             window = order[first:stop]
             head = Head(trace.begin[window[0]], free, trace.lane_end, live[first] - t.alloc[window[0]])
             current = evaluate(t, window, head, tail)
-            answer = improve_window(t, window, head, tail, unread, cap_bytes, width, current)
+            answer = search(window, head, tail, unread, current)
             used += len(window) + answer.expanded
             if answer.tasks:
                 order[first:stop] = answer.tasks

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.construct import close_enough, construct
 from inductor_passes.schedule.guarded import Candidate
-from inductor_passes.schedule.local_search import local_search, search_whole
+from inductor_passes.schedule.local_search import exact_search, local_search, search_whole
 from inductor_passes.schedule.polish import polish
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
@@ -21,6 +21,8 @@ from inductor_passes.schedule.tables import tables
 
 #: States that local search may expand per unit of effort: per task, and for any problem.
 _STATES_PER_TASK, _STATES = 2, 40_000
+#: Windows that the exact solver may be given per unit of effort.
+_EXACT_WINDOWS = 8
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class _Best:
         self.method = "input"
         self.feasible = budget_bytes is None or self.peak <= budget_bytes
 
+    def judge(self, method: str, order: Sequence[int], polished: bool = False) -> bool:
+        """Simulate ``order`` and :meth:`offer` it."""
+        timeline = simulate(self.problem, order)
+        return self.offer(Candidate(method, order, timeline.makespan_ns, timeline.peak_bytes), polished)
+
     def offer(self, found: Candidate, polished: bool = False) -> bool:
         """Keep the candidate if it is better (``polished``: or as good); whether it was."""
         if self.budget is not None and found.peak > self.budget:
@@ -91,6 +98,9 @@ def plan(
     Args:
         effort: 0 only constructs; each unit above lets local search make a number of moves proportional to N.
         exact_window: also improve windows with OR-Tools CP-SAT (the ``exact`` extra).
+
+    Raises:
+        ExactUnavailableError: ``exact_window`` is needed but OR-Tools is not installed.
     """
     t = tables(problem)
     bound = lower_bound(problem)
@@ -100,16 +110,15 @@ def plan(
         if not best.feasible and budget_bytes is not None:
             rescued = search_whole(t, budget_bytes, best.input_makespan)
             if rescued is not None:
-                timeline = simulate(problem, rescued)
-                best.offer(Candidate("search", rescued, timeline.makespan_ns, timeline.peak_bytes))
+                best.judge("search", rescued)
         if best.feasible and best.makespan > close_enough(t, bound) and effort:
-            better = local_search(t, best.order, budget_bytes, bound, effort * _STATES_PER_TASK * t.n + _STATES)
-            timeline = simulate(problem, better)
-            best.offer(Candidate("local-search", better, timeline.makespan_ns, timeline.peak_bytes))
+            allowance = effort * (_STATES_PER_TASK * t.n + _STATES)
+            best.judge("local-search", local_search(t, best.order, budget_bytes, bound, allowance))
+        if best.feasible and best.makespan > bound and exact_window:
+            best.judge("exact-window", exact_search(t, best.order, budget_bytes, _EXACT_WINDOWS * max(1, effort)))
     if best.method != "input":
         polished = polish(t, best.order)
-        timeline = simulate(problem, polished)
-        best.offer(Candidate(best.method, polished, timeline.makespan_ns, timeline.peak_bytes), polished=True)
+        best.judge(best.method, polished, polished=True)
     order = tuple(best.order)
     problem.check_order(order)
     return Plan(
