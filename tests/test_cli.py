@@ -17,7 +17,7 @@ from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace.svg import line_chart
-from tests.trace_samples import ROOT, fsdp_problem
+from tests.trace_samples import ROOT, fsdp_problem, load_tool
 
 run = CliRunner().invoke
 
@@ -43,7 +43,7 @@ def test_help_imports_no_sub_command() -> None:
         "loaded = [m for m in sys.modules if m.startswith('inductor_passes.cli.') and not m.endswith('.main')]\n"
         "assert not loaded, loaded\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -130,9 +130,7 @@ def test_chart_refuses_what_it_cannot_draw() -> None:
 
 
 def test_configuration_page_is_current() -> None:
-    tool = ROOT / "tools" / "gen_config_docs.py"
-    done = subprocess.run([sys.executable, str(tool), "--check"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
     page = (ROOT / "docs" / "configuration.md").read_text()
+    assert page == load_tool("gen_config_docs").page(), "run python tools/gen_config_docs.py"
     for name, field in FIELDS.items():
         assert f"## `{name}`" in page and field.metadata["doc"] in page

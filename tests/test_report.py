@@ -184,6 +184,11 @@ def test_diff_of_two_runs(trace_dir: TraceDir, tmp_path: Path, monkeypatch: pyte
     assert done.exit_code == 0, done.output
     for expected in ("setting memory_budget", "+50%", "makespan after", "AG1 exposed", "plan digest", "only in other"):
         assert expected in done.output, expected
+    longer = TraceDir(tmp_path / "longer", monkeypatch)
+    longer.sample(layers=6)
+    (changed,) = across_runs(read_trace(trace_dir.path).graphs, read_trace(longer.path).graphs)
+    found = {change.what: (change.a, change.b) for change in changed.changes}
+    assert found["collectives"] == (4, 6) and not any(what.startswith("AG") for what in found)
     (same,) = across_runs(read_trace(trace_dir.path).graphs, read_trace(trace_dir.path).graphs)
     assert same.changes == []
 

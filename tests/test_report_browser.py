@@ -106,7 +106,7 @@ def drive(page: str, folder: Path) -> dict[str, Any]:
         [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", path.as_uri()],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=300,
     )
     match = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
     assert match is not None, done.stderr[-3000:]

@@ -134,12 +134,25 @@ def _changes(a: GraphReport, b: GraphReport) -> Iterable[Change]:
         yield Change("plan digest", a.digest, b.digest)
     before = {c.name: c for c in a.collectives}
     after = {c.name: c for c in b.collectives}
-    for name in [*before, *(n for n in after if n not in before)]:
-        x, y = before.get(name), after.get(name)
-        if x is None or y is None:
-            yield Change(f"collective {name}", "present" if x else None, "present" if y else None)
-        elif (x.reason, x.exposed_ns) != (y.reason, y.exposed_ns):
-            if x.exposed_ns != y.exposed_ns:
-                yield Change(f"{x.label} exposed", x.exposed_ns, y.exposed_ns, "ns")
-            if x.reason != y.reason:
-                yield Change(f"{x.label} reason", Reason(x.reason).value, Reason(y.reason).value)
+    if before.keys() != after.keys():
+        # Another program (buckets, rewrites): equal names need not mean the same collective.
+        yield Change("collectives", len(a.collectives), len(b.collectives))
+        totals = [_exposed_by_reason(report) for report in (a, b)]
+        for reason in Reason:
+            ours, theirs = (total.get(reason, 0) for total in totals)
+            if ours != theirs:
+                yield Change(f"exposed, {reason.value}", ours, theirs, "ns")
+        return
+    for name, x in before.items():
+        y = after[name]
+        if x.exposed_ns != y.exposed_ns:
+            yield Change(f"{x.label} exposed", x.exposed_ns, y.exposed_ns, "ns")
+        if x.reason != y.reason:
+            yield Change(f"{x.label} reason", x.reason.value, y.reason.value)
+
+
+def _exposed_by_reason(report: GraphReport) -> dict[Reason, int]:
+    totals: dict[Reason, int] = {}
+    for one in report.collectives:
+        totals[one.reason] = totals.get(one.reason, 0) + one.exposed_ns
+    return totals
