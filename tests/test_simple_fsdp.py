@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,8 +139,11 @@ def train_uneven_mlp(rank: int, world_size: int) -> None:
     )
 
 
-def test_uneven_sizes_under_inductor(pool: Ranks) -> None:
-    pool.run(train_uneven_mlp)
+def test_uneven_sizes_under_inductor_cold_and_warm(tmp_path: Path) -> None:
+    """The ranks share a cache folder: neither takes the other's graph, whose shapes are different ones."""
+    with Ranks(2, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}) as ranks:
+        ranks.run(train_uneven_mlp)
+        ranks.run(train_uneven_mlp)
 
 
 # -- precision ------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Every module that owns managed parameters gets a subclass of its class in which the parameters' names are properties.
 Optimizers, ``state_dict``, ``parameters()`` and ``to_empty`` read the module's registry and keep seeing the sharded
-DTensors under their original names. The subclass depends on (class, names, settings) only, so that equal layers share
-one class and dynamo compiles them without recompiling.
+DTensors under their original names. The subclass depends on (class, names, shapes, settings) only, so that equal
+layers share one class and dynamo compiles them without recompiling.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from inductor_passes.simple_fsdp.unshard import unshard
 
 #: Methods that initialise parameters in place; they must see what is stored, not a gathered copy.
 INITIALISERS = ("reset_parameters", "init_weights", "apply")
+
+
+#: Per parameter its name and the shape of this rank's local tensor.
+Shards = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class _Access:
@@ -48,16 +52,20 @@ def sharded_parameters() -> Iterator[None]:
         _ACCESS.stored = before
 
 
-def managed_class(cls: type[nn.Module], names: tuple[str, ...], settings: Settings) -> type[nn.Module]:
-    """The subclass of ``cls`` in which ``names`` unshard on access; the same object for equal arguments."""
-    key = (cls, names, settings)
+def managed_class(cls: type[nn.Module], shards: Shards, settings: Settings) -> type[nn.Module]:
+    """The subclass of ``cls`` whose parameters unshard on access; the same object for equal arguments.
+
+    Args:
+        shards: names of the parameters and shapes of this rank's local tensors.
+    """
+    key = (cls, shards, settings)
     if key not in _CLASSES:
-        _CLASSES[key] = _derive(cls, names, settings)
+        _CLASSES[key] = _derive(cls, shards, settings)
         _MANAGED.add(_CLASSES[key])
     return _CLASSES[key]
 
 
-_CLASSES: dict[tuple[type[nn.Module], tuple[str, ...], Settings], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[nn.Module], Shards, Settings], type[nn.Module]] = {}
 _MANAGED: set[type[nn.Module]] = set()
 
 
@@ -66,8 +74,8 @@ def is_managed(module: nn.Module) -> bool:
     return type(module) in _MANAGED
 
 
-def _derive(cls: type[nn.Module], names: tuple[str, ...], settings: Settings) -> type[nn.Module]:
-    members: dict[str, Any] = {name: _unsharding(name, settings) for name in names}
+def _derive(cls: type[nn.Module], shards: Shards, settings: Settings) -> type[nn.Module]:
+    members: dict[str, Any] = {name: _unsharding(name, shape, settings) for name, shape in shards}
     members["__module__"] = cls.__module__
     members["__doc__"] = cls.__doc__
     for method in INITIALISERS:
@@ -76,7 +84,7 @@ def _derive(cls: type[nn.Module], names: tuple[str, ...], settings: Settings) ->
     return type(f"SimpleFSDP{cls.__name__}", (cls,), members)
 
 
-def _unsharding(name: str, settings: Settings) -> property:
+def _unsharding(name: str, shape: tuple[int, ...], settings: Settings) -> property:
     mesh_dims = settings.mesh_dims
     compute_dtype, reduce_dtype = settings.compute_dtype, settings.reduce_dtype
     reshard_after_forward = settings.reshard_after_forward
@@ -85,7 +93,7 @@ def _unsharding(name: str, settings: Settings) -> property:
         stored = _torch.stored_parameter(module, name)
         if _ACCESS.stored or stored is None:
             return stored
-        return unshard(stored, mesh_dims, compute_dtype, reduce_dtype, reshard_after_forward)
+        return unshard(stored, mesh_dims, shape, compute_dtype, reduce_dtype, reshard_after_forward)
 
     return property(read, doc=f"{name}, gathered over the data-parallel ranks")
 

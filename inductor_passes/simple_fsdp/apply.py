@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from inductor_passes.simple_fsdp.access import is_managed, managed_class
 from inductor_passes.simple_fsdp.layout import distribute
@@ -99,10 +100,16 @@ def simple_fsdp(
         for name, parameter in owned:
             part.register_parameter(name, replacement[id(parameter)])
         if owned:
-            part.__class__ = managed_class(type(part), tuple(name for name, _ in owned), settings)
+            shards = tuple((name, _local_shape(replacement[id(parameter)])) for name, parameter in owned)
+            part.__class__ = managed_class(type(part), shards, settings)
         _COVERED.add(part)
     _cast_at_the_border(module, policy)
     return module
+
+
+def _local_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    assert isinstance(parameter, DTensor)
+    return tuple(parameter.to_local().shape)
 
 
 def _is_covered(module: nn.Module) -> bool:

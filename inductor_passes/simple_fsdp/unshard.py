@@ -18,6 +18,7 @@ the parameter is a prefix of what a gather of padded chunks returns.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,8 @@ from inductor_passes import _torch
 
 _LIBRARY = torch.library.Library("inductor_passes", "DEF")
 _LIBRARY.define(
-    "unshard(Tensor parameter, int mesh_dims, ScalarType? compute_dtype, ScalarType? reduce_dtype, "
-    "bool reshard_after_forward) -> Tensor"
+    "unshard(Tensor parameter, int mesh_dims, int[] shard_shape, ScalarType? compute_dtype, "
+    "ScalarType? reduce_dtype, bool reshard_after_forward) -> Tensor"
 )
 
 
@@ -162,6 +163,7 @@ class _Unshard(torch.autograd.Function):
 def _unshard(
     parameter: torch.Tensor,
     mesh_dims: int,
+    shard_shape: Sequence[int],
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     reshard_after_forward: bool,
@@ -171,12 +173,18 @@ def _unshard(
             f"a parameter managed by simple_fsdp is a {type(parameter).__name__}; expected a DTensor. It was "
             "replaced after simple_fsdp was applied: copy values into the parameter instead."
         )
+    local = parameter.to_local()
+    if list(local.shape) != list(shard_shape):
+        raise RuntimeError(
+            f"this rank's shard of a parameter managed by simple_fsdp has shape {list(local.shape)}; expected "
+            f"{list(shard_shape)}. It was laid out anew after simple_fsdp was applied."
+        )
     layout = Layout.of(parameter, mesh_dims, reduce_dtype)
     if reshard_after_forward:
         with _torch.recomputed_in_backward():
-            whole = _Unshard.apply(parameter.to_local(), layout, compute_dtype)
+            whole = _Unshard.apply(local, layout, compute_dtype)
     else:
-        whole = _Unshard.apply(parameter.to_local(), layout, compute_dtype)
+        whole = _Unshard.apply(local, layout, compute_dtype)
     if parameter.device_mesh.ndim == mesh_dims:
         return whole
     return DTensor.from_local(
@@ -205,6 +213,7 @@ torch.library.register_torch_dispatch(
 def unshard(
     parameter: torch.Tensor,
     mesh_dims: int,
+    shard_shape: Sequence[int],
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     reshard_after_forward: bool,
@@ -214,10 +223,12 @@ def unshard(
     Args:
         parameter: a DTensor whose first ``mesh_dims`` mesh dimensions are data-parallel.
         mesh_dims: see ``parameter``.
+        shard_shape: shape of this rank's local tensor. Ranks with uneven shards compile different graphs; as an
+            argument it keeps their entries apart in a compile cache that they share.
         compute_dtype: dtype of the result (floating-point parameters only), or None.
         reduce_dtype: dtype in which gradients are reduced, or None.
         reshard_after_forward: whether compiled backward gathers again instead of keeping the result.
     """
     return torch.ops.inductor_passes.unshard.default(
-        parameter, mesh_dims, compute_dtype, reduce_dtype, reshard_after_forward
+        parameter, mesh_dims, shard_shape, compute_dtype, reduce_dtype, reshard_after_forward
     )
