@@ -175,8 +175,10 @@ def test_the_coalesced_form_is_charged_no_copies() -> None:
         found, _ = candidates(view)
         gathers = [c for c in found if c.collective.kind == "all_gather"]
         packed, coalesced = BucketCosts(view, GPU), BucketCosts(view, GPU, frozenset({world}))
-        assert coalesced.pack_ns(gathers) == coalesced.unpack_ns(gathers) == 0
-        assert packed.pack_ns(gathers) > 0 and packed.unpack_ns(gathers) > 0
+        load = packed.load(gathers)
+        assert load == coalesced.load(gathers) and load.members == len(gathers) == 4
+        assert coalesced.pack_ns(load) == coalesced.unpack_ns(load) == 0
+        assert packed.pack_ns(load) > 0 and packed.unpack_ns(load) > 0
         gm = layers(world, 2)
         assert run_pass(gm, BucketPass(form="coalesced")).changed
         assert "all_gather_into_tensor_coalesced" in text(gm) and "cat(" not in text(gm)

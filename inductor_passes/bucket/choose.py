@@ -99,29 +99,26 @@ def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: Buck
         problem: its START tasks carry the names of the candidates' start nodes.
     """
     number = {task.name: i for i, task in enumerate(problem.tasks) if task.kind is Kind.START}
-    return merged_problem(
-        problem,
-        [
+    parts = []
+    for bucket in buckets:
+        load = costs.load(bucket)
+        starts = tuple(number[member.collective.start.name] for member in bucket)
+        # Own estimates of the members' durations carry over to the bucket.
+        stated = sum(problem.tasks[start].duration_ns for start in starts)
+        modelled = sum(costs.transfer_ns(costs.load([member])) for member in bucket)
+        parts.append(
             Bucket(
-                starts=tuple(number[member.collective.start.name] for member in bucket),
-                duration_ns=_duration_ns(problem, [number[m.collective.start.name] for m in bucket], bucket, costs),
-                issue_ns=costs.issue_ns(bucket),
-                pack_ns=costs.pack_ns(bucket) if costs.copies(bucket) else None,
-                unpack_ns=costs.unpack_ns(bucket) if costs.copies_out(bucket) else None,
-                sent_bytes=sum(member.input_bytes for member in bucket),
-                received_bytes=sum(member.output_bytes for member in bucket),
-                shared_output=costs.copies(bucket) and not costs.copies_out(bucket),
+                starts=starts,
+                duration_ns=costs.transfer_ns(load) * stated // modelled if modelled else costs.transfer_ns(load),
+                issue_ns=costs.issue_ns(load),
+                pack_ns=costs.pack_ns(load) if costs.copies(load) else None,
+                unpack_ns=costs.unpack_ns(load) if costs.copies_out(load) else None,
+                sent_bytes=load.sent_bytes,
+                received_bytes=load.received_bytes,
+                shared_output=costs.copies(load) and not costs.copies_out(load),
             )
-            for bucket in buckets
-        ],
-    )
-
-
-def _duration_ns(problem: Problem, starts: Sequence[int], bucket: Sequence[Candidate], costs: BucketCosts) -> int:
-    """The modelled duration of a bucket, corrected by what the problem says of its members (own estimates)."""
-    stated = sum(problem.tasks[start].duration_ns for start in starts)
-    modelled = sum(costs.transfer_ns([member]) for member in bucket)
-    return costs.transfer_ns(bucket) * stated // modelled if modelled else costs.transfer_ns(bucket)
+        )
+    return merged_problem(problem, parts)
 
 
 def _objection(before: Plan, after: Plan) -> Reason | None:

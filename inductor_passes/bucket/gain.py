@@ -9,10 +9,12 @@ where a rank's own padding cannot hide them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.fx
 
-from inductor_passes.bucket.candidates import Candidate
+from inductor_passes.bucket.candidates import Candidate, GroupKey
 from inductor_passes.bucket.pack import travels_as_bytes
 from inductor_passes.cost.compute import flops
 from inductor_passes.cost.profile import CostProfile
@@ -20,8 +22,46 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a bucket carries; loads of one key add up to the load of their union.
+
+    Attributes:
+        key: of the members.
+        ranks: of the process group.
+        members / slots: how many collectives and tensors.
+        sent_bytes / received_bytes: what this rank puts in and gets out.
+        largest_bytes: received by the largest member.
+        copied_bytes: of what is sent, the part that its producers cannot write into the message.
+        dtypes: of what is sent.
+    """
+
+    key: GroupKey
+    ranks: tuple[int, ...]
+    members: int
+    slots: int
+    sent_bytes: int
+    received_bytes: int
+    largest_bytes: int
+    copied_bytes: int
+    dtypes: frozenset[torch.dtype]
+
+    def __add__(self, other: Load) -> Load:
+        return Load(
+            self.key,
+            self.ranks,
+            self.members + other.members,
+            self.slots + other.slots,
+            self.sent_bytes + other.sent_bytes,
+            self.received_bytes + other.received_bytes,
+            max(self.largest_bytes, other.largest_bytes),
+            self.copied_bytes + other.copied_bytes,
+            self.dtypes | other.dtypes,
+        )
+
+
 class BucketCosts:
-    """Durations of buckets of one graph, in ns.
+    """Durations of buckets of one graph, in ns; O(1) per question about a :class:`Load`.
 
     Args:
         view: of the graph.
@@ -41,77 +81,81 @@ class BucketCosts:
         self._view = view
         self._profile = profile
         self._coalesced = coalesced
+        self._loads: dict[Candidate, Load] = {}
+
+    def load(self, members: Sequence[Candidate]) -> Load:
+        """The load of a bucket of one member or more."""
+        first, *others = [self._loads.get(member) or self._measure(member) for member in members]
+        return sum(others, first)
 
     @property
     def kernel_ns(self) -> int:
         """Fixed cost of a copy kernel."""
         return self._profile.compute_ns(0, 0, "uint8", 1)
 
-    def transfer_ns(self, members: Sequence[Candidate]) -> int:
+    def transfer_ns(self, load: Load) -> int:
         """Time on the communication lane."""
-        return self._profile.communication_ns(*self._message(members))
+        return self._profile.communication_ns(load.key.kind, load.sent_bytes, load.received_bytes, load.ranks)
 
-    def latency_ns(self, members: Sequence[Candidate]) -> int:
+    def latency_ns(self, load: Load) -> int:
         """The part of :meth:`transfer_ns` that does not shrink with the message."""
-        first = members[0].collective
-        return self._profile.communication_ns(first.kind, 0, 0, first.group.ranks)
+        return self._profile.communication_ns(load.key.kind, 0, 0, load.ranks)
 
-    def issue_ns(self, members: Sequence[Candidate]) -> int:
+    def issue_ns(self, load: Load) -> int:
         """Time of the compute lane to issue it."""
-        return self._profile.issue_ns(*self._message(members))
+        return self._profile.issue_ns(load.key.kind, load.sent_bytes, load.received_bytes, load.ranks)
 
-    def pack_ns(self, members: Sequence[Candidate]) -> int:
-        """Time of the compute lane to build the message; 0 for a single member and the coalesced form."""
-        if not self.copies(members):
+    def pack_ns(self, load: Load) -> int:
+        """Time of the compute lane to build the message; 0 for a single tensor and the coalesced form."""
+        if not self.copies(load):
             return 0
-        as_bytes = travels_as_bytes([slot.sent.dtype for member in members for slot in member.slots])
-        moved = 0
-        for member in members:
-            for slot in member.slots:
-                if as_bytes or not self._writes_in_place(member, slot.source):
-                    moved += 2 * slot.sent.numel() * slot.sent.element_size()
-        return self._profile.compute_ns(0, moved, "uint8", 1)
+        copied = load.sent_bytes if travels_as_bytes(tuple(load.dtypes)) else load.copied_bytes
+        return self._profile.compute_ns(0, 2 * copied, "uint8", 1)
 
-    def unpack_ns(self, members: Sequence[Candidate]) -> int:
+    def unpack_ns(self, load: Load) -> int:
         """Time of the compute lane to take the message apart; 0 where the parts are views."""
-        if not self.copies_out(members):
-            return 0
-        moved = 2 * sum(member.output_bytes for member in members)
-        return self._profile.compute_ns(0, moved, "uint8", sum(len(member.slots) for member in members))
+        return self._profile.compute_ns(0, 2 * load.received_bytes, "uint8", load.slots) if self.copies_out(load) else 0
 
-    def extra_bytes(self, members: Sequence[Candidate]) -> int:
+    def extra_bytes(self, load: Load) -> int:
         """Memory that a bucket takes at once beyond what its largest member takes alone."""
-        sent, received = [sum(getattr(m, side) for m in members) for side in ("input_bytes", "output_bytes")]
-        alone = max(m.output_bytes for m in members)
-        if not self.copies(members):
-            return received - alone
-        return sent + received + (received if self.copies_out(members) else 0) - alone
+        received = load.received_bytes
+        messages = load.sent_bytes + (received if self.copies_out(load) else 0) if self.copies(load) else 0
+        return messages + received - load.largest_bytes
 
-    def gain_ns(self, parts: Sequence[Sequence[Candidate]]) -> int:
-        """What merging the buckets ``parts`` into one saves on all lanes together; negative when it costs."""
-        merged = [member for part in parts for member in part]
-        return sum(map(self._all_ns, parts)) - self._all_ns(merged)
+    def gain_ns(self, loads: Sequence[Load]) -> int:
+        """What merging the loads into one bucket saves on all lanes together; negative when it costs."""
+        first, *others = loads
+        return sum(map(self._all_ns, loads)) - self._all_ns(sum(others, first))
 
-    def _all_ns(self, members: Sequence[Candidate]) -> int:
-        return self.transfer_ns(members) + self.issue_ns(members) + self.pack_ns(members) + self.unpack_ns(members)
-
-    def _message(self, members: Sequence[Candidate]) -> tuple[str, int, int, tuple[int, ...]]:
-        first = members[0].collective
-        return (
-            first.kind,
-            sum(member.input_bytes for member in members),
-            sum(member.output_bytes for member in members),
-            first.group.ranks,
-        )
-
-    def copies(self, members: Sequence[Candidate]) -> bool:
+    def copies(self, load: Load) -> bool:
         """Whether there is a message that the members are copied into."""
-        several = len(members) > 1 or len(members[0].slots) > 1
-        return several and members[0].collective.group.name not in self._coalesced
+        return load.members > 1 and load.key.group not in self._coalesced
 
-    def copies_out(self, members: Sequence[Candidate]) -> bool:
+    def copies_out(self, load: Load) -> bool:
         """Whether the members are copied out of the message, rather than views of it."""
-        return self.copies(members) and members[0].collective.kind in ("all_gather", "all_to_all")
+        return self.copies(load) and load.key.kind in ("all_gather", "all_to_all")
+
+    def _all_ns(self, load: Load) -> int:
+        return self.transfer_ns(load) + self.issue_ns(load) + self.pack_ns(load) + self.unpack_ns(load)
+
+    def _measure(self, member: Candidate) -> Load:
+        copied = sum(
+            slot.sent.numel() * slot.sent.element_size()
+            for slot in member.slots
+            if not self._writes_in_place(member, slot.source)
+        )
+        load = self._loads[member] = Load(
+            member.key,
+            member.collective.group.ranks,
+            1,
+            len(member.slots),
+            member.input_bytes,
+            member.output_bytes,
+            member.output_bytes,
+            copied,
+            frozenset(slot.sent.dtype for slot in member.slots),
+        )
+        return load
 
     def _writes_in_place(self, member: Candidate, source: torch.fx.Node) -> bool:
         """Whether the kernel that makes ``source`` can write it into the message.

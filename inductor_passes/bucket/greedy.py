@@ -8,10 +8,10 @@ it takes more than a ``share`` of the memory that the budget leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from inductor_passes.bucket.candidates import Candidate, GroupKey
-from inductor_passes.bucket.gain import BucketCosts
+from inductor_passes.bucket.gain import BucketCosts, Load
 from inductor_passes.bucket.question import Question
 
 #: Buckets of one key that stay open at a time: bounds the work per collective.
@@ -21,30 +21,37 @@ OPEN_BUCKETS = 4
 def greedy(question: Question, *, spread: float = 4.0, share: float = 1.0) -> list[list[Candidate]]:
     """Disjoint buckets of at least two members each, of one key, mergeable together."""
     dependencies, costs = question.dependencies.copy(), question.costs
-    buckets: list[list[Candidate]] = []
-    open_of: dict[GroupKey, list[list[Candidate]]] = {}
+    buckets: list[_Open] = []
+    open_of: dict[GroupKey, list[_Open]] = {}
     for candidate in question.found:
         opened = open_of.setdefault(candidate.key, [])
+        load = costs.load([candidate])
         for bucket in reversed(opened):
-            members = [member.collective for member in bucket]
-            if dependencies.conflict(members, candidate.collective) is not None:
+            # Merged members share their dependencies: one of them speaks for all.
+            if dependencies.conflict([bucket.members[0].collective], candidate.collective) is not None:
                 continue
-            joined = [*bucket, candidate]
-            if costs.gain_ns([bucket, [candidate]]) <= 0 or _full(costs, joined, spread, share):
+            joined = bucket.load + load
+            if costs.gain_ns([bucket.load, load]) <= 0 or _full(costs, joined, spread, share):
                 continue
-            dependencies.merge([*members, candidate.collective])
-            bucket.append(candidate)
+            bucket.members.append(candidate)
+            bucket.load = joined
+            dependencies.merge(member.collective for member in bucket.members)
             break
         else:
-            bucket = [candidate]
-            buckets.append(bucket)
-            opened.append(bucket)
+            buckets.append(_Open([candidate], load))
+            opened.append(buckets[-1])
             del opened[:-OPEN_BUCKETS]
-    return [bucket for bucket in buckets if len(bucket) > 1]
+    return [bucket.members for bucket in buckets if len(bucket.members) > 1]
 
 
-def _full(costs: BucketCosts, members: Sequence[Candidate], spread: float, share: float) -> bool:
-    if costs.room_bytes is not None and costs.extra_bytes(members) > share * costs.room_bytes:
+@dataclass
+class _Open:
+    members: list[Candidate]
+    load: Load
+
+
+def _full(costs: BucketCosts, load: Load, spread: float, share: float) -> bool:
+    if costs.room_bytes is not None and costs.extra_bytes(load) > share * costs.room_bytes:
         return True
-    latency = costs.latency_ns(members)
-    return costs.transfer_ns(members) - latency > spread * latency
+    latency = costs.latency_ns(load)
+    return costs.transfer_ns(load) - latency > spread * latency

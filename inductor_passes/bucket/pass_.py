@@ -119,21 +119,28 @@ def _decisions(
     found: Sequence[Candidate], choice: Choice, dependencies: Dependencies, costs: BucketCosts
 ) -> list[Decision]:
     """One decision per candidate."""
-    bucket_of = {member: bucket for bucket in choice.buckets or choice.tried for member in bucket}
+    buckets = choice.buckets or choice.tried
+    bucket_of = {member: number for number, bucket in enumerate(buckets) for member in bucket}
+    gains = [costs.gain_ns([costs.load([member]) for member in bucket]) for bucket in buckets]
+    at = {}
     by_key: dict[GroupKey, list[Candidate]] = {}
     for candidate in found:
-        by_key.setdefault(candidate.key, []).append(candidate)
+        same = by_key.setdefault(candidate.key, [])
+        at[candidate] = len(same)
+        same.append(candidate)
     decisions = []
     for candidate in found:
-        bucket = bucket_of.get(candidate)
-        if bucket is None:
-            decisions.append(_single(candidate, by_key[candidate.key], dependencies, costs))
+        number = bucket_of.get(candidate)
+        if number is None:
+            others, here = by_key[candidate.key], at[candidate]
+            neighbours = [*others[max(0, here - 1) : here], *others[here + 1 : here + 2]]
+            decisions.append(_single(candidate, neighbours, dependencies, costs))
             continue
         if choice.objection is not None:
             setting = "memory_budget" if choice.objection is Reason.OVER_BUDGET else ""
             decisions.append(refusal(candidate.collective, choice.objection, _comparison(choice), setting=setting))
             continue
-        gain = costs.gain_ns([[member] for member in bucket])
+        bucket, gain = buckets[number], gains[number]
         labels = f"{bucket[0].collective.label} to {bucket[-1].collective.label}"
         decisions.append(
             Decision(
@@ -160,18 +167,16 @@ def _comparison(choice: Choice) -> str:
 
 
 def _single(
-    candidate: Candidate, others: Sequence[Candidate], dependencies: Dependencies, costs: BucketCosts
+    candidate: Candidate, neighbours: Sequence[Candidate], dependencies: Dependencies, costs: BucketCosts
 ) -> Decision:
     """Why a candidate stayed alone: its neighbours in graph order depend on it, or merging does not pay."""
-    at = others.index(candidate)
-    neighbours = [*others[max(0, at - 1) : at], *others[at + 1 : at + 2]]
     free = [n for n in neighbours if dependencies.conflict([n.collective], candidate.collective) is None]
     if not free:
         names = " and ".join(n.collective.label for n in neighbours)
         return refusal(candidate.collective, Reason.DATA_DEPENDENCY, f"between it and {names}")
-    gain = max(costs.gain_ns([[n], [candidate]]) for n in free)
+    gain = max(costs.gain_ns([costs.load([n]), costs.load([candidate])]) for n in free)
     if gain > 0 and costs.room_bytes is not None:
-        least = min(costs.extra_bytes([n, candidate]) for n in free)
+        least = min(costs.extra_bytes(costs.load([n, candidate])) for n in free)
         if least > costs.room_bytes:
             detail = (
                 f"with {free[0].collective.label} it takes {least} bytes more, the budget leaves {costs.room_bytes}"

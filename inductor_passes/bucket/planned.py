@@ -51,19 +51,15 @@ def planned(question: Question) -> list[list[Candidate]]:
 
 
 def _line(members: Sequence[Candidate], costs: BucketCosts) -> Costs:
-    sent, received = sum(m.input_bytes for m in members), sum(m.output_bytes for m in members)
-    latency = costs.latency_ns(members)
-    kernel = costs.kernel_ns
-    per_byte = {
-        "beta_ns_per_byte": (costs.transfer_ns(members) - latency) / max(1, sent, received),
-        "pack_ns_per_byte": max(0, costs.pack_ns(members) - kernel) / max(1, sent),
-        "unpack_ns_per_byte": max(0, costs.unpack_ns(members) - kernel) / max(1, received),
-    }
+    load = costs.load(members)
+    latency, kernel = costs.latency_ns(load), costs.kernel_ns
     return Costs(
         alpha_ns=latency,
-        issue_ns=costs.issue_ns(members[:1]),
-        copy=costs.copies(members),
-        unpack=costs.copies_out(members),
+        beta_ns_per_byte=(costs.transfer_ns(load) - latency) / max(1, load.sent_bytes, load.received_bytes),
+        issue_ns=costs.issue_ns(costs.load(members[:1])),
+        copy=costs.copies(load),
+        unpack=costs.copies_out(load),
         launch_ns=kernel,
-        **per_byte,
+        pack_ns_per_byte=max(0, costs.pack_ns(load) - kernel) / max(1, load.sent_bytes),
+        unpack_ns_per_byte=max(0, costs.unpack_ns(load) - kernel) / max(1, load.received_bytes),
     )
