@@ -54,8 +54,9 @@ def main(
 
 def _with_progress(job: Job, steps: int, console: Console) -> dict[str, Any]:
     """Run the job under a progress bar."""
-    per_contender = _WEIGHTS["compiling"] + _WEIGHTS["memory"] + steps * _WEIGHTS["measuring"]
-    total = 2 * per_contender + _WEIGHTS["compute alone"] + _WEIGHTS["calibrating"]
+    # A round measures both contenders, and compute alone.
+    total = 2 * (_WEIGHTS["compiling"] + _WEIGHTS["memory"]) + 3 * steps * _WEIGHTS["measuring"]
+    total += _WEIGHTS["compute alone"] + _WEIGHTS["calibrating"]
     columns = (TextColumn("{task.description:<36}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("starting", total=total)

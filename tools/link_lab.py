@@ -104,31 +104,45 @@ class Trial:
         options = contender.compile_options(profile)
         self._step = step if options is None else torch.compile(step, options=options, fullgraph=True)
 
-    def train(self, measure: bool = True) -> StepTime | None:
-        """One step: forward and backward, timed if ``measure``; then the update, not timed."""
-        number = len(self.losses)
-        tokens, targets = make_batch(self._sizes, seed=1_000 * dist.get_rank() + number % 4)
-        time = None
-        if measure:
-            with emulated_link.step_clock() as clock:
-                loss = self._step(tokens, targets)
-                loss.backward()
-            time = clock.time
-        else:
+    def timed_step(self) -> StepTime:
+        """One training step whose forward and backward are timed; all ranks together."""
+        tokens, targets = self._batch()
+        with emulated_link.step_clock() as clock:
             loss = self._step(tokens, targets)
             loss.backward()
+        self._update()
         self.losses.append(float(loss.detach()))
+        return clock.time
+
+    def plain_step(self) -> None:
+        """One training step, not timed."""
+        loss = self._step(*self._batch())
+        loss.backward()
+        self._update()
+        self.losses.append(float(loss.detach()))
+
+    def rehearse(self) -> StepTime:
+        """A timed step that leaves parameters and losses as they are."""
+        with emulated_link.step_clock() as clock:
+            self._step(*self._batch()).backward()
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return clock.time
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return make_batch(self._sizes, seed=1_000 * dist.get_rank() + len(self.losses) % 4)
+
+    def _update(self) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter.to_local().sub_(LEARNING_RATE * parameter.grad.to_local())  # type: ignore[operator]
                     parameter.grad = None
-        return time
 
     def peak_bytes(self) -> int:
         """Most memory that a step holds above what it found, from the allocator's events; takes a step."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            self.train(measure=False)
+            self.plain_step()
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "trace.json")
             profiler.export_chrome_trace(path)
@@ -148,7 +162,8 @@ def peak_of_events(events: Sequence[dict[str, Any]]) -> int:
 
 
 def _own_code(model: torch.nn.Module, name: str) -> Callable[..., torch.Tensor]:
-    """A step function whose code object no other contender shares: compiled code is cached per code object."""
+    """A step function whose code object no other contender shares: compiled code is cached per code object.
+    """
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return model(tokens, targets)  # type: ignore[no-any-return]
@@ -158,9 +173,11 @@ def _own_code(model: torch.nn.Module, name: str) -> Callable[..., torch.Tensor]:
 
 
 def compute_alone(trial: Trial, steps: int) -> list[StepTime]:
-    """Steps on an infinitely fast link: compute, and the cost of issuing the same collectives."""
+    """Steps on an infinitely fast link: compute, and the cost of issuing the same collectives. Sets the
+    link's rate.
+    """
     emulated_link.set_rate()
-    return [time for _ in range(steps) if (time := trial.train()) is not None]
+    return [trial.rehearse() for _ in range(steps)]
 
 
 def tuned_bandwidth(records: Sequence[Record], compute_ns: float, ratio: float, latency_ns: int) -> float:
@@ -199,7 +216,9 @@ def _replay(record: Record) -> Callable[[], Any]:
 
 
 def head_and_tail_ns(records: Sequence[Record]) -> tuple[int, int]:
-    """What no order hides: the forward's first gather, before any compute, and the last reduction, after all of it."""
+    """What no order hides: the forward's first gather, before any compute, and the last reduction, after all
+    of it.
+    """
     gathers = [r for r in records if r.kind == "all_gather"]
     reductions = [r for r in records if r.kind in ("reduce_scatter", "all_reduce")]
     return (gathers[0].duration_ns if gathers else 0), (reductions[-1].duration_ns if reductions else 0)

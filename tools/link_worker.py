@@ -88,6 +88,8 @@ class Bench:
         self.trials: dict[str, Trial] = {}
         self.failed: dict[str, str] = {}
         self.steps: dict[str, list[StepTime]] = {}
+        self.compute_alone: list[StepTime] = []
+        self.communication_alone: list[StepTime] = []
 
     def note(self, phase: str, contender: str) -> None:
         """Write down what comes next."""
@@ -97,13 +99,14 @@ class Bench:
                 file.write(json.dumps({"phase": phase, "contender": contender}) + "\n")
 
     def compile(self, name: str) -> None:
-        """Make a trial and take two steps: the first compiles, the second shows that nothing compiles again."""
+        """Make a trial and take two steps: the first compiles, the second shows that nothing compiles again.
+        """
         self.note("compiling", name)
         error = ""
         try:
             trial = Trial(CONTENDERS[name], self.job.sizes, self.mesh, str(self.job.file("profile.json")))
             for _ in range(2):
-                trial.train(measure=False)
+                trial.plain_step()
             self.trials[name] = trial
             self.steps[name] = []
         except Exception as caught:
@@ -120,7 +123,8 @@ class Bench:
                 return
 
     def tune(self) -> dict[str, Any]:
-        """Measure the reference's compute, set the link's rate, and calibrate the cost profile at that rate."""
+        """Measure the reference's compute, set the link's rate, and calibrate the cost profile at that rate.
+        """
         self.compile(REFERENCE)
         if REFERENCE in self.failed:
             raise RankFailed(self.failed[REFERENCE])
@@ -141,22 +145,24 @@ class Bench:
         if self.rank == 0:
             profile.save(self.job.file("profile.json"))
         dist.barrier()
-        return {
-            "compute_alone_ns": compute_ns,
-            "compute_alone_wall_ns": median(slowest([s.wall_ns for s in alone])),
-            "bytes_per_s": bandwidth,
-            "profile_hash": profile.hash(),
-        }
+        return {"bytes_per_s": bandwidth, "profile_hash": profile.hash()}
 
-    def measure(self) -> None:
-        """Interleaved rounds; a recompilation is an error from here on."""
+    def measure(self, bytes_per_s: float) -> None:
+        """Interleaved rounds of every contender, and of the reference on an infinitely fast link (compute
+        alone).
+
+        A recompilation is an error from here on.
+        """
         torch.compiler.set_stance("fail_on_recompile")
         for _ in range(self.job.rounds):
+            self.note("measuring", REFERENCE)
+            self.compute_alone.extend(compute_alone(self.trials[REFERENCE], 1))
+            emulated_link.set_rate(self.job.latency_ns, bytes_per_s)
             for name, trial in self.trials.items():
                 self.note("measuring", name)
-                time = trial.train()
-                assert time is not None
-                self.steps[name].append(time)
+                self.steps[name].append(trial.timed_step())
+            records = self.steps[REFERENCE][-1].records
+            self.communication_alone.append(communication_alone(records))
         torch.compiler.set_stance("default")
 
     def parameter_wire_bytes(self) -> int:
@@ -228,18 +234,18 @@ def run(job: Job, say: Say = silent) -> dict[str, Any]:
     for name in job.contenders:
         if name != REFERENCE:
             bench.compile(name)
-    emulated_link.set_rate(job.latency_ns, tuned["bytes_per_s"])
-    bench.measure()
+    bench.measure(tuned["bytes_per_s"])
     reference = bench.steps[REFERENCE][0].records
-    alone = [communication_alone(reference) for _ in range(3)]
     head, tail = head_and_tail_ns(reference)
     return {
         "job": dataclasses.asdict(job),
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
         **tuned,
-        "communication_alone_ns": median(slowest([s.virtual_ns for s in alone])),
-        "communication_alone_wall_ns": median(slowest([s.wall_ns for s in alone])),
+        "compute_alone_ns": median(slowest([s.virtual_ns for s in bench.compute_alone])),
+        "compute_alone_wall_ns": median(slowest([s.wall_ns for s in bench.compute_alone])),
+        "communication_alone_ns": median(slowest([s.virtual_ns for s in bench.communication_alone])),
+        "communication_alone_wall_ns": median(slowest([s.wall_ns for s in bench.communication_alone])),
         "parameter_wire_bytes": bench.parameter_wire_bytes(),
         "head_ns": head,
         "tail_ns": tail,
