@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -199,6 +200,20 @@ def test_missing_directory_and_trace_without_our_graphs(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text("V0101 00:00:00.000000 1 x.py:1] {}\n")
     done = run(app, ["report", str(tmp_path)])
     assert done.exit_code == 1 and "doctor" in done.output
+
+
+def test_files_that_cannot_be_written_are_named(trace_dir: TraceDir, tmp_path: Path) -> None:
+    trace_dir.sample()
+    for option in ("-o", "--perfetto"):
+        done = run(app, ["report", str(trace_dir.path), option, str(tmp_path / "no" / "folder")])
+        assert done.exit_code == 2 and "No such file" in done.output and done.exception.__class__ is SystemExit
+
+
+def test_page_names_the_extra_that_it_needs(trace_dir: TraceDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_dir.sample()
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    done = run(app, ["report", str(trace_dir.path), "-o", str(trace_dir.path / "x.html")])
+    assert done.exit_code == 2 and "inductor-passes[report]" in done.output
 
 
 def test_units() -> None:

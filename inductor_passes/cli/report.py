@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -53,30 +54,16 @@ def show(
     if rank is not None:
         trace.graphs = [graph for graph in trace.graphs if graph.rank == rank]
     console = _console()
-    wrote = False
-    if output is not None:
-        from inductor_passes.trace.html import write_page
-
-        write_page(trace, output, title=trace_dir.name)
-        _say(console, f"wrote {output}")
-        wrote = True
-    if perfetto is not None:
-        from inductor_passes.trace.perfetto import write_perfetto
-
-        _say(console, f"wrote {perfetto} ({write_perfetto(trace, perfetto)} timelines); open it in ui.perfetto.dev")
-        wrote = True
-    if tlparse is not None:
-        from inductor_passes.trace.tlparse import TlparseError, run_tlparse
-
-        try:
-            index = run_tlparse(trace_dir, tlparse, trace, page=output)
-        except TlparseError as error:
-            raise _fail(str(error)) from error
-        _say(console, f"wrote {index}")
-        wrote = True
+    try:
+        wrote = list(_write_files(trace, trace_dir, output, perfetto, tlparse))
+    except (OSError, RuntimeError, ModuleNotFoundError) as error:
+        raise _fail(str(error)) from error
+    for line in wrote:
+        _say(console, f"wrote {line}", err=as_json)
     if as_json:
         from inductor_passes.trace.payload import dumps
 
+        # With --json the output is JSON and nothing else.
         reports = [graph.report.to_json() for graph in trace.graphs if graph.report is not None]
         print(dumps({"schema_version": 1, "graphs": reports, "notes": trace.notes}, indent=1))
     elif not wrote:
@@ -96,6 +83,25 @@ def diff(
 
     names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
     _console().print(render_diff(across_runs(_read(a).graphs, _read(b).graphs), names))
+
+
+def _write_files(
+    trace: Trace, trace_dir: Path, output: Path | None, perfetto: Path | None, tlparse: Path | None
+) -> Iterator[str]:
+    """Write what was asked for; yields what to tell the user about each file."""
+    if output is not None:
+        from inductor_passes.trace.html import write_page
+
+        write_page(trace, output, title=trace_dir.name)
+        yield str(output)
+    if perfetto is not None:
+        from inductor_passes.trace.perfetto import write_perfetto
+
+        yield f"{perfetto} ({write_perfetto(trace, perfetto)} timelines); open it in ui.perfetto.dev"
+    if tlparse is not None:
+        from inductor_passes.trace.tlparse import run_tlparse
+
+        yield str(run_tlparse(trace_dir, tlparse, trace, page=output))
 
 
 def _read(path: Path) -> Trace:
@@ -120,8 +126,11 @@ def _console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=180)
 
 
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, soft_wrap=True, style="dim")
+def _say(console: Console, line: str, *, err: bool) -> None:
+    if err:
+        typer.echo(line, err=True)
+    else:
+        console.print(line, markup=False, soft_wrap=True, style="dim")
 
 
 def _print(console: Console, trace: Trace, top: int | None) -> None:
