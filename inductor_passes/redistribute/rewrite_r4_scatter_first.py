@@ -11,7 +11,7 @@ after::
     y = wait(all_reduce(x, op, a));     z = wait(all_gather(y, b))
 
 Matches orthogonal groups (a rank's two groups form a grid) where nothing else reads the inner result; the reduce ops
-of the first form must be equal. Gathering moves elements and a reduction acts on each alone, so the second form is right
+of the first form must be equal. Gathering moves elements and a reduction acts on each alone, so the second form holds
 for every op. Hybrid-sharded gradients come in the first form: a is the replicate axis, usually the slow one between
 hosts.
 
