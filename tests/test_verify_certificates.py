@@ -161,3 +161,20 @@ def test_snapshot_of_an_illegal_graph(groups):
         verify.snapshot(graph)
     with pytest.raises(ValueError, match="group_order='some'"):
         verify.check(graph, group_order="some")
+
+
+def test_a_buffer_that_is_read_later_is_not_taken_over(groups):
+    """Two collectives of one buffer may overlap when somebody reads it after them."""
+
+    def program(later: bool) -> torch.fx.Graph:
+        b = Builder(groups)
+        x = b.compute(aten.clone.default, b.input(16, 16))
+        first, spans = b.start(c10d.broadcast.default, x, 0, group="row", inputs=[x])
+        second, more = b.start(c10d.all_reduce.default, x, "sum", group="column", inputs=[x])
+        b.outputs = [b.wait(first, spans), b.wait(second, more)]
+        if later:
+            b.outputs.append(b.compute(aten.relu.default, x))
+        return b.finish().graph
+
+    assert rules(verify.check(program(later=False))) == {"write-in-flight"}
+    assert verify.check(program(later=True)) == []

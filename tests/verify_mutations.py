@@ -464,6 +464,18 @@ def in_place_collective_on_an_input_in_flight(case: Case) -> bool:
 
 
 @mutation("write-in-flight", alone=True)
+def last_use_of_an_input_in_flight_can_be_done_in_place(case: Case) -> bool:
+    """Inductor turns an all-reduce of a dying buffer into one in place; here the buffer is still being gathered."""
+    place = case.pick(case.nodes[6:-2])
+    given = case.after(place, aten.clone.default, case.nodes[0], like=case.nodes[0])
+    first = case.after(given, c10d.broadcast.default, given, 0, case.groups["row"], like=given)
+    second = case.after(first, c10d.all_reduce.default, given, "sum", case.groups["column"], like=given)
+    done = case.after(second, WAIT, first, like=given)
+    case.after(done, WAIT, second, like=given)
+    return True
+
+
+@mutation("write-in-flight", alone=True)
 def python_operator_writes_an_input_in_flight(case: Case) -> bool:
     start = case.pick(case.plain())
     given = case.input_of(start)

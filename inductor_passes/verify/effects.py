@@ -28,6 +28,15 @@ MAY_COPY = frozenset(
         "aten::type_as",
     }
 )
+#: Functional operators that Inductor may turn into their in-place form once nobody reads the first argument any more.
+REINPLACED = frozenset(
+    {
+        "aten::index_put",
+        "aten::_unsafe_index_put",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_reduce_coalesced",
+    }
+)
 _FUNCTIONALISED = frozenset({"higher_order::auto_functionalized", "higher_order::auto_functionalized_v2"})
 
 
@@ -89,6 +98,18 @@ def writes(node: torch.fx.Node, role: Role) -> list[torch.fx.Node]:
     if name:
         return written
     return _python_writes(node, role)
+
+
+def reinplaced(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Operands that Inductor may write to although the operator does not, when nobody reads them later."""
+    if node.op != "call_function":
+        return []
+    name = _torch.op_name(node.target)
+    if name in REINPLACED:
+        return nodes_in(node.args[:1])
+    if name == "higher_order::triton_kernel_wrapper_functional":
+        return nodes_in(node.kwargs.get("kwargs"))
+    return []
 
 
 def _functionalised_writes(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -183,6 +183,35 @@ def _conflicts(
                     start,
                 )
                 break
+    for operand in dict.fromkeys(effects.reinplaced(node)):
+        for storage in storages.of(operand):
+            start = flight.reader(storage)
+            if start is not None and not _used_after(view, storage, node):
+                yield finding(
+                    "write-in-flight",
+                    node,
+                    f"{node.name} is the last to use {operand.name}, so Inductor may do it in place, "
+                    f"while {start.name} is reading it",
+                    start,
+                )
+                break
+
+
+def _used_after(view: GraphView, storage: FxStorage, node: torch.fx.Node) -> bool:
+    """Whether a buffer is needed after a node, so that the node cannot take it over.
+
+    The caller's memory always is, unless the node's result is copied into it in the end.
+    """
+    copied_back = any(w.target is torch.ops.aten.copy_.default and w.args[1] is node for w in storage.writers)
+    if storage.producer.op in ("placeholder", "get_attr") and not copied_back:
+        return True
+    return any(
+        view.position[user] > view.position[node]
+        and (view.roles[user] is Role.OUTPUT or member in effects.reads(user, view.roles[user]))
+        and not (user.target is torch.ops.aten.copy_.default and user.args[0] is member)
+        for member in storage.members
+        for user in member.users
+    )
 
 
 def metadata(view: GraphView) -> list[Finding]:
