@@ -364,10 +364,25 @@ def group_method(group: Any, *names: str) -> Callable[..., Any]:
 
 
 def graph_pass_base() -> type:
-    """Base class of a post-grad graph pass that is told whether it compiles for inference."""
-    from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+    """Base class of a post-grad graph pass; from 2.12 on one that is told whether it compiles for inference."""
+    from torch._inductor import custom_graph_pass
 
-    return CustomInferenceAwareGraphPass
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    return aware or custom_graph_pass.CustomGraphPass
+
+
+def accepts_pass_lists() -> bool:
+    """Whether a custom-pass option takes a list of passes (from torch 2.12 on)."""
+    from torch._inductor import custom_graph_pass
+
+    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+def pass_uuid(graph_pass: object) -> Any:
+    """Cache id of a custom graph pass, None for a plain function."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    return graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None
 
 
 def as_pass_list(value: Any) -> list[Any]:
@@ -553,7 +568,7 @@ def snode_reads(node: Any) -> list[str]:
 
 
 def snode_data_reads(node: Any) -> list[str]:
-    """Names of buffers and graph inputs whose contents a scheduler node reads; nothing that only orders or keeps alive."""
+    """Names of buffers and graph inputs whose contents a scheduler node reads, not what only orders or keeps alive."""
     from torch._inductor.dependencies import WeakDep
 
     return [str(dep.name) for dep in node.read_writes.reads if not isinstance(dep, WeakDep)]
@@ -911,3 +926,8 @@ def cpp_compiler() -> str:
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     return str(get_cpp_compiler())
+
+
+def process_rank() -> int:
+    """Rank of this process in the default group: an int, also under ``LocalTensorMode`` (symbolic from 2.15 on)."""
+    return int(default_group().rank())

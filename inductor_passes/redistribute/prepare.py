@@ -36,8 +36,7 @@ def group_name(mesh: Mesh, dims: Iterable[int]) -> str:
         GroupError: there is none.
     """
     dims = tuple(dims)
-    rank, _ = _torch.rank_and_world_size()
-    ranks = mesh.group(rank, dims)
+    ranks = mesh.group(_torch.process_rank(), dims)
     name = _torch.group_name_of(ranks)
     if name is None:
         raise GroupError(
@@ -67,7 +66,7 @@ def prepare_groups(mesh: Any, dims: Iterable[Iterable[int]] | None = None) -> tu
         wanted = [c for k in range(1, len(used) + 1) for c in itertools.combinations(used, k)]
     else:
         wanted = sorted({tuple(sorted(plain.check_dims(d))) for d in dims}, key=lambda d: (len(d), d))
-    rank, world = _torch.rank_and_world_size()
+    rank, world = _torch.process_rank(), _torch.default_group().size()
     known = _known_partitions()
     created = []
     for combination in wanted:
