@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx
 
+from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.order import Key
 from inductor_passes.async_tp.region import Region, is_layout
 from inductor_passes.async_tp.rules import rule_of
-from inductor_passes.async_tp.slab import Partial, Slab, assemble, take
+from inductor_passes.async_tp.slab import Partial, Slab, assemble, scattered, take
 from inductor_passes.async_tp.timeline import Instance
 from inductor_passes.bucket.emit import Emitter
 from inductor_passes.ir import ops
@@ -134,6 +135,7 @@ class _Lowering:
         args, kwargs = rule.call(node, cut, self.region.parts)
         needs = self.needs[node]
         send = ops.role(node) is Role.START
+        multiplies = matmul.canonical(node) is not None
 
         def operand(source: torch.fx.Node) -> torch.fx.Node:
             wanted = needs.get(source)
@@ -144,7 +146,10 @@ class _Lowering:
             else:
                 key = (source, wanted, part)
                 if key not in self.taken:
-                    self.taken[key] = take(emit, source, wanted, self.region.parts, part)
+                    found = take(emit, source, wanted, self.region.parts, part)
+                    if multiplies and scattered(source.meta["val"], wanted):
+                        found = emit.call(aten.clone.default, found)
+                    self.taken[key] = found
                 found = self.taken[key]
             if send and not found.meta["val"].is_contiguous():
                 found = emit.call(aten.clone.default, found, memory_format=torch.contiguous_format)

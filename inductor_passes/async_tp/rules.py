@@ -137,7 +137,7 @@ class _View:
     def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
         assert isinstance(cut, Slab)
         arguments = _torch.op_arguments(node)
-        given = list(arguments.get("size", arguments.get("shape")))
+        given = list(arguments["size"] if "size" in arguments else arguments["shape"])
         shape = shape_of(node)
         if all(isinstance(size, int) for size in shape):
             given = list(shape)

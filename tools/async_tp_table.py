@@ -1,0 +1,268 @@
+"""Async TP against default Inductor on the emulated link: medians of interleaved steps, as a table.
+
+    PYTHONPATH=. python tools/async_tp_table.py             # 2 ranks, 400 Mbit/s
+    PYTHONPATH=. python tools/async_tp_table.py --mbit 0    # the same on an infinitely fast link
+    PYTHONPATH=. python tools/async_tp_table.py --cases ag_mm mm_rs --rounds 9
+
+Times are virtual (CPU time of the compute thread plus the waits that the link makes it take), so that a loaded machine
+does not change them; wall times stand beside them. A step's time is that of the slower rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+import inductor_passes
+from inductor_passes import _torch, emulated_link
+from inductor_passes.async_tp.pass_ import AsyncTpPass
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.calibrate import calibrate
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pipeline import Context, has_collectives, new_report, run_passes
+
+LATENCY_NS = 100_000
+Step = Callable[[], Any]
+
+
+class AsyncTp(_torch.graph_pass_base()):  # type: ignore[misc]
+    """The pass alone, in front of the planner."""
+
+    def __init__(self, profile: CostProfile, mode: str, say: bool) -> None:
+        self.profile, self.mode, self.say = profile, mode, say
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
+        if not has_collectives(GraphView(graph)):
+            return
+        settings = PassConfig(verify="strict", memory_budget="unlimited")
+        report = new_report(graph, is_inference, settings, self.profile)
+        run_passes(graph, [AsyncTpPass(mode=self.mode)], Context(settings, self.profile, report, False))  # type: ignore[arg-type]
+        for decision in report.passes[0].decisions if self.say else ():
+            print(f"  {decision.node} {decision.verdict.value} ({decision.reason.value}): {decision.detail}")
+
+    def uuid(self) -> None:
+        return None
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def ag(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
+
+
+def rs(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return funcol.reduce_scatter_tensor(x, "sum", dim, dist.group.WORLD)
+
+
+def ar(x: torch.Tensor) -> torch.Tensor:
+    return funcol.all_reduce(x, "sum", dist.group.WORLD)
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def _mlp(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return rs(torch.relu(ag(x, 0) @ a) @ b, 0)
+
+
+def _blocks(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    for a, b in zip(weights[::2], weights[1::2]):
+        x = _norm(x + ar(torch.relu(x @ a) @ b))
+    return x
+
+
+def _wgrad(dy: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    full = ag(dy, 0)
+    return full @ w, full.t() @ x
+
+
+#: name -> (function, shapes of its inputs on a rank)
+FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "ag_mm": (lambda x, w: ag(x, 0) @ w, [(1024, 1024), (1024, 2560)]),
+    "ag_mm_batch_1_bias": (
+        lambda x, w, b: torch.nn.functional.linear(ag(x, 1), w, b),
+        [(1, 1024, 1024), (2560, 1024), (2560,)],
+    ),
+    "mm_ag_weight": (lambda x, w: x @ ag(w, 0), [(2560, 1024), (512, 2048)]),
+    "dgrad_wgrad": (_wgrad, [(512, 2048), (2048, 1024), (1024, 1024)]),
+    "mm_rs": (lambda x, w: rs(x @ w, 0), [(2048, 2560), (2560, 1024)]),
+    "mm_rs_dim1": (lambda x, w: rs(x @ w, 1), [(2, 1024, 2560), (2560, 1024)]),
+    "mm_ar": (lambda x, w: ar(x @ w), [(1024, 5120), (5120, 1024)]),
+    "ag_mlp_rs": (_mlp, [(1024, 512), (512, 1536), (1536, 512)]),
+    "ar_blocks": (_blocks, [(1024, 512), *[(512, 1536), (1536, 512)] * 2]),
+}
+
+
+def _function_case(name: str) -> Callable[[Callable[[Any], Any]], Step]:
+    fn, shapes = FUNCTIONS[name]
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+
+    def make(compiler: Callable[[Any], Any]) -> Step:
+        own = types.FunctionType(fn.__code__.replace(), fn.__globals__, name, None, fn.__closure__)
+        compiled = compiler(own)
+        return lambda: compiled(*inputs)
+
+    return make
+
+
+def _model_case(sequence_parallel: bool) -> Callable[[Callable[[Any], Any]], Step]:
+    """Forward and backward of a small Llama under ``parallelize_module``."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from tests.models import LlamaConfig, cross_entropy, llama, llama_batch, tensor_parallel
+
+    config = LlamaConfig(vocab=256, dim=1024, layers=2, heads=16, kv_heads=16, hidden=2048, batch=4, seq=128)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tokens, targets = llama_batch(config)
+
+    def make(compiler: Callable[[Any], Any]) -> Step:
+        model = tensor_parallel(llama(config), mesh, sequence_parallel=sequence_parallel)
+        compiled = compiler(model)
+
+        def step() -> torch.Tensor:
+            model.zero_grad(set_to_none=True)
+            loss = cross_entropy(compiled(tokens), targets)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return make
+
+
+CASES: dict[str, Callable[[], Callable[[Callable[[Any], Any]], Step]]] = {
+    **{name: (lambda name=name: _function_case(name)) for name in FUNCTIONS},  # type: ignore[misc]
+    "llama_tp_sp": lambda: _model_case(True),
+    "llama_tp": lambda: _model_case(False),
+}
+
+
+# -- a rank ------------------------------------------------------------------------------------------------------------
+
+
+def contenders(profile: CostProfile, file: str, mode: str, say: bool) -> dict[str, dict[str, Any]]:
+    """Compile options by name; the first is the reference."""
+    plan = {"cost_profile": file, "memory_budget": "unlimited"}
+    own_pass = AsyncTp(profile, mode, say)
+    ours = inductor_passes.options(inductor={"post_grad_custom_post_pass": own_pass}, **plan)
+    return {"inductor": {}, "planned": inductor_passes.options(**plan), "async_tp": ours}
+
+
+def _largest(a: Any, b: Any) -> float:
+    pairs = zip(a, b) if isinstance(a, (tuple, list)) else [(a, b)]
+    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-9)) for x, y in pairs)
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """One rank: calibrate, then every case with all contenders interleaved."""
+    torch.set_num_threads(1)
+    emulated_link.register()
+    dist.init_process_group("emulated")
+    rank = dist.get_rank()
+    rate = arguments.mbit * 1e6 / 8 if arguments.mbit else float("inf")
+    emulated_link.set_rate(LATENCY_NS if arguments.mbit else 0, rate)
+    profile = calibrate(
+        dtypes=[torch.float32], repeats=5, ranks_per_host=dist.get_world_size(), timed=emulated_link.timed
+    )
+    file = f"{arguments.folder}/profile{rank}.json"
+    profile.save(file)
+    rows = []
+    for name in arguments.cases:
+        make = CASES[name]()
+        steps = {}
+        for contender, options in contenders(profile, file, arguments.mode, rank == 0).items():
+            if rank == 0 and contender == "async_tp":
+                print(f"{name}:", flush=True)
+            torch.manual_seed(0)
+            steps[contender] = make(lambda f, o=options: torch.compile(f, options=o, fullgraph=True))
+        results = {c: step() for c, step in steps.items()}
+        difference = _largest(results["async_tp"], results["inductor"])
+        for step in steps.values():
+            step()
+        times: dict[str, list[tuple[int, int, int]]] = {c: [] for c in steps}
+        for _ in range(arguments.rounds):
+            for contender, step in steps.items():
+                with emulated_link.step_clock() as clock:
+                    step()
+                times[contender].append((clock.time.virtual_ns, clock.time.wall_ns, clock.time.exposed_ns))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, times)
+        row: dict[str, Any] = {"case": name, "difference": difference}
+        for contender in steps:
+            slowest = [max(one[contender][i] for one in everyone) for i in range(arguments.rounds)]
+            row[contender] = {
+                "virtual_ms": round(median(v for v, _, _ in slowest) / 1e6, 2),
+                "wall_ms": round(median(w for _, w, _ in slowest) / 1e6, 2),
+                "exposed_ms": round(median(e for _, _, e in slowest) / 1e6, 2),
+            }
+        rows.append(row)
+        if rank == 0:
+            base, ours = row["inductor"], row["async_tp"]
+            print(
+                f"{name:20} inductor {base['virtual_ms']:8.1f} (exposed {base['exposed_ms']:.1f})  planned "
+                f"{row['planned']['virtual_ms']:8.1f}  async_tp {ours['virtual_ms']:8.1f} (exposed "
+                f"{ours['exposed_ms']:.1f})  speed-up {base['virtual_ms'] / ours['virtual_ms']:.2f}  wall "
+                f"{base['wall_ms'] / ours['wall_ms']:.2f}  difference {difference:.1e}",
+                flush=True,
+            )
+    if rank == 0:
+        Path(arguments.folder, "rows.json").write_text(json.dumps({"mbit": arguments.mbit, "rows": rows}, indent=1))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks (or be one)."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mbit", type=float, default=400.0, help="link rate in Mbit/s; 0: infinitely fast")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--mode", default="auto", choices=("auto", "force", "off"))
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--folder", default="", help="where results go; default: a temporary folder")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        work(arguments)
+        return
+    import tempfile
+
+    folder = arguments.folder or tempfile.mkdtemp(prefix="async_tp_")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(arguments.ranks),
+        "PYTHONWARNINGS": "ignore",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder]
+    ranks = [subprocess.Popen(command, env={**environment, "RANK": str(r)}) for r in range(arguments.ranks)]
+    codes = [process.wait() for process in ranks]
+    if any(codes):
+        raise SystemExit(f"ranks ended with {codes}")
+    print(f"{folder}/rows.json")
+
+
+if __name__ == "__main__":
+    main()
