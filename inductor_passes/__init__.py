@@ -6,11 +6,55 @@
 See ``help(inductor_passes.options)``, ``help(inductor_passes.PassConfig)`` and the ``docs`` folder.
 """
 
-from inductor_passes import config
-from inductor_passes.config import ConfigError, PassConfig
-from inductor_passes.plugin import compile_options as options
-from inductor_passes.simple_fsdp import simple_fsdp
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inductor_passes import config as config
+    from inductor_passes.config import ConfigError as ConfigError
+    from inductor_passes.config import PassConfig as PassConfig
+    from inductor_passes.plugin import compile_options as options
+    from inductor_passes.redistribute.plan import plan_redistribution as plan_redistribution
+    from inductor_passes.redistribute.prepare import prepare_groups as prepare_groups
+    from inductor_passes.simple_fsdp import simple_fsdp as simple_fsdp
 
 __version__ = "0.1.0"
 
-__all__ = ["ConfigError", "PassConfig", "config", "options", "simple_fsdp"]
+#: Public name -> where it lives. Looked up when used, so that the command line starts without importing torch.
+_PUBLIC = {
+    "ConfigError": ("inductor_passes.config", "ConfigError"),
+    "PassConfig": ("inductor_passes.config", "PassConfig"),
+    "config": ("inductor_passes.config", ""),
+    "options": ("inductor_passes.plugin", "compile_options"),
+    "plan_redistribution": ("inductor_passes.redistribute.plan", "plan_redistribution"),
+    "prepare_groups": ("inductor_passes.redistribute.prepare", "prepare_groups"),
+    "simple_fsdp": ("inductor_passes.simple_fsdp", ""),
+    "verify": ("inductor_passes.verify", ""),
+}
+
+__all__ = [
+    "ConfigError",
+    "PassConfig",
+    "config",
+    "options",
+    "plan_redistribution",
+    "prepare_groups",
+    "simple_fsdp",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _PUBLIC[name]
+    found = importlib.import_module(module)
+    value = getattr(found, attribute) if attribute else found
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -26,6 +26,7 @@ from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import Timeline
 from inductor_passes.trace import spans
+from inductor_passes.trace.artifacts import emit_failure
 
 log = logging.getLogger("inductor_passes")
 _warned: set[str] = set()
@@ -179,6 +180,7 @@ def _run_one(graph: torch.fx.Graph, one: Pass, context: Context) -> PassReport:
             one.name, rolled_back=Reason.EXCEPTION, detail=f"{type(raised).__name__}: {raised}"
         )
     if report.rolled_back is not None:
+        emit_failure(context.report, report, lambda: str(graph))
         snapshot.restore()
         context.plan, context.fx = plan, fx
         del context.certificates[certificates:]

@@ -6,7 +6,7 @@ at the end of scheduling. Both are part of Inductor's cache key by what they dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.fx
@@ -41,22 +41,30 @@ class GraphPass(_torch.graph_pass_base()):  # type: ignore[misc]
     Without settings of its own it uses those of the process at the time of each compilation.
     """
 
-    def __init__(self, settings: PassConfig | None = None) -> None:
+    def __init__(self, settings: PassConfig | None = None, before: Sequence[Any] = ()) -> None:
         self._settings = settings
+        #: The user's own passes, where this torch takes only one pass.
+        self.before = tuple(before)
 
     @property
     def settings(self) -> PassConfig:
         """What this pass runs with."""
         return self._settings or config.current()
 
-    def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         """Rewrite, reorder and verify one graph in place."""
+        for one in self.before:
+            one(graph)
+        if is_inference is None:
+            is_inference = "_inference_" in _torch.aot_graph_name()
         run(graph, is_inference, self.settings)
 
-    def uuid(self) -> str | None:
+    def uuid(self) -> Any:
         """Cache key; None keeps Inductor from caching."""
         settings = self.settings
-        return identity.cache_key(settings, identity.load_profile(settings))
+        own = identity.cache_key(settings, identity.load_profile(settings))
+        others = [_torch.pass_uuid(one) for one in self.before]
+        return None if own is None or None in others else (own, *others) if others else own
 
 
 class SchedulerHook:
@@ -203,9 +211,12 @@ def _expand(mode: str | None, inductor: Mapping[str, Any] | None) -> dict[str, A
 
 
 def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: PassConfig | None) -> dict[str, Any]:
-    existing = [p for p in _torch.as_pass_list(lookup(_PASSES)) if not isinstance(p, GraphPass)]
+    existing = [p for one in _torch.as_pass_list(lookup(_PASSES)) for p in _unpacked(one)]
     result = dict(own)
-    result[_PASSES] = [*existing, GraphPass(settings)]
+    if _torch.accepts_pass_lists():
+        result[_PASSES] = [*existing, GraphPass(settings)]
+    else:
+        result[_PASSES] = GraphPass(settings, existing)
     foreign = [p for p in lookup(_REORDER_PASSES) or [] if not isinstance(p, SchedulerHook)]
     kept = foreign if lookup(_REORDER) else []
     result[_REORDER] = True
@@ -216,6 +227,11 @@ def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: Pass
     if in_tree.has_simple_overlap() and not own.get(in_tree.SIMPLE_OVERLAP):
         result[in_tree.SIMPLE_OVERLAP] = False
     return result
+
+
+def _unpacked(one: Any) -> tuple[Any, ...]:
+    """The user's passes in an entry of the option: a pass of ours only carries them."""
+    return one.before if isinstance(one, GraphPass) else (one,)
 
 
 def backend(

@@ -110,7 +110,8 @@ def compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> l
         again = step(model, compiled, mine, loss)
     assert list(default) == list(ours)
     for key, value in default.items():
-        assert torch.equal(value, ours[key]), f"{name}: {key} differs from Inductor's by {(value - ours[key]).abs().max()}"
+        difference = (value - ours[key]).abs().max()
+        assert torch.equal(value, ours[key]), f"{name}: {key} differs from Inductor's by {difference}"
         assert torch.equal(value, again[key]), f"{name}: {key} differs in the second step"
     expected = loss(reference(batch[0]), batch[1])
     expected.backward()

@@ -1,4 +1,4 @@
-"""Any legal order of the fused kernels comes out of the generated code exactly as planned; an illegal one is refused."""
+"""Any legal order of the fused kernels comes out of the generated code as planned; an illegal one is refused."""
 
 from __future__ import annotations
 

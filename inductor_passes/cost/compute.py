@@ -94,7 +94,7 @@ class ComputeCosts:
             first = next((n for n in node.all_input_nodes), node)
             return self._profile.compute_ns(count, moved, dtype_name(first.meta.get("val")), 1)
         read = sum(value_bytes(n.meta.get("val")) for n in node.all_input_nodes if not self._fuses(n))
-        leaves = any(not self._fuses(user) for user in node.users)
+        leaves = self._leaves(node)
         written = value_bytes(node.meta.get("val")) if leaves else 0
         if not read and not leaves:
             return 0
@@ -105,3 +105,14 @@ class ComputeCosts:
         while self._view.role(node) is Role.FREE and node.all_input_nodes:
             node = node.all_input_nodes[0]
         return self._view.role(node) is Role.COMPUTE and self._flops.get(node) is None
+
+    def _leaves(self, node: torch.fx.Node) -> bool:
+        """Whether something outside of a fused region reads the node's value, directly or through views."""
+        pending = list(node.users)
+        while pending:
+            user = pending.pop()
+            if self._view.role(user) is Role.FREE:
+                pending.extend(user.users)
+            elif not self._fuses(user):
+                return True
+        return False

@@ -8,6 +8,7 @@ across which nothing that communicates may move.
 from __future__ import annotations
 
 import operator
+import os
 from enum import Enum
 
 import torch
@@ -263,21 +264,25 @@ def _nodes_in(value: object) -> list[torch.fx.Node]:
     return []
 
 
+#: Where frames of torch and of our own data parallelism come from.
+_NOT_THE_USERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "simple_fsdp") + os.sep,
+    "<",
+)
+
+
 def source_line(node: torch.fx.Node) -> str:
-    """``file:line`` of the user's code that made the node: the innermost frame outside of torch, or ""."""
-    trace = node.meta.get("stack_trace") or ""
+    """``file:line`` of the user's code that made the node: the innermost frame outside of torch and of us, or ""."""
     found = ""
-    for line in trace.splitlines():
+    for line in (node.meta.get("stack_trace") or "").splitlines():
         line = line.strip()
         if line.startswith('File "'):
             path, _, rest = line[6:].partition('", line ')
-            if "/torch/" in path or path.startswith("<") or "/inductor_passes/" in path:
-                if found:
-                    continue
-                found = found or ""
-                continue
-            found = f"{path}:{rest.split(',')[0].strip()}"
+            if not path.startswith(_NOT_THE_USERS):
+                found = f"{path}:{rest.split(',')[0].strip()}"
     return found
+
 
 def label(node: torch.fx.Node) -> str:
     """Short label for nodes that carry weight in a schedule string: matmuls, attention, convolutions, fences."""

@@ -36,6 +36,10 @@ _MOVES = frozenset(
 )
 
 
+#: Those that every rank has alike, whatever its shard's size.
+COPIES = frozenset({"aten::_to_copy", "aten::cat", "prims::convert_element_type"})
+
+
 def moves_data(view: GraphView, node: torch.fx.Node) -> bool:
     """Whether a node only moves, pads or converts data, or is a view."""
     role = view.role(node)

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import Collective, GraphView
-from inductor_passes.reorder.canonical import preparations, trims
+from inductor_passes.reorder.canonical import COPIES, preparations, trims
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
 
 
@@ -43,6 +44,11 @@ class FxProblem:
     members: tuple[tuple[torch.fx.Node, ...], ...]
     prefix: tuple[torch.fx.Node, ...]
     suffix: tuple[torch.fx.Node, ...]
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        """The graph that the problem was built from."""
+        return self.suffix[0].graph
 
     def node_order(self, order: Iterable[int]) -> list[torch.fx.Node]:
         """All nodes of the graph in the order of a plan."""
@@ -182,19 +188,26 @@ class _Builder:
     def _add_start(self, collective: Collective, preparation: list[torch.fx.Node], preds: set[int]) -> None:
         if collective.input_bytes is None or collective.output_bytes is None:
             raise NoHintError(f"{collective.start.name} has a symbolic size without a hint")
-        arguments = (collective.kind, collective.input_bytes, collective.output_bytes, collective.group.ranks or (0,))
+        input_bytes = collective.input_bytes
+        arguments = (collective.kind, input_bytes, collective.output_bytes, collective.group.ranks or (0,))
         duration = self.estimator(collective.start) if self.estimator is not None else None
         task = Task(
             collective.start.name,
             Kind.START,
             self.profile.communication_ns(*arguments) if duration is None else max(0, round(duration)),
             lane=self._lane(collective),
-            issue_ns=self.profile.issue_ns(*arguments),
+            issue_ns=self.profile.issue_ns(*arguments) + self._preparation_ns(preparation, input_bytes),
             size_bytes=max(collective.input_bytes, collective.output_bytes),
             label=collective.label,
             source=ops.source_line(collective.start),
         )
         self._add(task, [*preparation, collective.start], preds)
+
+    def _preparation_ns(self, preparation: list[torch.fx.Node], input_bytes: int) -> int:
+        """Time to cast or pack a message. Padding is left out: not every rank has something to pad."""
+        if any(_torch.op_name(node.target) in COPIES for node in preparation):
+            return self.profile.compute_ns(0, 2 * input_bytes, "float32", 1)
+        return 0
 
     def _add_wait(self, node: torch.fx.Node, preds: set[int]) -> None:
         previous = -1
@@ -256,7 +269,7 @@ class _Builder:
         """Size of a storage, where it may differ between ranks the size that is the same on all."""
         owner = self.owner.get(storage.producer)
         if owner is not None and self.view.role(owner) is Role.START:
-            return self.view.by_start[owner].input_bytes
+            return self._prepared_bytes(storage)
         if owner is not None:
             collectives = self.view.collectives_of_wait.get(owner, ())
             return sum(c.output_bytes or 0 for c in collectives) if collectives else storage.size_bytes
@@ -264,15 +277,25 @@ class _Builder:
             starts = {
                 user if self.view.role(user) is Role.START else self.owner.get(user) for user in storage.producer.users
             }
-            if len(starts) == 1 and (start := starts.pop()) is not None and start in self.view.by_start:
-                return self._padded_bytes(storage, self.view.by_start[start])
+            if len(starts) == 1 and starts.pop() in self.view.by_start:
+                return self._prepared_bytes(storage)
         return storage.size_bytes
 
-    def _padded_bytes(self, storage: FxStorage, collective: Collective) -> int | None:
-        """Bytes of a shard that only feeds one collective, at the collective's (padded) size and the shard's dtype."""
-        value = storage.producer.meta.get("val")
-        if collective.input_bytes is None or not collective.dtypes or not isinstance(value, torch.Tensor):
-            return storage.size_bytes
-        elements = collective.input_bytes // max(1, collective.dtypes[0].itemsize)
-        return elements * value.element_size() if len(collective.inputs) == 1 else storage.size_bytes
+    def _prepared_bytes(self, storage: FxStorage) -> int | None:
+        """Bytes of a value that is prepared for a collective, counted at the (padded) size that enters the message.
 
+        Follows the preparation to the value that the collective or the packing of its message reads: that one is
+        of equal size on all ranks.
+        """
+        value = storage.producer.meta.get("val")
+        node = storage.producer
+        while len(node.users) == 1:
+            user = next(iter(node.users))
+            if user not in self.owner or len(user.all_input_nodes) > 1:
+                break
+            node = user
+        final = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not isinstance(final, torch.Tensor):
+            return storage.size_bytes
+        total = _torch.tensor_bytes(final)
+        return None if total is None else total // max(1, final.element_size()) * value.element_size()

@@ -13,6 +13,7 @@ from typing import Any
 
 from inductor_passes import _torch, verify
 from inductor_passes.config import PassConfig
+from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, complain, schedule_report, warn_once
 from inductor_passes.replay import order_check
 from inductor_passes.replay.problem import SchedulerProblem, build
@@ -21,7 +22,7 @@ from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.simulate import Timeline, simulate
 from inductor_passes.trace import cached, spans
 from inductor_passes.trace.artifacts import emit
-from inductor_passes.trace.collector import deliver
+from inductor_passes.trace.collector import deliver, listening
 from inductor_passes.trace.verdict import explain
 
 log = logging.getLogger("inductor_passes")
@@ -117,7 +118,9 @@ def _record(
     graph.schedules.append(schedule_report("scheduler", built.problem, result, before, after))
     graph.digest = graph.schedules[-1].digest
     groups = {c.group.name: c.group.ranks for c in built.collectives.values()}
-    graph.collectives = explain(built.problem, result.order, before, after, limit, ranks=groups)
+    graph.collectives = explain(
+        built.problem, result.order, before, after, limit, ranks=groups, what_if=_somebody_looks()
+    )
     applied = report.changed
     gain = before.makespan_ns - after.makespan_ns
     report.decisions = [
@@ -174,7 +177,10 @@ def finish_without_replay(context: Context) -> None:
     problem, result = context.fx.problem, context.plan
     before, after = simulate(problem), simulate(problem, result.order)
     report.digest = problem.digest(result.order)
-    report.collectives = explain(problem, result.order, before, after, result.budget_bytes)
+    groups = {c.group.name: c.group.ranks for c in GraphView(context.fx.graph).collectives}
+    report.collectives = explain(
+        problem, result.order, before, after, result.budget_bytes, ranks=groups, what_if=_somebody_looks()
+    )
     emit(
         report,
         problem=problem,
@@ -183,6 +189,11 @@ def finish_without_replay(context: Context) -> None:
         timeline_before=before,
         timeline_after=after,
     )
+
+
+def _somebody_looks() -> bool:
+    """Whether to plan again for what-if gains: costs several plans, so only when a trace or a listener wants them."""
+    return _torch.trace_enabled() or listening()
 
 
 def context_of_current_graph() -> Context | None:

@@ -14,6 +14,11 @@ Limits:
 - Where data and tensor parallelism split the same dimension, the product of the mesh sizes must divide it.
 """
 
+import sys
+import types
+from typing import Any
+
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from inductor_passes.simple_fsdp.access import sharded_parameters
@@ -21,3 +26,13 @@ from inductor_passes.simple_fsdp.apply import simple_fsdp
 from inductor_passes.simple_fsdp.settings import Mode, SimpleFSDPError
 
 __all__ = ["MixedPrecisionPolicy", "Mode", "SimpleFSDPError", "sharded_parameters", "simple_fsdp"]
+
+
+class _Callable(types.ModuleType):
+    """``inductor_passes.simple_fsdp`` is this package and, called, the function of the same name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
+        return simple_fsdp(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable
