@@ -1,5 +1,4 @@
-"""Calibration: the fit, the merge over ranks, and a real run on the emulated link whose constants are known.
-"""
+"""Calibration: the fit, the merge over ranks, and a real run on the emulated link whose constants are known."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The emulated link on real ranks: right results, times as modelled, and a log that says what was waited for.
-"""
+"""The emulated link on real ranks: right results, times as modelled, and a log that says what was waited for."""
 
 from __future__ import annotations
 
