@@ -36,7 +36,7 @@ def test_whole_problem_reaches_the_optimum(seed: int, slack: int | None) -> None
 
 def test_windows_improve_a_plan_under_a_cap() -> None:
     pytest.importorskip("ortools")
-    for problem in (fsdp_backward(4, parts=1), hsdp_backward(4)):
+    for problem in (fsdp_backward(4, parts=1), hsdp_backward(3)):
         budget = peak_bytes(problem)
         without = plan(problem, budget, effort=0)
         found = plan(problem, budget, effort=0, exact_window=True)

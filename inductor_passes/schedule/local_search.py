@@ -21,8 +21,8 @@ from inductor_passes.schedule.tables import Tables
 from inductor_passes.schedule.window import Answer, Head, Tail, evaluate, improve_window
 
 _START = int(Kind.START)
-#: (window length, states kept per level), tried in turn.
-SHAPES = ((12, 24), (24, 16), (48, 12))
+#: (window length, states kept per level), tried in turn; a wider search only when the narrower ones found nothing.
+SHAPES = ((12, 24), (24, 16), (48, 12), (24, 96), (48, 64), (96, 48), (48, 256))
 #: Problems up to this length are searched whole, with a width at which most are solved to optimality.
 WHOLE, WHOLE_WIDTH = 14, 3000
 
@@ -41,7 +41,7 @@ def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: 
         result, used = _sweep(t, result, length, search, allowance)
         allowance -= used + t.n // 8
         if replay_time(t, result).makespan < before:
-            idle = 0
+            idle = turn = 0
         else:
             idle += 1
             turn += 1

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes.schedule.bounds import lower_bound
-from inductor_passes.schedule.construct import close_enough, construct
+from inductor_passes.schedule.construct import SMALL, close_enough, construct
 from inductor_passes.schedule.guarded import Candidate
 from inductor_passes.schedule.local_search import exact_search, local_search, search_whole
 from inductor_passes.schedule.polish import polish
@@ -20,9 +20,11 @@ from inductor_passes.schedule.simulate import simulate
 from inductor_passes.schedule.tables import tables
 
 #: States that local search may expand per unit of effort: per task, and for any problem.
-_STATES_PER_TASK, _STATES = 2, 40_000
+_STATES_PER_TASK, _STATES = 2, 60_000
 #: Windows that the exact solver may be given per unit of effort.
 _EXACT_WINDOWS = 8
+#: Other orders than the best one from which local search also starts.
+_RUNNERS_UP = 3
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,12 @@ class _Best:
         self.peak = self.input_peak = timeline.peak_bytes
         self.method = "input"
         self.feasible = budget_bytes is None or self.peak <= budget_bytes
+        self.seen: list[Candidate] = []
+
+    @property
+    def runners_up(self) -> list[Candidate]:
+        """The best feasible orders that differ in value from the best one."""
+        return [c for c in self.seen if (c.makespan, c.peak) != (self.makespan, self.peak)][:_RUNNERS_UP]
 
     def judge(self, method: str, order: Sequence[int], polished: bool = False) -> bool:
         """Simulate ``order`` and :meth:`offer` it."""
@@ -75,6 +83,9 @@ class _Best:
         if self.budget is not None and found.peak > self.budget:
             return False
         key = (found.makespan, found.peak)
+        if found.makespan < self.input_makespan and all(key != (c.makespan, c.peak) for c in self.seen):
+            # A little room for other starting points of the search than the best one.
+            self.seen = sorted([*self.seen, found], key=lambda c: (c.makespan, c.peak))[: 1 + _RUNNERS_UP]
         if self.feasible:
             if key > (self.makespan, self.peak) or (key == (self.makespan, self.peak) and not polished):
                 return False
@@ -113,7 +124,9 @@ def plan(
                 best.judge("search", rescued)
         if best.feasible and best.makespan > close_enough(t, bound) and effort:
             allowance = effort * (_STATES_PER_TASK * t.n + _STATES)
-            best.judge("local-search", local_search(t, best.order, budget_bytes, bound, allowance))
+            starts = [best.order, *(c.order for c in best.runners_up)] if t.n <= SMALL else [best.order]
+            for order in starts:
+                best.judge("local-search", local_search(t, order, budget_bytes, bound, allowance // len(starts)))
         if best.feasible and best.makespan > bound and exact_window:
             best.judge("exact-window", exact_search(t, best.order, budget_bytes, _EXACT_WINDOWS * max(1, effort)))
     if best.method != "input":
