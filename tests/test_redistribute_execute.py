@@ -79,7 +79,7 @@ def test_all_pairs_are_bit_for_bit_dtensor_on_all_ranks(mesh, shape):
 
 @pytest.mark.parametrize(("shape", "start"), [((16, 8), 0), ((13, 11), 5)], ids=str)
 def test_three_mesh_dimensions(shape, start):
-    """A sample of the 2,197 pairs; `tools/redistribute_table.py --execute` runs all of them."""
+    """A sample of the 2,197 pairs."""
     with simulated(8):
         dmesh = device_mesh((2, 2, 2))
         prepare_groups(dmesh)
