@@ -155,6 +155,7 @@ def _ag_scaled_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 X, W, B3 = (8, 16), (16, 12), (4, 8, 16)
+TAKEN = ("data dependency",)
 NONE = ("no independent compute left",)
 
 PROGRAMS: list[Program] = [
@@ -201,7 +202,7 @@ PROGRAMS: list[Program] = [
     Program("mm_ag1", lambda x, w: x @ ag(w, 1), (X, (16, 6))),
     Program("mm_ag0_transposed", lambda x, w: x @ ag(w).t(), (X, (6, 16))),
     Program("linear_ag0_bias", lambda x, w, b: F.linear(x, ag(w), b), (X, (6, 16), (12,))),
-    Program("linear_ag0_ag0_bias", lambda x, w, b: F.linear(x, ag(w), ag(b)), (X, (6, 16), (6,)), refused=("data dependency",)),
+    Program("linear_ag0_ag0_bias", lambda x, w, b: F.linear(x, ag(w), ag(b)), (X, (6, 16), (6,)), refused=TAKEN),
     Program("linear_ag0_cast", lambda x, w: F.linear(x.bfloat16(), ag(w).bfloat16()), (X, (6, 16))),
     Program("bmm_ag0", lambda x, w: torch.bmm(x, ag(w)), ((4, 8, 16), (2, 16, 6))),
     Program("flat_parameter", lambda x, w: x @ ag(w).view(2, 96)[:, :].reshape(16, 12), (X, (96,))),
@@ -252,7 +253,7 @@ PROGRAMS: list[Program] = [
     # float8
     Program("ag0_scaled_mm", _ag_scaled_mm, ((16, 16), (16, 16)), dtype=torch.bfloat16),
     Program("scaled_mm_rs0", lambda x, w: rs(_scaled_mm(x, w)), ((32, 16), (16, 16)), dtype=torch.bfloat16),
-    Program("scaled_mm_rowwise_rs0", lambda x, w: rs(_scaled_mm(x, w, True)), ((32, 16), (16, 16)), dtype=torch.bfloat16),
+    Program("scaled_mm_rows_rs0", lambda x, w: rs(_scaled_mm(x, w, True)), ((32, 16), (16, 16)), dtype=torch.bfloat16),
     Program(
         "scaled_mm_rs1_3d_batch_2",
         lambda x, w: rs(_scaled_mm(_scaled(x).view(32, 16), w).view(2, 16, 16), 1),

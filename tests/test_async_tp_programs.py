@@ -51,12 +51,13 @@ def test_there_are_enough_programs() -> None:
 
 
 #: Programs whose collectives the in-tree pass fuses all.
-IN_TREE = """
-ag0_mm ag0_mm_3d ag1_mm_3d ag1_mm_4d ag2_mm_4d ag0_three_mms ag0_mm_and_output ag0_mm_and_sum ag0_gathered_twice
-ag0_bf16 ag0_fp16 ag1_fp64_4_ranks ag_odd dgrad_and_wgrad mm_rs0 mm_rs1 mm_rs0_avg mm_rs0_3d mm_rs1_3d mm_rs2_3d
-mm_rs1_batch_1 wgrad_rs0 mm_rs0_max mm_rs0_bf16 swiglu_3d scaled_mm_rs0 scaled_mm_rowwise_rs0
-scaled_mm_rs1_3d_batch_2 ag_prime
-""".split()
+IN_TREE = [
+    "ag0_mm", "ag0_mm_3d", "ag1_mm_3d", "ag1_mm_4d", "ag2_mm_4d", "ag0_three_mms", "ag0_mm_and_output",
+    "ag0_mm_and_sum", "ag0_gathered_twice", "ag0_bf16", "ag0_fp16", "ag1_fp64_4_ranks", "ag_odd",
+    "dgrad_and_wgrad", "mm_rs0", "mm_rs1", "mm_rs0_avg", "mm_rs0_3d", "mm_rs1_3d", "mm_rs2_3d", "mm_rs1_batch_1",
+    "wgrad_rs0", "mm_rs0_max", "mm_rs0_bf16", "swiglu_3d", "scaled_mm_rs0", "scaled_mm_rows_rs0",
+    "scaled_mm_rs1_3d_batch_2", "ag_prime",
+]
 
 
 def test_what_only_the_in_tree_pass_fuses() -> None:
