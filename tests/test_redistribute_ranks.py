@@ -1,4 +1,4 @@
-"""Plans on real gloo ranks: the collectives that the simulation stands in for, with uneven splits and a created group."""
+"""Plans on real gloo ranks: the collectives that the simulation stands in for, with uneven splits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def _rank(rank: int, store: str) -> None:
             wanted = distribute_tensor(value, mesh, [torch_placement(p) for p in b.placements], src_data_rank=None)
             got = redistribute(tensor, plan_redistribution(a, b))
             assert torch.equal(got.to_local(), wanted.to_local()), (source, target)
-        partial = DTensor.from_local(value * (rank + 1), mesh, [torch_placement(p) for p in _partial()], run_check=False)
+        sums = [torch_placement(p) for p in Spec(Mesh((2, 2)), ("P", "P"), (7, 5)).placements]
+        partial = DTensor.from_local(value * (rank + 1), mesh, sums, run_check=False)
         for exactness in ("exact", "reassociate"):
             target = Spec(Mesh((2, 2)), ("R", "S(0)"), (7, 5))
             got = redistribute(partial, plan_redistribution(partial, target, exactness=exactness)).to_local()
@@ -39,10 +40,6 @@ def _rank(rank: int, store: str) -> None:
             assert torch.equal(got, value[rows] * 10), exactness
     finally:
         dist.destroy_process_group()
-
-
-def _partial():
-    return Spec(Mesh((2, 2)), ("P", "P"), (7, 5)).placements
 
 
 @pytest.mark.ranks
