@@ -314,7 +314,7 @@ def test_parallel_module_with_bias_forward_and_backward(batch: int) -> None:
         graphs = capture_graphs(model, (x,), dynamic=False)
         for gm in (*graphs.forward, *graphs.backward):
             # Small, so that the exponential of a saved maximum that does not belong to its scores stays finite.
-            values = [[t.mul_(0.05) for t in ranks] for ranks in inputs_by_rank(gm, 2)]
+            values = [[t if t is None else t.mul_(0.05) for t in ranks] for ranks in inputs_by_rank(gm, 2)]
             expected = run_all_ranks(gm, values)
             report = run(gm, link(32.0), mode="force")
             check_fakes(gm)

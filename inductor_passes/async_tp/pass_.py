@@ -17,7 +17,7 @@ smaller matmuls, more latencies and copies.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.fx
@@ -25,6 +25,7 @@ import torch.fx
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.gathers import merge_identical
 from inductor_passes.async_tp.lower_decompose import Lowered, lower
+from inductor_passes.async_tp.lower_op import fits, lower_op
 from inductor_passes.async_tp.order import Key, legal_order
 from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
 from inductor_passes.async_tp.rules import shape_of
@@ -40,6 +41,7 @@ from inductor_passes.schedule.simulate import simulate
 from inductor_passes.verify.certificate import Certificate
 
 Mode = Literal["auto", "force", "off"]
+Lowering = Literal["decompose", "op"]
 MODES: tuple[Mode, ...] = ("auto", "force", "off")
 _REACHES = (Reach(True, 0), Reach(False, 0), Reach(True, 1), Reach(False, 1))
 
@@ -57,6 +59,8 @@ class AsyncTpPass:
         sizes: (bytes, mode) pairs: ``mode`` for collectives whose full message has at least so many bytes; the
             largest matching size counts, and a group's override goes first.
         contracting: whether sums over a cut axis may be computed as sums of parts, which reassociates.
+        lowering: ``decompose`` (pieces that the planner schedules) or ``op``: one opaque operator for the regions that
+            it can compute, ``decompose`` for the others.
         least_gain: gain below this share of the region's time is left alone in ``auto``.
     """
 
@@ -65,6 +69,7 @@ class AsyncTpPass:
     groups: tuple[tuple[str, Mode], ...] = ()
     sizes: tuple[tuple[int, Mode], ...] = ()
     contracting: bool = True
+    lowering: Lowering = "decompose"
     least_gain: float = 0.03
     name: str = "async_tp"
     group_order: ClassVar[Literal["kept", "any"]] = "kept"
@@ -73,6 +78,8 @@ class AsyncTpPass:
         for mode in (self.mode, *(m for _, m in self.groups), *(m for _, m in self.sizes)):
             if mode not in MODES:
                 raise ConfigError("async_tp", mode, " or ".join(f'"{m}"' for m in MODES))
+        if self.lowering not in get_args(Lowering):
+            raise ConfigError("async_tp lowering", self.lowering, '"decompose" or "op"')
         if not self.parts or any(not isinstance(p, int) or p < 2 for p in self.parts):
             raise ConfigError("async_tp parts", self.parts, "a tuple of integers of at least 2")
 
@@ -113,7 +120,10 @@ class AsyncTpPass:
         moved: dict[torch.fx.Node, torch.fx.Node] = {}
         lowered: list[Lowered] = []
         for priced in chosen:
-            one = lower(graph, priced.region, priced.order.order, position, moved)
+            if self.lowering == "op" and fits(priced.region):
+                one = lower_op(graph, priced.region, position, moved)
+            else:
+                one = lower(graph, priced.region, priced.order.order, position, moved)
             keys.update(one.keys)
             lowered.append(one)
         if chosen:
@@ -262,7 +272,9 @@ class _Planner:
         of: dict[Collective, Priced] = {c: p for p in chosen for c in p.region.collectives}
         for collective in self.view.collectives:
             if collective in of:
-                self.decisions.append(_applied(collective, of[collective]))
+                priced = of[collective]
+                lowering = self.settings.lowering if fits(priced.region) else "decompose"
+                self.decisions.append(_applied(collective, priced, lowering))
             elif collective in refusals:
                 why = refusals[collective]
                 setting = 'async_tp="auto"' if why.reason is Reason.DISABLED else ""
@@ -297,13 +309,13 @@ def describe(priced: Priced) -> str:
     return f"{region.parts} parts along dimension {dim} of {label}: {dots}{joined}"
 
 
-def _applied(c: Collective, priced: Priced) -> Decision:
+def _applied(c: Collective, priced: Priced, lowering: Lowering) -> Decision:
     return Decision(
         "async_tp",
         c.start.name,
         Verdict.APPLIED,
         Reason.PROFITABLE,
-        f"decompose, {describe(priced)}; region {priced.before_ns} -> {priced.after_ns} ns",
+        f"{lowering}, {describe(priced)}; region {priced.before_ns} -> {priced.after_ns} ns",
         source=ops.source_line(c.start),
         group=c.group.name,
         gain_ns=priced.gain_ns,
