@@ -93,6 +93,7 @@ class MemoryBudget:
 
 Codegen = Literal["inductor", "aot_eager"]
 Verify = Literal["on", "strict"]
+Redistribute = Literal["exact", "reassociate", "off"]
 InTree = Literal["error", "warn"]
 Switch = Literal["on", "off"]
 
@@ -114,6 +115,12 @@ class PassConfig:
         "+5%",
     )
     schedule: Switch = _doc("Reorder collectives around compute.", "on")
+    redistribute: Redistribute = _doc(
+        "Rewrite collectives that DTensor's one-dimension-at-a-time planning wastes: "
+        '"exact" applies what keeps every bit, "reassociate" also what adds in another order (fewer all-reduces in tensor parallel backwards, '
+        "hybrid-shard gradients reduced at shard size), \"off\" nothing.",
+        "exact",
+    )
     bucket: Switch = _doc(
         "Merge collectives of one process group into fewer, larger ones where the planner finds that this pays, "
         "copies charged and memory budget kept.",
@@ -200,6 +207,7 @@ class PassConfig:
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(PassConfig)}
 _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
+    "redistribute": get_args(Redistribute),
     "bucket": get_args(Switch),
     "replay": get_args(Switch),
     "verify": get_args(Verify),

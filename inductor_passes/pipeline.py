@@ -149,14 +149,19 @@ def new_report(graph: torch.fx.Graph, is_inference: bool, config: PassConfig, pr
 
 def run_passes(graph: torch.fx.Graph, passes: list[Pass], context: Context) -> None:
     """Run passes in order, each one verified; appends one report per pass to ``context.report``."""
+    snapshot: Snapshot | None = None
     for one in passes:
         with spans.span(one.name):
-            context.report.passes.append(_run_one(graph, one, context))
+            # A pass that changed nothing leaves the snapshot before it good for the next one.
+            snapshot = snapshot or Snapshot(graph)
+            report = _run_one(graph, one, context, snapshot)
+            context.report.passes.append(report)
+            if report.changed or report.rolled_back is not None:
+                snapshot = None
 
 
-def _run_one(graph: torch.fx.Graph, one: Pass, context: Context) -> PassReport:
+def _run_one(graph: torch.fx.Graph, one: Pass, context: Context, snapshot: Snapshot) -> PassReport:
     began = time.perf_counter_ns()
-    snapshot = Snapshot(graph)
     certificates = len(context.certificates)
     plan, fx = context.plan, context.fx
     error: BaseException | None = None

@@ -16,6 +16,7 @@ from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
+from inductor_passes.redistribute.rewrites import REWRITES
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.replay import hook
 
@@ -28,6 +29,8 @@ _PARTITIONS = "triton.reorder_for_reducing_graph_partitions"
 def passes_of(settings: PassConfig) -> list[Pass]:
     """The FX passes that a configuration switches on, in order."""
     passes: list[Pass] = []
+    if settings.redistribute != "off":
+        passes.extend(rewrite(exactness=settings.redistribute) for rewrite in REWRITES)
     if settings.bucket == "on":
         passes.append(BucketPass())
     if settings.schedule == "on":
