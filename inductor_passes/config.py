@@ -117,8 +117,8 @@ class PassConfig:
     schedule: Switch = _doc("Reorder collectives around compute.", "on")
     redistribute: Redistribute = _doc(
         "Rewrite collectives that DTensor's one-dimension-at-a-time planning wastes: "
-        '"exact" applies what keeps every bit, "reassociate" also what adds in another order (fewer all-reduces in tensor parallel backwards, '
-        "hybrid-shard gradients reduced at shard size), \"off\" nothing.",
+        '"exact" applies what keeps every bit, "reassociate" also what adds in another order (fewer all-reduces in '
+        'tensor parallel backwards, hybrid-shard gradients reduced at shard size), "off" nothing.',
         "exact",
     )
     bucket: Switch = _doc(
