@@ -197,6 +197,10 @@ def _higher_order_role(node: torch.fx.Node, base: str) -> Role:
     return Role.FENCE
 
 
+#: Builtins that only calculate; the others (``print``, ``exec``, ``setattr``) have effects.
+_ARITHMETIC = frozenset({abs, bool, divmod, float, int, len, max, min, pow, range, round, slice, sum})
+
+
 def _python_function_role(node: torch.fx.Node) -> Role:
     """Plain Python targets: getitem and arithmetic on symbolic sizes are free, anything else is unknown."""
     module = getattr(node.target, "__module__", "") or ""
@@ -205,7 +209,7 @@ def _python_function_role(node: torch.fx.Node) -> Role:
     ):
         # Python arithmetic on tensors computes, and may write (operator.iadd)
         return Role.FENCE
-    if module in ("_operator", "operator", "math", "builtins", "sympy") or module.startswith(
+    if node.target in _ARITHMETIC or module in ("_operator", "operator", "math", "sympy") or module.startswith(
         ("torch.fx.experimental.sym_node", "torch.utils._sympy", "torch.sym_")
     ):
         return Role.FREE
@@ -251,6 +255,33 @@ def mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
     if _torch.op_name(node.target) == "higher_order::triton_kernel_wrapper_mutation":
         # Which arguments the kernel writes is not in the graph: all of its tensors count.
         return _nodes_in(node.kwargs.get("kwargs"))
+    return []
+
+
+#: Functional operators that Inductor turns into their in-place form when nobody reads the first argument any more.
+_REINPLACED = frozenset(
+    {
+        "aten::index_put",
+        "aten::_unsafe_index_put",
+        "_c10d_functional::all_reduce",
+        "_c10d_functional::all_reduce_coalesced",
+    }
+)
+
+
+def possibly_mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Nodes whose memory Inductor may let a functional node write to, when it is their last use."""
+    if node.op != "call_function":
+        return []
+    name = _torch.op_name(node.target)
+    if name in _REINPLACED:
+        return _nodes_in(node.args[:1])
+    if name in (
+        "higher_order::triton_kernel_wrapper_functional",
+        "higher_order::auto_functionalized",
+        "higher_order::auto_functionalized_v2",
+    ):
+        return list(node.all_input_nodes)
     return []
 
 

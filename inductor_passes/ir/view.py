@@ -102,6 +102,7 @@ class GraphView:
 
         - around every write to a storage: earlier readers and writers before it, later ones after it; a read by a
           collective lasts until its waits, and a collective's result is written until its wait;
+        - around what Inductor may do in place, as if it were a write, towards collectives;
         - random operators keep their order; so do asserts, and fences among each other (what crosses a fence is the
           schedule's business).
         """
@@ -116,7 +117,30 @@ class GraphView:
         for storage in self.storages.all:
             if storage.writers:
                 edges.extend(self._hazards(storage.members, set(storage.writers)))
+        edges.extend(self._possible_hazards())
         return edges
+
+    def _possible_hazards(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+        """Keeps nodes that Inductor may do in place off memory that a collective is reading.
+
+        Inductor looks for later uses only: it does not know that an earlier collective still reads.
+        """
+        edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        for node in self.nodes:
+            for operand in ops.possibly_mutated_inputs(node):
+                for storage in self.storages.of(operand):
+                    starts = {
+                        user: None
+                        for member in storage.members
+                        for user in member.users
+                        if user is not node and self.roles[user] is Role.START
+                    }
+                    for start in starts:
+                        if self.position[start] < self.position[node]:
+                            edges.extend((wait, node) for wait in self.by_start[start].waits)
+                        else:
+                            edges.append((node, start))
+        return [(a, b) for a, b in edges if self.position[a] < self.position[b]]
 
     def _hazards(
         self, members: list[torch.fx.Node], writers: set[torch.fx.Node]

@@ -61,7 +61,8 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
     order = [nodes[i] for i in result.order]
     report.changed = result.method != "input"
     if report.changed:
-        findings = verify.check_snodes(order, nodes)
+        allowed = None if limit is None else verify.snodes_peak_bytes(nodes) + max(0, limit - before.peak_bytes)
+        findings = verify.check_snodes(order, nodes, memory_budget=allowed)
         if findings:
             report.findings = findings
             report.rolled_back = Reason.VERIFIER

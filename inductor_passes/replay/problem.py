@@ -181,6 +181,9 @@ class _Builder:
         label = ""
         if kind == "extern":
             origin = _torch.snode_origin(node)
+            if any(packed for _, _, _, packed in _torch.snode_buffers(node)):
+                # One result taken out of a multi-output kernel: it carries that kernel's origin and does nothing.
+                return Task(name, Kind.COMPUTE, 0, source=source)
             if origin is not None:
                 fence = fence or ops.role(origin) is ops.Role.FENCE
                 label = ops.label(origin)

@@ -1,0 +1,109 @@
+"""What a graph means to us: storages, hazards, roles."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from models import fake_world
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir import ops
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.view import GraphView
+from inductor_passes.reorder.problem import build
+from inductor_passes.schedule.problem import ProblemError
+
+c10d = torch.ops._c10d_functional
+
+
+def trace(function, *shapes):
+    with FakeTensorMode() as mode:
+        inputs = [torch.empty(s) for s in shapes]
+    del mode
+    return make_fx(function, tracing_mode="fake")(*inputs).graph
+
+
+def legal(graph: torch.fx.Graph, names: list[str]) -> bool:
+    """Whether an order of the named nodes (the rest in input order) is legal for the problem of the graph."""
+    fx = build(GraphView(graph), CostProfile.default("cpu"))
+    index = {m.name: t for t, members in enumerate(fx.members) for m in members}
+    tasks = list(dict.fromkeys(index[n] for n in names))
+    order = sorted(range(len(fx.problem)), key=lambda t: tasks.index(t) if t in tasks else len(tasks) + t)
+    try:
+        fx.problem.check_order(order)
+    except ProblemError:
+        return False
+    return True
+
+
+def test_a_reduction_that_may_run_in_place_waits_for_the_gather_of_its_operand() -> None:
+    with fake_world(2):
+        name = dist.group.WORLD.group_name
+
+        def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            z = x + 1
+            gathered = c10d.all_gather_into_tensor(z, 2, name)
+            other = y @ y
+            whole = c10d.wait_tensor(gathered)
+            reduced = c10d.all_reduce(z, "sum", name)
+            return whole, c10d.wait_tensor(reduced), other
+
+        graph = trace(f, (4, 4), (4, 4))
+        before = ["add", "all_gather_into_tensor"]
+        assert legal(graph, [*before, "wait_tensor", "all_reduce"])
+        assert not legal(graph, [*before, "all_reduce", "wait_tensor"])
+
+
+def test_a_write_waits_for_the_collective_that_reads() -> None:
+    with fake_world(2):
+        name = dist.group.WORLD.group_name
+
+        def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            gathered = c10d.all_gather_into_tensor(x, 2, name)
+            whole = c10d.wait_tensor(gathered)
+            torch.ops.aten.copy_.default(x, y)
+            return whole
+
+        graph = trace(f, (4, 4), (4, 4))
+        assert legal(graph, ["all_gather_into_tensor", "wait_tensor", "copy_"])
+        assert not legal(graph, ["all_gather_into_tensor", "copy_", "wait_tensor"])
+        assert not legal(graph, ["copy_", "all_gather_into_tensor"])
+
+
+def test_views_share_and_products_do_not() -> None:
+    graph = trace(lambda x: (x.t(), x @ x), (4, 4))
+    view = GraphView(graph)
+    by_name = {n.name: n for n in view.nodes}
+    x = by_name["x_1"]
+    assert view.storages.of(by_name["t"]) == view.storages.of(x)
+    assert view.storages.of(by_name["mm"]) != view.storages.of(x)
+    assert view.storages.of(by_name["mm"])[0].size_bytes == 64
+
+
+def test_roles() -> None:
+    with fake_world(2):
+        name = dist.group.WORLD.group_name
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            g = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, name))
+            return g.view(-1) + 1
+
+        view = GraphView(trace(f, (4, 4)))
+    roles = {n.name: view.role(n) for n in view.nodes}
+    assert roles["all_gather_into_tensor"] is Role.START and roles["wait_tensor"] is Role.WAIT
+    assert roles["view"] is Role.FREE and roles["add"] is Role.COMPUTE
+
+
+def test_an_unknown_operator_is_a_fence() -> None:
+    library = torch.library.Library("ip_test_ir", "DEF")  # noqa: TOR901
+    library.define("mystery(Tensor x) -> Tensor")
+    library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.ip_test_ir.mystery.default, (graph.placeholder("x"),))
+    assert ops.role(node) is Role.FENCE
+    assert ops.role(graph.call_function(print, (node,))) is Role.FENCE
+    assert ops.role(graph.call_function(max, (1, 2))) is Role.FREE
+    assert ops.role(graph.call_function(torch.ops.aten.nonzero.default, (node,))) is Role.FENCE, "the host waits"
+    assert ops.role(graph.call_method("add_", (node, 1))) is Role.FENCE
