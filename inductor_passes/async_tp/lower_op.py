@@ -8,7 +8,7 @@ after::
 
     y = gathered_mm(x, b)                                 w = mm_scattered(a, b)
 
-Correct because the operators (``ops``) compute just that. They understand blocks of rows of one ``mm`` whose other
+Correct because the operators (``ops``) compute just that. They know blocks of rows of one plain ``mm`` whose other
 operand nobody cuts, with nobody else reading the collective's or the product's intermediate value; everything else is
 for ``decompose``.
 """
