@@ -97,7 +97,7 @@ def test_roles() -> None:
 
 
 def test_an_unknown_operator_is_a_fence() -> None:
-    library = torch.library.Library("ip_test_ir", "DEF")  # noqa: TOR901
+    library = torch.library.Library("ip_test_ir", "DEF")
     library.define("mystery(Tensor x) -> Tensor")
     library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
     graph = torch.fx.Graph()
