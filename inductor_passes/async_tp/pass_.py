@@ -16,6 +16,7 @@ smaller matmuls, more latencies and copies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
@@ -43,7 +44,8 @@ from inductor_passes.verify.certificate import Certificate
 Mode = Literal["auto", "force", "off"]
 Lowering = Literal["decompose", "op"]
 MODES: tuple[Mode, ...] = ("auto", "force", "off")
-_REACHES = (Reach(True, 0), Reach(False, 0), Reach(True, 1), Reach(False, 1))
+#: How many collectives downstream may join, tried one after the other while more join.
+_FURTHER = (0, 1, 4, 32)
 
 
 @dataclass(frozen=True)
@@ -227,20 +229,27 @@ class _Planner:
         found: list[Priced] = []
         why: Refusal | None = None
         seen: set[tuple[object, ...]] = set()
-        for dim in axes(collective):
-            for reach in _REACHES:
-                if reach.contracting and not self.settings.contracting:
-                    continue
-                for parts in self.settings.parts_of(shape_of(collective.inputs[0])[dim]):
-                    for direction in grow:
-                        region = direction(collective, dim, parts, reach)
-                        if isinstance(region, Refusal):
-                            why = _clearer(why, region)
-                            continue
-                        key = (parts, tuple(region.cuts.items()))
-                        if key not in seen:
-                            seen.add(key)
-                            found.append(pricer.price(region))
+        tries = [
+            (dim, parts, contracting, direction)
+            for dim in axes(collective)
+            for parts in self.settings.parts_of(shape_of(collective.inputs[0])[dim])
+            for contracting in (True, False)[not self.settings.contracting :]
+            for direction in grow
+        ]
+        for dim, parts, contracting, direction in tries:
+            joined = 0
+            for further in _FURTHER:
+                region = direction(collective, dim, parts, Reach(contracting, further))
+                if isinstance(region, Refusal):
+                    why = _clearer(why, region)
+                    break
+                key = (parts, tuple(region.cuts.items()))
+                if key not in seen:
+                    seen.add(key)
+                    found.append(pricer.price(region))
+                if further > 1 and len(region.collectives) == joined:
+                    break
+                joined = len(region.collectives)
         found.sort(key=lambda p: -p.gain_ns)
         return found, None if found else why
 
@@ -251,20 +260,29 @@ class _Planner:
         return "force" in modes or priced.gain_ns > self.settings.least_gain * priced.before_ns
 
     def _disjoint(self, options: list[tuple[Collective, list[Priced]]]) -> list[Priced]:
-        """Greedily the most profitable regions that do not share members."""
+        """Profitable regions that do not share members: greedily by gain, or by gain per collective if that is more."""
         ranked = [
-            (-p.gain_ns / len(p.region.collectives), self.view.position[c.start], number, p)
+            (self.view.position[c.start], number, p)
             for c, found in options
             for number, p in enumerate(found)
             if self._worth(p)
         ]
-        taken: set[torch.fx.Node] = set()
-        chosen: list[Priced] = []
-        for _, _, _, priced in sorted(ranked, key=lambda entry: entry[:3]):
-            if taken.isdisjoint(priced.region.cuts):
-                taken.update(priced.region.cuts)
-                chosen.append(priced)
-        return chosen
+
+        def greedy(gain: Callable[[Priced], float]) -> list[Priced]:
+            taken: set[torch.fx.Node] = set()
+            chosen: list[Priced] = []
+            for _, _, priced in sorted(ranked, key=lambda entry: (-gain(entry[2]), *entry[:2])):
+                if taken.isdisjoint(priced.region.cuts):
+                    taken.update(priced.region.cuts)
+                    chosen.append(priced)
+            return chosen
+
+        def value(chosen: list[Priced]) -> tuple[int, int, int]:
+            gain = sum(p.gain_ns for p in chosen)
+            # Where everything loses (``force``), the more collectives are in, the better.
+            return max(gain, 0), sum(len(p.region.collectives) for p in chosen), gain
+
+        return max(greedy(lambda p: p.gain_ns / len(p.region.collectives)), greedy(lambda p: p.gain_ns), key=value)
 
     def _decide(
         self, chosen: list[Priced], options: dict[Collective, list[Priced]], refusals: dict[Collective, Refusal]
