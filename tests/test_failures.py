@@ -197,12 +197,11 @@ import torch
 from test_failures import eager_codegen, fake_world, make, model
 with fake_world(2):
     torch.compile(model, **eager_codegen())(*make()).backward()
-print("RESULT ok")
 """
 
 
 def test_a_trace_directory_that_cannot_be_made(tmp_path: Path) -> None:
-    """Real processes: the program runs on, and we add at most one line to what torch says."""
+    """Torch itself stops at the first record that it cannot write: its error comes through, none of ours."""
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
     environ = {
@@ -210,11 +209,10 @@ def test_a_trace_directory_that_cannot_be_made(tmp_path: Path) -> None:
         "TORCH_TRACE": str(blocked / "below"),
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=300
-    )
-    assert "RESULT ok" in done.stdout, done.stderr[-3000:]
-    assert done.stderr.count("could not write a trace artifact") <= 1
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=300)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "NotADirectoryError" in last and str(blocked) in last
+    assert "could not write a trace artifact" not in done.stderr and "inductor_passes:" not in done.stderr
 
 
 @pytest.mark.parametrize(
