@@ -122,10 +122,12 @@ class Snapshot:
 
 def arrange(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
     """Put a graph's nodes into the given order (a permutation of them); O(nodes)."""
-    cursor = graph._root
-    for node in order:
-        cursor.append(node)
-        cursor = node
+    # The node in front is moved first: everything else then follows its predecessor.
+    first = next(iter(graph.nodes))
+    if order and first is not order[0]:
+        first.prepend(order[0])
+    for before, node in zip(order, order[1:]):
+        before.append(node)
 
 
 def new_report(graph: torch.fx.Graph, is_inference: bool, config: PassConfig, profile: CostProfile) -> GraphReport:
