@@ -354,6 +354,8 @@ class _Growth:
             node = stack.pop()
             keep.add(node)
             stack.extend(i for i in self.needs[node] if i in self.cuts and i not in keep)
+        # What computes several results is read through its getitems only, so all of them belong to it.
+        keep |= {u for n in keep if isinstance(n.meta["val"], (list, tuple)) for u in n.users if u in self.cuts}
         members = sorted(keep, key=self._view.position.__getitem__)
         collectives = tuple(self._view.by_start[n] for n in members if n in self._view.by_start)
         matmuls = {}
