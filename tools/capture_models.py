@@ -361,6 +361,6 @@ SCENARIOS: dict[str, Scenario] = {
     "vision": Scenario(64, 24, 48, vision),
     "heterogeneous": Scenario(64, 16, 16, fsdp(replace(LLAMA_8B, hiddens=(4096, 14336, 8192, 22016)))),
     "mixed_dtypes": Scenario(64, 16, 16, mixed_dtypes),
-    # 128 sequences' worth of latency: layers so narrow that each message is mostly latency.
+    # Layers so narrow that each message is mostly latency.
     "latency_bound": Scenario(64, 16, 16, fsdp(Shape(512, 8, 8, (1408,), 8192, 2048))),
 }

@@ -1,0 +1,330 @@
+"""Who schedules captured graphs best: same costs, same simulator, everybody's memory counted.
+
+    python tools/bench_plan.py --scenarios llama8b_fsdp64 moe_ep --rows out/bench_plan --out docs/results/plan.md
+    python tools/bench_plan.py --render --rows out/bench_plan --out docs/results/plan.md
+
+Every contender rewrites and reorders a copy of the captured FX graph. The graph that it leaves is turned into a
+scheduling problem again (so copies in and out of buckets cost what they cost) and its order is simulated. Makespans are
+given over the lower bound of the graph *as captured*, which ignores memory; buckets change the graph, so a bucketed
+one may come below 1. Times are processor times of this process: the graph as it comes in to the graph as it goes out;
+ours include verification.
+
+One JSON file per graph is written at once to ``--rows``; ``--render`` makes the report from what is there. What stands
+in the report under "## Findings" is kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import in_tree_schedule  # noqa: E402
+from capture_graphs import as_problem, capture, copied, fake_world  # noqa: E402
+from capture_models import SCENARIOS  # noqa: E402
+
+from inductor_passes.config import PassConfig  # noqa: E402
+from inductor_passes.cost.profile import CostProfile  # noqa: E402
+from inductor_passes.pipeline import Context, new_report, run_passes  # noqa: E402
+from inductor_passes.plugin import passes_of  # noqa: E402
+from inductor_passes.schedule.bounds import lower_bound  # noqa: E402
+from inductor_passes.schedule.problem import Problem  # noqa: E402
+from inductor_passes.schedule.simulate import simulate  # noqa: E402
+
+BUDGETS = ("unlimited", "0")
+INPUT, OURS, OURS_BUCKETED = "input", "ours", "ours + bucketing"
+IN_TREE = tuple(f"in-tree {variant}" for variant in in_tree_schedule.VARIANTS)
+CONTENDERS = (INPUT, *IN_TREE, OURS, OURS_BUCKETED)
+#: Makespan over bound that ours should stay below, by budget.
+GOAL = {"unlimited": 1.03, "0": 1.06}
+#: Shares of time below which two makespans count as equal.
+EQUAL = 0.0005
+FINDINGS = "## Findings"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender on one graph under one budget.
+
+    Attributes:
+        graph: ``scenario.phase``; ``nodes`` of its FX graph.
+        bound_ns: of the graph as captured. ``own_bound_ns``: of the graph that the contender left.
+        makespan_ns / peak_bytes / input_peak_bytes: by the simulator.
+        collectives: in the graph that the contender left.
+        seconds: processor time; 0 for the input order.
+        error: why there is no result, else "".
+    """
+
+    graph: str
+    contender: str
+    budget: str
+    nodes: int
+    bound_ns: int
+    own_bound_ns: int
+    makespan_ns: int
+    peak_bytes: int
+    input_peak_bytes: int
+    collectives: int
+    seconds: float
+    error: str = ""
+
+    @property
+    def over_bound(self) -> float:
+        return self.makespan_ns / max(1, self.bound_ns)
+
+    @property
+    def peak(self) -> float:
+        """Share of the input's peak."""
+        return self.peak_bytes / max(1, self.input_peak_bytes)
+
+
+def ours(gm: torch.fx.GraphModule, profile: CostProfile, budget: str, bucket: bool) -> None:
+    """Our pipeline on ``gm`` in place, as a compilation runs it; what goes wrong raises."""
+    settings = PassConfig(memory_budget=budget, bucket="on" if bucket else "off", verify="strict")
+    report = new_report(gm.graph, False, settings, profile)
+    run_passes(gm.graph, passes_of(settings), Context(settings, profile, report, backward=report.phase == "backward"))
+
+
+def action(contender: str, profile: CostProfile, budget: str) -> Callable[[torch.fx.GraphModule], None]:
+    """What a contender does to a graph."""
+    if contender == INPUT:
+        return lambda gm: None
+    if contender in IN_TREE:
+        variant = contender.removeprefix("in-tree ")
+        return lambda gm: in_tree_schedule.schedule(gm, profile, variant, budget)
+    return lambda gm: ours(gm, profile, budget, contender == OURS_BUCKETED)
+
+
+def contend(
+    graph: str, gm: torch.fx.GraphModule, profile: CostProfile, contender: str, budget: str, before: Problem
+) -> Row:
+    """Run one contender on a copy of ``gm``, whose problem is ``before``, and judge what it leaves."""
+    mine = copied(gm)
+    act = action(contender, profile, budget)
+    base = (graph, contender, budget, len(gm.graph.nodes), lower_bound(before))
+    peak = simulate(before).peak_bytes
+    began = time.process_time()
+    try:
+        act(mine)
+    except Exception as error:  # a contender that fails is a result
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Row(*base, 0, 0, 0, peak, 0, time.process_time() - began, text)
+    seconds = time.process_time() - began if contender != INPUT else 0.0
+    after = as_problem(mine, profile, graph).problem
+    timeline = simulate(after)
+    collectives = sum(task.kind == 1 for task in after.tasks)
+    return Row(
+        *base, lower_bound(after), timeline.makespan_ns, timeline.peak_bytes, peak, collectives, round(seconds, 3)
+    )
+
+
+def run_graph(
+    graph: str, gm: torch.fx.GraphModule, profile: CostProfile, contenders: Sequence[str], budgets: Sequence[str]
+) -> list[Row]:
+    """All contenders on one graph; inside its process group."""
+    before = as_problem(gm, profile, graph).problem
+    rows = []
+    for budget in budgets:
+        for contender in contenders:
+            rows.append(contend(graph, gm, profile, contender, budget, before))
+            row = rows[-1]
+            print(
+                f"{graph:26}{budget:10}{contender:24}{row.over_bound:8.4f}{row.peak:8.3f}{row.seconds:8.2f} s"
+                f"{row.collectives:6d}  {row.error}",
+                flush=True,
+            )
+    return rows
+
+
+# -- the report -----------------------------------------------------------------------------------------
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Of positive values; NaN for none."""
+    logs = [math.log(v) for v in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def mean(rows: list[Row]) -> str:
+    """Of makespans over the bound."""
+    return f"{geometric_mean(r.over_bound for r in rows):.4f}"
+
+
+def table(rows: Sequence[Row], budget: str, value: Callable[[Row], str], last: Callable[[list[Row]], str]) -> list[str]:
+    """A markdown table: graphs down, contenders across, ``last`` of each contender's rows at the bottom."""
+    mine = [r for r in rows if r.budget == budget]
+    at = {(r.graph, r.contender): r for r in mine}
+    graphs = list(dict.fromkeys(r.graph for r in mine))
+    names = [c for c in CONTENDERS if any(r.contender == c for r in mine)]
+    lines = ["| graph | nodes | " + " | ".join(names) + " |", "|---|---:|" + "---:|" * len(names)]
+    for graph in graphs:
+        found = [at.get((graph, c)) for c in names]
+        nodes = next(r.nodes for r in found if r)
+        cells = ["" if r is None else "failed" if r.error else value(r) for r in found]
+        lines.append(f"| {graph} | {nodes} | " + " | ".join(cells) + " |")
+    # Only graphs that everybody finished enter a summary.
+    whole = [g for g in graphs if all((r := at.get((g, c))) and not r.error for c in names)]
+    ends = [last([at[g, c] for g in whole]) for c in names]
+    lines.append(f"| **all {len(whole)}** | | " + " | ".join(f"**{e}**" for e in ends) + " |")
+    return lines
+
+
+def cause(row: Row, best_other: Row | None) -> str:
+    """One line about a row of ours that misses its goal or loses, "" for one that does neither."""
+    notes = []
+    if row.error:
+        return f"failed: {row.error}"
+    if row.over_bound > GOAL[row.budget]:
+        own = row.makespan_ns / max(1, row.own_bound_ns)
+        notes.append(f"{row.over_bound:.3f} of the bound ({own:.3f} of the bound of the graph it left)")
+    if row.budget == "0" and row.peak_bytes > row.input_peak_bytes:
+        notes.append(f"peak {row.peak:.4f} of the input's")
+    if best_other is not None and row.makespan_ns > best_other.makespan_ns * (1 + EQUAL):
+        over = " (which breaks the budget)" if best_other.peak_bytes > row.input_peak_bytes else ""
+        notes.append(
+            f"{row.makespan_ns / best_other.makespan_ns - 1:.1%} slower than {best_other.contender}{over}"
+        )
+    return "; ".join(notes)
+
+
+def shortfalls(rows: Sequence[Row]) -> list[str]:
+    """Every row of ours that is slower than a contender of its kind, above its goal or above the budget."""
+    lines = []
+    for row in rows:
+        if row.contender not in (OURS, OURS_BUCKETED):
+            continue
+        plain = (INPUT, IN_TREE[0])
+        rivals = [
+            r
+            for r in rows
+            if (r.graph, r.budget) == (row.graph, row.budget)
+            and not r.error
+            and r.contender in (plain if row.contender == OURS else (*IN_TREE, INPUT, OURS))
+        ]
+        text = cause(row, min(rivals, key=lambda r: r.makespan_ns, default=None))
+        if text:
+            lines.append(f"- {row.graph}, budget {row.budget}, {row.contender}: {text}")
+    return lines or ["None."]
+
+
+def violations(rows: list[Row]) -> str:
+    """How many rows are above the input's peak, and the worst of them."""
+    over = [r.peak for r in rows if r.peak_bytes > r.input_peak_bytes]
+    return f"{len(over)} over, at most {max(over):.3f}" if over else "0 over"
+
+
+def markdown(rows: Sequence[Row], depths: Sequence[str], device: str) -> str:
+    """The whole report."""
+    lines = [
+        "# Planning captured graphs",
+        "",
+        f"`python tools/bench_plan.py`, {date.today()}, torch {torch.__version__}, 2 CPU cores (shared with other "
+        f"work; processor times), default costs for {device}, fake process group, rank 0.",
+        "",
+        "In-tree is `schedule_overlap_bucketing`, called by its own arguments with our costs as its "
+        "`custom_runtime_estimation`, and judged by the same simulator as ours. Buckets are packed (copies charged) "
+        "everywhere: the fake backend has no coalesced collectives. Means are geometric.",
+        "",
+        "Layers traced, of the model's: " + "; ".join(depths) + ".",
+    ]
+    for budget in BUDGETS:
+        lines += ["", f"## Makespan over the lower bound, memory budget {budget}", ""]
+        lines += table(rows, budget, lambda r: f"{r.over_bound:.4f}", mean)
+    lines += ["", '## Peak over the input\'s peak, memory budget "0"', ""]
+    lines += table(rows, "0", lambda r: f"{r.peak:.4f}" + (" !" if r.peak > 1 else ""), violations)
+    lines += ["", "## Peak over the input's peak, memory unlimited", ""]
+    lines += table(rows, "unlimited", lambda r: f"{r.peak:.4f}", violations)
+    lines += ["", "## Collectives left, memory unlimited", ""]
+    total: Callable[[list[Row]], str] = lambda found: str(sum(r.collectives for r in found))  # noqa: E731
+    lines += table(rows, "unlimited", lambda r: str(r.collectives), total)
+    for budget in BUDGETS:
+        lines += ["", f"## Planning, seconds of processor time, memory budget {budget}", ""]
+        lines += table(
+            rows, budget, lambda r: f"{r.seconds:.2f}", lambda found: f"{sum(r.seconds for r in found):.1f}"
+        )
+    lines += ["", "## Where ours is slower than a contender, above its goal or above the budget", ""]
+    goals = ", ".join(f"{goal} with budget {budget}" for budget, goal in GOAL.items())
+    held = "`ours` is held against the input and in-tree scheduling, `ours + bucketing` against all."
+    lines += [f"Goals: {goals}. {held}", "", *shortfalls(rows)]
+    return "\n".join(lines) + "\n"
+
+
+def show(rows: Sequence[Row]) -> None:
+    """The makespans as tables on the terminal."""
+    console = Console(width=150)
+    for budget in BUDGETS:
+        lines = table(rows, budget, lambda r: f"{r.over_bound:.4f}", mean)
+        header, _, *body = [[c.strip().strip("*") for c in line.strip("|").split("|")] for line in lines]
+        view = Table(*header, title=f"makespan over the bound, memory budget {budget}")
+        for cells in body:
+            view.add_row(*cells)
+        console.print(view)
+
+
+def load(folder: Path) -> list[Row]:
+    """All stored rows, by scenario in its usual order."""
+    files = [folder / f"{name}.{phase}.json" for name in SCENARIOS for phase in ("forward", "backward")]
+    return [Row(**row) for file in files for row in json.loads(file.read_text())["rows"]]
+
+
+def main(
+    scenarios: Annotated[list[str], typer.Option(help="Which graphs.")] = list(SCENARIOS),  # noqa: B006
+    contenders: Annotated[list[str], typer.Option(help="Who.")] = list(CONTENDERS),  # noqa: B006
+    budgets: Annotated[list[str], typer.Option(help='"unlimited" and/or "0".')] = list(BUDGETS),  # noqa: B006
+    layers: Annotated[int, typer.Option(help="Depth; 0: the scenario's own.")] = 0,
+    device: Annotated[str, typer.Option(help="Whose default costs.")] = "cuda",
+    rows: Annotated[Path, typer.Option(help="Folder for results per graph.")] = Path("out/bench_plan"),
+    out: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
+    render: Annotated[bool, typer.Option(help="Only make the report from what is in --rows.")] = False,
+) -> None:
+    """Capture, let everybody schedule, and report."""
+    for given, known in ((scenarios, SCENARIOS), (contenders, CONTENDERS), (budgets, BUDGETS)):
+        if unknown := sorted(set(given) - set(known)):
+            raise typer.BadParameter(f"unknown {unknown}; expected some of {', '.join(known)}")
+    rows.mkdir(parents=True, exist_ok=True)
+    profile = CostProfile.default(device)
+    for name in [] if render else scenarios:
+        scenario = SCENARIOS[name]
+        with fake_world(scenario.world):
+            for phase, gm in capture(scenario, layers or None).items():
+                graph = f"{name}.{phase}"
+                file = rows / f"{graph}.json"
+                stored = json.loads(file.read_text())["rows"] if file.exists() else []
+                fresh = [asdict(r) for r in run_graph(graph, gm, profile, contenders, budgets)]
+                # Rows of contenders that did not run this time stay, when they are about the same graph.
+                ran = {(r["contender"], r["budget"]) for r in fresh}
+                about = (fresh[0]["nodes"], fresh[0]["bound_ns"])
+                kept = [
+                    r
+                    for r in stored
+                    if (r["contender"], r["budget"]) not in ran and (r["nodes"], r["bound_ns"]) == about
+                ]
+                depth = f"{name} {layers or scenario.layers} of {scenario.full_layers}"
+                file.write_text(json.dumps({"depth": depth, "device": profile.name, "rows": kept + fresh}, indent=1))
+    found = load(rows)
+    show(found)
+    if out is not None:
+        depths = dict.fromkeys(
+            json.loads((rows / f"{graph}.json").read_text())["depth"] for graph in dict.fromkeys(r.graph for r in found)
+        )
+        kept_text = out.read_text().partition(FINDINGS)[2] if out.exists() else ""
+        text = markdown(found, list(depths), profile.spec.name)
+        out.write_text(text + (f"\n{FINDINGS}{kept_text}" if kept_text else ""))
+
+
+if __name__ == "__main__":
+    typer.run(main)
