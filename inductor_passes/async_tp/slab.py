@@ -140,9 +140,12 @@ def assemble(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, like: to
         whole = emit.call(aten.cat.default, list(pieces), dim)
     else:
         whole = _interleave(emit, pieces, cut.on(dim), [like.shape[d] for d in order])
-    if plain:
-        return whole
-    return emit.call(aten.permute.default, whole, [order.index(d) for d in range(like.dim())])
+    if not plain:
+        whole = emit.call(aten.permute.default, whole, [order.index(d) for d in range(like.dim())])
+    if any(a is not b and str(a) != str(b) for a, b in zip(whole.meta["val"].stride(), like.stride())):
+        # Dense either way: only the stride of a dimension with one element differs, which later views inherit.
+        whole = emit.call(aten.as_strided.default, whole, list(like.shape), list(like.stride()))
+    return whole
 
 
 def _interleave(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, shape: list[Any]) -> torch.fx.Node:
