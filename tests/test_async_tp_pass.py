@@ -47,8 +47,10 @@ def link(ns_per_byte: float, alpha_ns: float = 1_000.0) -> CostProfile:
     )
 
 
-def run(gm: torch.fx.GraphModule, profile: CostProfile, **options: object) -> PassReport:
-    config = PassConfig(verify="strict", memory_budget="unlimited")
+def run(
+    gm: torch.fx.GraphModule, profile: CostProfile, budget: str = "unlimited", **options: object
+) -> PassReport:
+    config = PassConfig(verify="strict", memory_budget=budget)
     context = Context(config, profile, new_report(gm.graph, True, config, profile), backward=False)
     run_passes(gm.graph, [AsyncTpPass(**options)], context)  # type: ignore[arg-type]
     gm.graph.lint()
@@ -129,6 +131,24 @@ def test_what_is_hidden_already_stays() -> None:
         gm = trace(Program("hidden", fn, ((256, 64), (64, 64), (256, 256))))
         (decision,) = run(gm, link(32.0)).decisions
     assert decision.reason is Reason.HIDDEN, decision
+
+
+def test_above_the_memory_budget_everything_is_undone() -> None:
+    """Putting a gathered value that is also returned together again takes memory that budget "0" does not allow."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        full = ag(x)
+        return full, full @ w
+
+    with local_world(2):
+        gm = trace(Program("tight", fn, ((256, 64), (64, 64))))
+        before = str(gm.graph)
+        tight = run(gm, link(32.0), budget="0")
+        assert str(gm.graph) == before
+        free = run(gm, link(32.0))
+    assert tight.rolled_back is Reason.OVER_BUDGET
+    assert [(d.verdict, d.reason) for d in tight.decisions] == [(Verdict.REFUSED, Reason.OVER_BUDGET)]
+    assert free.decisions[0].verdict is Verdict.APPLIED
 
 
 def test_modes() -> None:

@@ -17,7 +17,7 @@ smaller matmuls, more latencies and copies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -37,7 +37,7 @@ from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.pipeline import Context, arrange
 from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
-from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.verify.certificate import Certificate
 
@@ -131,6 +131,12 @@ class AsyncTpPass:
         if chosen:
             arrange(graph, legal_order(graph, keys, position))
         report.changed = bool(chosen or merged)
+        if chosen and planner.before is not None and not any(self.mode_of(c) == "force" for c in view.collectives):
+            worse = planner.worse_than_before(graph)
+            if worse is not None:
+                report.rolled_back, report.detail = worse.reason, worse.detail
+                report.decisions = [_undone(d, worse) for d in report.decisions]
+                return report
         if report.changed:
             names = {n.name for n in graph.nodes}
             context.certificates.append(
@@ -170,6 +176,8 @@ class _Planner:
     view: GraphView
     context: Context
     decisions: list[Decision] = field(default_factory=list)
+    before: Plan | None = None
+    """How the graph as it is was scheduled, where the gate needed to know."""
 
     def choose(self) -> list[Priced]:
         """The regions to apply, disjoint, in graph order; leaves one decision per collective."""
@@ -211,13 +219,27 @@ class _Planner:
         """What remains exposed of every collective when the graph as it is has been scheduled."""
         fx = build(self.view, self.context.profile, estimator=self.context.config.estimator)
         limit = self.context.config.budget.limit_bytes(simulate(fx.problem).peak_bytes)
-        timeline = simulate(fx.problem, plan(fx.problem, limit, effort=0).order)
+        self.before = plan(fx.problem, limit, effort=0)
+        timeline = simulate(fx.problem, self.before.order)
         return {
             node: timeline.exposed_ns[task]
             for task, members in enumerate(fx.members)
             for node in members
             if node in self.view.by_start
         }
+
+    def worse_than_before(self, graph: torch.fx.Graph) -> Refusal | None:
+        """Why the rewritten graph is no improvement once it is scheduled as a whole within the same budget."""
+        before = self.before
+        assert before is not None
+        fx = build(GraphView(graph), self.context.profile, estimator=self.context.config.estimator)
+        after = plan(fx.problem, before.budget_bytes, effort=0)
+        if before.feasible and not after.feasible:
+            peaks = f"{after.peak_bytes} bytes; the budget is {before.budget_bytes}"
+            return Refusal(Reason.OVER_BUDGET, f"in parts the graph peaks at {peaks}")
+        if after.makespan_ns >= before.makespan_ns:
+            return Refusal(Reason.SLOWER, f"the whole graph: {before.makespan_ns} -> {after.makespan_ns} ns")
+        return None
 
     def _options(
         self, grower: Grower, pricer: Pricer, collective: Collective
@@ -308,6 +330,14 @@ class _Planner:
         reason = Reason.HIDDEN if exposed else Reason.NOT_PROFITABLE
         detail = f"best cut {describe(best)}: {best.before_ns} -> {best.after_ns} ns, gain {best.gain_ns} ns"
         return _refused(collective, reason, detail, 'async_tp="force"')
+
+
+def _undone(decision: Decision, why: Refusal) -> Decision:
+    """An applied decision after the pass was undone."""
+    if decision.verdict is not Verdict.APPLIED:
+        return decision
+    setting = 'memory_budget="unlimited"' if why.reason is Reason.OVER_BUDGET else 'async_tp="force"'
+    return replace(decision, verdict=Verdict.REFUSED, reason=why.reason, detail=why.detail, gain_ns=0, setting=setting)
 
 
 def _clearer(old: Refusal | None, new: Refusal) -> Refusal:
