@@ -356,3 +356,44 @@ def test_all_reduce_with_residual_and_norm_flows_into_the_next_matmul() -> None:
         gm = trace(Program("norm", fn, ((256, 64), (64, 64), (256, 64), (64, 64))))
         run(gm, link(32.0), parts=(2,))
     assert_expected_inline(small(gm), """mm AR0 mm AR1 W0 mm W1 mm cat""")
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_dynamic_batch(kind: str) -> None:
+    """A symbolic dimension is carried along; one graph serves two batch sizes."""
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+    from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+    from tests.models import capture_graphs
+
+    def gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ag(x, 1) @ w
+
+    def scatter(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return rs(x @ w, 1)
+
+    def results(gm: torch.fx.GraphModule, batch: int) -> list[torch.Tensor]:
+        values = {"x": integers((batch, 8, 16)), "w": integers((16, 12))}
+        with LocalTensorMode(2):
+            sizes = {n.name: batch for n in gm.graph.find_nodes(op="placeholder") if "val" in n.meta}
+            arguments = [
+                sizes[n.name] if isinstance(n.meta["val"], torch.SymInt) else values["wx"[n.meta["val"].dim() == 3]]
+                for n in gm.graph.find_nodes(op="placeholder")
+            ]
+            (out,) = [o for o in gm(*arguments) if isinstance(o, LocalTensor)]
+        return [out._local_tensors[r] for r in range(2)]
+
+    def integers(shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return LocalTensor({r: torch.randint(-2, 3, shape, generator=generator).float() for r in range(2)})
+
+    with local_world(2):
+        torch._dynamo.reset()
+        example = torch.randn(6, 8, 16)
+        torch._dynamo.mark_dynamic(example, 0)
+        (gm,) = capture_graphs({"gather": gather, "scatter": scatter}[kind], (example, torch.randn(16, 12))).inference
+        view_to_reshape(gm)
+        expected = [results(gm, batch) for batch in (6, 5)]
+        (decision,) = run(gm, link(32.0), mode="force", parts=(2,)).decisions
+        assert decision.verdict is Verdict.APPLIED
+        assert_same_bits(expected, [results(gm, batch) for batch in (6, 5)])
