@@ -151,7 +151,8 @@ class Pricer:
         if count <= short:
             return 1.0
         per_flop = self._profile.compute_ns(short, 0, dtype, 0) / short
-        return max(1.0, per_flop / (self._profile.compute_ns(count, 0, dtype, 0) / count))
+        full_ns = self._profile.compute_ns(count, 0, dtype, 0)
+        return max(1.0, per_flop / (full_ns / count)) if full_ns else 1.0
 
     def _joining_ns(self, region: Region) -> int:
         total = 0

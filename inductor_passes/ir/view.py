@@ -155,18 +155,18 @@ class GraphView:
         accesses = {node: None for node in accesses if self.roles[node] not in timeless}
         ordered = sorted(accesses, key=self.position.__getitem__)
         edges = []
-        last_write: torch.fx.Node | None = None
+        last_writes: tuple[torch.fx.Node, ...] = ()
         reads: list[torch.fx.Node] = []
         for node in ordered:
             ends: tuple[torch.fx.Node, ...] = ()
             if self.roles[node] is Role.START:
                 ends = self.by_start[node].waits
-            if last_write is not None and last_write is not node:
-                edges.append((last_write, node))
+            edges.extend((w, node) for w in last_writes if self.position[w] < self.position[node])
             if node in writers:
                 edges.extend((read, node) for read in reads if self.position[read] < self.position[node])
                 reads = []
-                last_write = node
+                # A collective that writes in place has written when its waits are over.
+                last_writes = (node, *ends)
             reads.append(node)
             reads.extend(ends)
         return edges

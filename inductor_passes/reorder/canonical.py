@@ -46,6 +46,11 @@ def moves_data(view: GraphView, node: torch.fx.Node) -> bool:
     return role is Role.FREE or (role is Role.COMPUTE and _torch.op_name(node.target) in _MOVES)
 
 
+def _written(view: GraphView) -> set[torch.fx.Node]:
+    """Nodes whose memory is written to after it was made."""
+    return {n for storage in view.storages.all if storage.writers for n in storage.members}
+
+
 def preparations(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
     """Compute nodes that only prepare a collective's input from graph inputs -> that collective's start.
 
@@ -59,7 +64,7 @@ def preparations(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
         ):
             from_inputs.add(node)
     found: dict[torch.fx.Node, torch.fx.Node] = {}
-    written = {n for storage in view.storages.all if storage.writers for n in storage.members}
+    written = _written(view)
     for node in reversed(view.nodes):
         if node not in from_inputs or view.role(node) is Role.INPUT:
             continue
@@ -75,15 +80,17 @@ def trims(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
     """Compute nodes that only cut or copy a wait's result and leave the graph -> that wait.
 
     A node qualifies when its only tensor input is a wait of a reduction (through views or nodes that qualify) and its
-    value is used by graph outputs only (or by nodes that qualify).
+    value is used by graph outputs only (or by nodes that qualify). Nobody else may write to what it touches: it would
+    move ahead of the write.
     """
     found: dict[torch.fx.Node, torch.fx.Node] = {}
     root: dict[torch.fx.Node, torch.fx.Node] = {}
     leaves: set[torch.fx.Node] = set()
+    written = _written(view)
     for node in reversed(view.nodes):
-        if moves_data(view, node) and all(
-            user.op == "output" or user in leaves for user in node.users
-        ):
+        if node in written or any(n in written for n in node.all_input_nodes):
+            continue
+        if moves_data(view, node) and all(user.op == "output" or user in leaves for user in node.users):
             leaves.add(node)
     for node in view.nodes:
         role = view.role(node)
