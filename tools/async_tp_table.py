@@ -100,7 +100,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
         [(1, 1024, 1024), (2560, 1024), (2560,)],
     ),
     "mm_ag_weight": (lambda x, w: x @ ag(w, 0), [(2560, 1024), (512, 2048)]),
-    "dgrad_wgrad": (_wgrad, [(512, 2048), (2048, 1024), (1024, 1024)]),
+    "dgrad_wgrad": (_wgrad, [(512, 2048), (1024, 1024), (2048, 1024)]),
     "mm_rs": (lambda x, w: rs(x @ w, 0), [(2048, 2560), (2560, 1024)]),
     "mm_rs_dim1": (lambda x, w: rs(x @ w, 1), [(2, 1024, 2560), (2560, 1024)]),
     "mm_ar": (lambda x, w: ar(x @ w), [(1024, 5120), (5120, 1024)]),
