@@ -1,0 +1,127 @@
+"""A bounded run of the fuzzer, failures that it found, and proof that it finds some."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+sys.path.insert(0, str(TOOLS))
+
+import fuzz_programs  # noqa: E402
+
+from inductor_passes.pipeline import Context  # noqa: E402
+from inductor_passes.report import PassReport  # noqa: E402
+
+IN_ORDER = {"memory_budget": "unlimited", "bucket": "off", "schedule": "off", "redistribute": "off"}
+REORDERED = {**IN_ORDER, "memory_budget": "+20%", "schedule": "on"}
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[tuple[str, ...]]:
+    with fuzz_programs.world(4) as names:
+        yield names
+
+
+def test_random_programs(groups: tuple[str, ...]) -> None:
+    changed = 0
+    for number in range(90):
+        case = replace(fuzz_programs.random_case(random.Random(f"0/{number}")), async_tp=False)
+        said, passes = fuzz_programs.judge(case, groups)
+        assert not said, f"{said}\n{fuzz_programs.as_test(case, groups, said, 'found')}"
+        changed += passes > 0
+    assert changed > 45
+
+
+def _broken(kind: str) -> type:
+    """A pass with a bug that changes results, or that only a late collective shows."""
+
+    class Broken:
+        name = "broken"
+        group_order = "any"
+
+        def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
+            for wait in [n for n in graph.nodes if "wait_tensor" in str(n.target)]:
+                if kind == "unwaited":
+                    for user in [u for u in wait.users if u.op == "call_function"]:
+                        user.replace_input_with(wait, wait.args[0])
+                    graph.output_node().prepend(wait)
+                elif "all_reduce" in str(wait.args[0].target):
+                    wait.args[0].update_arg(1, "min")
+            return PassReport(self.name)
+
+    return Broken
+
+
+@pytest.mark.parametrize(("kind", "words"), [("unwaited", "(late)"), ("other reduction", "(prompt)")])
+def test_bugs_are_found_and_shrunk(
+    kind: str, words: str, groups: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs alone find them, without the verifier's help; and what is left of the program is little."""
+    monkeypatch.setattr(fuzz_programs, "passes", lambda case, settings: [_broken(kind)()])
+    monkeypatch.setattr(fuzz_programs.verify, "check", lambda *args, **kwargs: [])
+    for number in range(100):
+        case = fuzz_programs.random_case(random.Random(f"found/{number}"))
+        said, _ = fuzz_programs.judge(case, groups)
+        if said:
+            break
+    assert words in said
+    small = fuzz_programs.shrink(case, groups)
+    assert words in fuzz_programs.judge(small, groups)[0]
+    assert len(small.steps) <= 4 < len(case.steps)
+    source = fuzz_programs.as_test(small, groups, said, "found")
+    compile(source, "found.py", "exec")
+    assert "def test_found()" in source and "wait_tensor" in source
+
+
+def test_memory_of_an_in_place_collective_is_not_read_before_the_wait(groups: tuple[str, ...]) -> None:
+    """Found: a reader of the buffer itself, not of the wait's result, was moved ahead of the wait."""
+    steps = (
+        ("all_reduce_in_place", 0, 0, 0),
+        ("mm", 1, 0, 0),
+        ("mm", 1, 1, 0),
+        ("wait", 0, 0, 0),
+        ("pointwise", 2, 3, 0),
+        ("all_gather", 0, 0, 0),
+        ("mm", 3, 0, 0),
+        ("pointwise", 4, 3, 0),
+        ("wait", 0, 0, 0),
+    )
+    for extra in range(8):
+        case = fuzz_programs.Case(steps + (("pointwise", extra, 3, 0),), settings=REORDERED)
+        assert fuzz_programs.judge(case, groups)[0] == ""
+
+
+def test_a_copy_of_a_result_stays_behind_a_write_to_it(groups: tuple[str, ...]) -> None:
+    """Found: a cast that only leaves the graph was attached to the wait, ahead of an in-place operation."""
+    text = """all_reduce 9 12 43, reduce_scatter 6 12 38, wait 61 60 46, wait 46 20 17, reduce_scatter 9 60 48,
+        all_reduce 56 57 43, wait_again 16 44 5, wait 2 22 58, wait 59 18 1, matmul_chain 42 4 3, wait_again 10 13 26,
+        reduce_scatter 27 22 2, wait 15 42 11, reduce_scatter 63 27 17, wait 19 0 2, all_reduce 18 32 48,
+        wait 62 12 46, matmul_chain 6 7 57, update 20 25 39, cast 22 20 21"""
+    words = [step.split() for step in text.split(",")]
+    steps = [(name, int(a), int(b), int(c)) for name, a, b, c in words]
+    assert fuzz_programs.judge(fuzz_programs.Case(tuple(steps), settings=REORDERED), groups)[0] == ""
+
+
+def test_a_matmul_too_small_to_price(groups: tuple[str, ...]) -> None:
+    """Found: async TP divided by a duration that rounds to 0 ns."""
+    case = fuzz_programs.Case((("matmul_chain", 17, 18, 43),), settings=IN_ORDER, async_tp=True, device="cuda")
+    assert fuzz_programs.judge(case, groups)[0] == ""
+
+
+def test_command_line() -> None:
+    def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(TOOLS / "fuzz.py"), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=TOOLS.parent)
+
+    done = fuzz("--programs", "3", "--seed", "5", "--ranks", "8", "--no-async-tp")
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "3 programs\n" in done.stdout and "0 failures" in done.stdout
+    assert "--ranks 3: expected 4 or 8" in fuzz("--ranks", "3").stderr
