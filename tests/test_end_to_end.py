@@ -1,4 +1,4 @@
-"""Real models on real ranks: our order gives the numbers that Inductor's gives, bit for bit, forward and backward."""
+"""Real models on real ranks: where only the order changes, the numbers are Inductor's bit for bit, in both passes."""
 
 from __future__ import annotations
 
@@ -111,8 +111,12 @@ def compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> l
     assert list(default) == list(ours)
     for key, value in default.items():
         difference = (value - ours[key]).abs().max()
-        assert torch.equal(value, ours[key]), f"{name}: {key} differs from Inductor's by {difference}"
-        assert torch.equal(value, again[key]), f"{name}: {key} differs in the second step"
+        if options.get("bucket") == "off":
+            assert torch.equal(value, ours[key]), f"{name}: {key} differs from Inductor's by {difference}"
+        else:
+            # Buckets change the layout of matmul operands, and with it how a library adds.
+            torch.testing.assert_close(value, ours[key], rtol=1e-5, atol=1e-5)
+        assert torch.equal(ours[key], again[key]), f"{name}: {key} differs in the second step"
     expected = loss(reference(batch[0]), batch[1])
     expected.backward()
     if name not in ("moe", "context_parallel"):
@@ -159,9 +163,16 @@ def check_reports(per_rank: list[list[GraphReport]], phases: tuple[str, ...] = (
 def test_two_ranks(pair: Ranks, name: str) -> None:
     # Replicated parameters are not gathered: only their gradients travel.
     phases = ("backward",) if name == "replicate" else ("forward", "backward")
-    check_reports(pair.run(compare, name, {"memory_budget": "+25%"}, timeout=600), phases)
+    check_reports(pair.run(compare, name, {"memory_budget": "+25%", "bucket": "off"}, timeout=600), phases)
+
+
+def test_two_ranks_with_everything_on(pair: Ranks) -> None:
+    reports = pair.run(compare, "fsdp", {"memory_budget": "+100%"}, timeout=600)
+    check_reports(reports)
+    merged = [p for p in reports[0][0].passes if p.name == "bucket"]
+    assert merged and merged[0].changed, "so small a model is latency-bound: its gathers travel together"
 
 
 @pytest.mark.parametrize("name", ["hybrid", "fsdp_tp"])
 def test_four_ranks(four: Ranks, name: str) -> None:
-    check_reports(four.run(compare, name, {"memory_budget": "0"}, timeout=900))
+    check_reports(four.run(compare, name, {"memory_budget": "0", "bucket": "off"}, timeout=900))

@@ -238,8 +238,20 @@ class Layout:
 
     @property
     def max_numel(self) -> int:
-        """Elements of the largest local tensor: the one at coordinate 0 everywhere, as chunks come largest first."""
-        return math.prod(self.local_shape((0,) * len(self.mesh_shape)))
+        """Elements of the largest local tensor.
+
+        Plain chunks come largest first, so it is at coordinate 0; strided ones may have it anywhere. A mesh dimension
+        cuts one tensor dimension, so each of these is maximised by itself.
+        """
+        largest = 1
+        for d, cuts in enumerate(self.cuts):
+            strided = any(f != 1 for _, f in cuts)
+            ranges = [range(self.mesh_shape[m]) if strided else range(1) for m, _ in cuts]
+            largest *= max(
+                length(intervals(self.shape[d], tuple((self.mesh_shape[m], f, c) for (m, f), c in zip(cuts, at))))
+                for at in itertools.product(*ranges)
+            )
+        return largest
 
     def text(self) -> str:
         """Short form, e.g. ``[S0, R, P(sum)]`` with the order of the cuts where it is not left to right."""
