@@ -94,6 +94,7 @@ class MemoryBudget:
 Codegen = Literal["inductor", "aot_eager"]
 Verify = Literal["on", "strict"]
 Redistribute = Literal["exact", "reassociate", "off"]
+AsyncTp = Literal["auto", "force", "off"]
 InTree = Literal["error", "warn"]
 Switch = Literal["on", "off"]
 
@@ -120,6 +121,12 @@ class PassConfig:
         '"exact" applies what keeps every bit, "reassociate" also what adds in another order (fewer all-reduces in '
         'tensor parallel backwards, hybrid-shard gradients reduced at shard size), "off" nothing.',
         "exact",
+    )
+    async_tp: AsyncTp = _doc(
+        "Cut matmuls and the collectives next to them into parts that overlap: "
+        '"auto" where the cost model says that it pays, "force" wherever it is legal, "off" nowhere. '
+        "Sums over a cut contraction are added in another order.",
+        "off",
     )
     bucket: Switch = _doc(
         "Merge collectives of one process group into fewer, larger ones where the planner finds that this pays, "
@@ -208,6 +215,7 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fiel
 _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
     "redistribute": get_args(Redistribute),
+    "async_tp": get_args(AsyncTp),
     "bucket": get_args(Switch),
     "replay": get_args(Switch),
     "verify": get_args(Verify),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar, Literal, Protocol
 
 import torch
@@ -126,7 +127,7 @@ def arrange(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
     first = next(iter(graph.nodes))
     if order and first is not order[0]:
         first.prepend(order[0])
-    for before, node in zip(order, order[1:]):
+    for before, node in pairwise(order):
         before.append(node)
 
 

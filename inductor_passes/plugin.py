@@ -12,6 +12,7 @@ from typing import Any
 import torch.fx
 
 from inductor_passes import _torch, config, identity, in_tree
+from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.ir.view import GraphView
@@ -31,6 +32,8 @@ def passes_of(settings: PassConfig) -> list[Pass]:
     passes: list[Pass] = []
     if settings.redistribute != "off":
         passes.extend(rewrite(exactness=settings.redistribute) for rewrite in REWRITES)
+    if settings.async_tp != "off":
+        passes.append(AsyncTpPass(mode=settings.async_tp))
     if settings.bucket == "on":
         passes.append(BucketPass())
     if settings.schedule == "on":

@@ -52,7 +52,9 @@ COLLECTIVES: dict[str, str] = {
 WAITS = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"})
 
 #: Collectives that block inside: they run on the compute lane and keep their place among the communication.
-BLOCKING_COLLECTIVES = frozenset({"_dtensor::shard_dim_alltoall"})
+BLOCKING_COLLECTIVES = frozenset(
+    {"_dtensor::shard_dim_alltoall", "inductor_passes::gathered_mm", "inductor_passes::mm_scattered"}
+)
 
 #: Namespaces whose operators have no effects beyond their schema.
 PURE_NAMESPACES = frozenset(

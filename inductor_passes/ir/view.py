@@ -154,7 +154,7 @@ class GraphView:
         timeless = (Role.OUTPUT, Role.FREE)
         accesses = {node: None for node in accesses if self.roles[node] not in timeless}
         ordered = sorted(accesses, key=self.position.__getitem__)
-        edges = []
+        edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         last_writes: tuple[torch.fx.Node, ...] = ()
         reads: list[torch.fx.Node] = []
         for node in ordered:
