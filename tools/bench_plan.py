@@ -61,7 +61,7 @@ class Row:
     """One contender on one graph under one budget.
 
     Attributes:
-        graph: ``scenario.phase``; ``nodes`` of its FX graph.
+        graph: ``scenario-layers.phase``; ``nodes`` of its FX graph.
         bound_ns: of the graph as captured. ``own_bound_ns``: of the graph that the contender left.
         makespan_ns / peak_bytes / input_peak_bytes: by the simulator.
         collectives: in the graph that the contender left.
@@ -239,7 +239,7 @@ def markdown(rows: Sequence[Row], depths: Sequence[str], device: str) -> str:
         "`custom_runtime_estimation`, and judged by the same simulator as ours. Buckets are packed (copies charged) "
         "everywhere: the fake backend has no coalesced collectives. Means are geometric.",
         "",
-        "Layers traced, of the model's: " + "; ".join(depths) + ".",
+        "The number after a graph's name is how many layers were traced; the models have: " + "; ".join(depths) + ".",
     ]
     for budget in BUDGETS:
         lines += ["", f"## Makespan over the lower bound, memory budget {budget}", ""]
@@ -277,7 +277,12 @@ def show(rows: Sequence[Row]) -> None:
 
 def load(folder: Path) -> list[Row]:
     """All stored rows, by scenario in its usual order."""
-    files = [folder / f"{name}.{phase}.json" for name in SCENARIOS for phase in ("forward", "backward")]
+    files = [
+        file
+        for name in SCENARIOS
+        for phase in ("forward", "backward")
+        for file in sorted(folder.glob(f"{name}-*.{phase}.json"))
+    ]
     return [Row(**row) for file in files for row in json.loads(file.read_text())["rows"]]
 
 
@@ -301,7 +306,8 @@ def main(
         scenario = SCENARIOS[name]
         with fake_world(scenario.world):
             for phase, gm in capture(scenario, layers or None).items():
-                graph = f"{name}.{phase}"
+                depth = layers or scenario.layers
+                graph = f"{name}-{depth}.{phase}"
                 file = rows / f"{graph}.json"
                 stored = json.loads(file.read_text())["rows"] if file.exists() else []
                 fresh = [asdict(r) for r in run_graph(graph, gm, profile, contenders, budgets)]
@@ -313,8 +319,8 @@ def main(
                     for r in stored
                     if (r["contender"], r["budget"]) not in ran and (r["nodes"], r["bound_ns"]) == about
                 ]
-                depth = f"{name} {layers or scenario.layers} of {scenario.full_layers}"
-                file.write_text(json.dumps({"depth": depth, "device": profile.name, "rows": kept + fresh}, indent=1))
+                depths = f"{name} {scenario.full_layers}"
+                file.write_text(json.dumps({"depth": depths, "device": profile.name, "rows": kept + fresh}, indent=1))
     found = load(rows)
     show(found)
     if out is not None:

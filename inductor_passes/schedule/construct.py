@@ -41,6 +41,20 @@ def rules(t: Tables) -> list[Rule]:
     return found
 
 
+def prefetching(t: Tables) -> list[tuple[str, list[int]]]:
+    """Named orders that issue every collective as soon as it is ready: for when the others leave a machine idle.
+
+    Issuing takes time of the compute lane, in which a machine that is fed just in time falls idle; with many short
+    collectives that adds up. The price is memory, so these come last.
+    """
+    by_tail = [-q for q in tails(t)[0]]
+    rules = (
+        Rule("list/input-eager", range(t.n), range(t.n), eager=True),
+        Rule("list/critical-path-eager", by_tail, by_tail, eager=True),
+    )
+    return [(rule.name, list_schedule(t, rule)) for rule in rules]
+
+
 def construct(t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Candidate], object]) -> None:
     """Pass candidate orders to ``offer``; work is saved once one is close to ``bound`` within ``cap_bytes``."""
 

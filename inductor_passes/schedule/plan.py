@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes.schedule.bounds import lower_bound
-from inductor_passes.schedule.construct import SMALL, close_enough, construct
+from inductor_passes.schedule.construct import SMALL, close_enough, construct, prefetching
 from inductor_passes.schedule.guarded import Candidate
 from inductor_passes.schedule.local_search import exact_search, local_search, search_whole
 from inductor_passes.schedule.polish import polish
@@ -132,6 +132,9 @@ def plan(
     if best.method != "input":
         polished = polish(t, best.order)
         best.judge(best.method, polished, polished=True)
+    if t.n and best.feasible and best.makespan > close_enough(t, bound):
+        for name, eager in prefetching(t):
+            best.judge(name, polish(t, eager))
     order = tuple(best.order)
     problem.check_order(order)
     return Plan(

@@ -1,0 +1,107 @@
+"""Captured graphs and the planner's benchmark, on one small model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import bench_plan
+from bench_plan import IN_TREE, INPUT, OURS, OURS_BUCKETED, Row
+from capture_graphs import Graphs, as_problem, capture, fake_world
+from capture_models import SCENARIOS
+
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.schedule.problem import Problem
+from inductor_passes.schedule.simulate import simulate
+
+PROFILE = CostProfile.default("cuda")
+
+
+@pytest.fixture(scope="module")
+def graphs() -> Iterator[Graphs]:
+    scenario = SCENARIOS["latency_bound"]
+    with fake_world(scenario.world):
+        yield capture(scenario, 1, joint=True)
+
+
+def test_capture_sees_the_whole_step(graphs: Graphs) -> None:
+    assert set(graphs) == {"joint", "forward", "backward"}
+    counts = {}
+    for phase, gm in graphs.items():
+        tasks = as_problem(gm, PROFILE, phase).problem.tasks
+        counts[phase] = [sum(t.label.startswith(kind) for t in tasks) for kind in ("AG", "RS")]
+    # 7 matrices and 2 norms in a layer, embedding, norm and output around it; the embedding is not gathered again.
+    assert counts["forward"] == [12, 0]
+    assert counts["backward"] == [11, 12]
+    # Full size: parameters exist as shapes only.
+    embedding = next(n for n in graphs["forward"].graph.find_nodes(op="placeholder"))
+    assert tuple(embedding.meta["val"].shape) == (8192 // 64, 512)
+
+
+def test_a_stored_problem_plans_like_the_captured_one(graphs: Graphs) -> None:
+    problem = as_problem(graphs["backward"], PROFILE, "backward").problem
+    stored = Problem.from_json(json.loads(json.dumps(problem.to_json())))
+    assert stored == problem
+    assert simulate(stored) == simulate(problem)
+
+
+def test_contenders_are_judged_alike_and_ours_is_not_worse(graphs: Graphs) -> None:
+    gm = graphs["backward"]
+    before = [n.name for n in gm.graph.nodes]
+    contenders = (INPUT, IN_TREE[0], IN_TREE[2], OURS, OURS_BUCKETED)
+    rows = {(r.contender, r.budget): r for r in bench_plan.run_graph("g", gm, PROFILE, contenders, ("unlimited", "0"))}
+    assert [n.name for n in gm.graph.nodes] == before
+    assert all(r.error == "" for r in rows.values())
+    for budget in ("unlimited", "0"):
+        plain, in_tree = rows[INPUT, budget], rows[IN_TREE[0], budget]
+        mine, bucketed = rows[OURS, budget], rows[OURS_BUCKETED, budget]
+        assert plain.makespan_ns == simulate(as_problem(gm, PROFILE, "g").problem).makespan_ns
+        assert mine.bound_ns == mine.own_bound_ns <= mine.makespan_ns < plain.makespan_ns
+        assert mine.makespan_ns <= in_tree.makespan_ns
+        assert bucketed.makespan_ns <= mine.makespan_ns
+        assert mine.collectives == plain.collectives == 23
+    assert max(rows[c, "0"].peak_bytes for c in (OURS, OURS_BUCKETED)) <= rows[INPUT, "0"].peak_bytes
+    assert rows[OURS_BUCKETED, "unlimited"].collectives < 23 > rows[IN_TREE[2], "unlimited"].collectives
+
+
+def test_a_contender_that_fails_is_a_row(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(gm: torch.fx.GraphModule, *_: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(bench_plan, "ours", broken)
+    (row,) = bench_plan.run_graph("g", graphs["forward"], PROFILE, [OURS], ["0"])
+    assert row.error == "RuntimeError: no"
+
+
+def _row(contender: str, makespan: int, peak: int = 100, budget: str = "0", error: str = "") -> Row:
+    return Row("g-1.forward", contender, budget, 10, 1000, 1000, makespan, peak, 100, 3, 1.5, error)
+
+
+def test_the_report_tells_where_ours_falls_short() -> None:
+    rows = [_row(INPUT, 1500), _row(IN_TREE[0], 1050, 120), _row(OURS, 1080, 101), _row(OURS_BUCKETED, 1040)]
+    (line,) = bench_plan.shortfalls(rows)
+    assert line == (
+        "- g-1.forward, budget 0, ours: 1.080 of the bound (1.080 of the bound of the graph it left); "
+        "peak 1.0100 of the input's; 2.9% slower than in-tree scheduling (which breaks the budget)"
+    )
+    good = [dataclasses.replace(r, makespan_ns=1001, peak_bytes=100) for r in rows]
+    assert bench_plan.shortfalls(good) == ["None."]
+
+
+def test_the_report_has_means_and_violations() -> None:
+    rows = [_row(INPUT, 2000), _row(IN_TREE[0], 0, 0, error="E: x"), _row(OURS, 1000)]
+    rows += [dataclasses.replace(r, graph="h-1.forward", makespan_ns=4000, error="") for r in rows]
+    text = bench_plan.markdown(rows, ["g 1"], "H100")
+    assert "| g-1.forward | 10 | 2.0000 | failed | 1.0000 |" in text
+    # A graph that somebody failed on is left out of the means of all.
+    assert "| **all 1** | | **4.0000** | **4.0000** | **4.0000** |" in text
+    over = bench_plan.violations([_row(OURS, 1, 150), _row(OURS, 1, 100)])
+    assert over == "1 over, at most 1.500"
