@@ -96,6 +96,7 @@ Verify = Literal["on", "strict"]
 Redistribute = Literal["exact", "reassociate", "off"]
 AsyncTp = Literal["auto", "force", "off"]
 InTree = Literal["error", "warn"]
+RankCheck = Literal["off", "warn", "error"]
 Switch = Literal["on", "off"]
 
 
@@ -141,6 +142,13 @@ class PassConfig:
     verify: Verify = _doc(
         'Verification always runs. "on" restores the graph and warns once when it finds something; "strict" raises.',
         "on",
+    )
+    rank_check: RankCheck = _doc(
+        "Compare the planned collectives of every graph with the other ranks of each process group when it is "
+        "compiled, through the group's store and with a timeout, never by a collective. On a difference, which is "
+        'shown with both ranks\' source lines, warn or raise an error ("error"). A rank that does not answer within '
+        "30 s is a warning only.",
+        "off",
     )
     codegen: Codegen = _doc(
         'What compiles the graphs: "inductor", or "aot_eager" to debug the FX rewrites without code generation '
@@ -221,6 +229,7 @@ _LITERALS: dict[str, tuple[str, ...]] = {
     "verify": get_args(Verify),
     "codegen": get_args(Codegen),
     "in_tree_passes": get_args(InTree),
+    "rank_check": get_args(RankCheck),
 }
 
 

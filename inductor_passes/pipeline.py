@@ -52,6 +52,7 @@ class Context:
         config, profile: settings and costs; equal on all ranks.
         report: of this graph; passes append nothing themselves, the pipeline does.
         plan / fx: the last FX plan and its problem, for the trace.
+        rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
     """
 
     config: PassConfig
@@ -61,6 +62,7 @@ class Context:
     plan: Plan | None = None
     fx: FxProblem | None = None
     certificates: list[verify.Certificate] = field(default_factory=list)
+    rank_steps: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Pass(Protocol):

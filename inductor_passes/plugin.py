@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.fx
 
-from inductor_passes import _torch, config, identity, in_tree
+from inductor_passes import _torch, config, identity, in_tree, rank_check
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
@@ -118,6 +118,7 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
     Raises:
         ConfigError: Inductor's own communication passes are on and ``in_tree_passes`` is ``error``.
         VerificationError: with ``verify="strict"``, when a pass failed or broke a rule.
+        RanksDifferError: with ``rank_check="error"``, when another rank has other collectives.
     """
     view = GraphView(graph)
     if not has_collectives(view):
@@ -128,6 +129,8 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
     report = new_report(graph, is_inference, settings, profile)
     context = Context(settings, profile, report, backward=report.phase == "backward")
     run_passes(graph, passes_of(settings), context)
+    if settings.rank_check != "off":
+        context.rank_steps = rank_check.check(GraphView(graph), report.phase, settings)
     module = graph.owning_module
     if hook.has_replay(settings) and settings.codegen == "inductor" and module is not None:
         module.meta[hook.META_KEY] = context

@@ -79,7 +79,7 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
         context.report.order_check = order_check.compare(order, statements)
         if not context.report.order_check.startswith((order_check.CONFIRMED, order_check.UNCHECKED)):
             warn_once(f"inductor_passes: the generated code is not in the planned order: {context.report.order_check}")
-        _torch.add_module_statement(cached.statement(context.report, built.problem, result.order))
+        _torch.add_module_statement(cached.statement(context.report, built.problem, result.order, context.rank_steps))
         publish(context.report, built, result, before, after)
         return f"inductor_passes: order {context.report.digest}, {context.report.order_check}"
 

@@ -11,7 +11,7 @@ import base64
 import json
 import logging
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inductor_passes.report import GraphReport
@@ -22,8 +22,16 @@ _compiled_here: set[str] = set()
 _MAX_BYTES = 1 << 28
 
 
-def statement(report: GraphReport, problem: Problem, order: Sequence[int]) -> str:
-    """A Python statement that replays the report when it runs; deterministic for equal reports."""
+def statement(
+    report: GraphReport,
+    problem: Problem,
+    order: Sequence[int],
+    rank_steps: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """A Python statement that replays the report when it runs; deterministic for equal reports.
+
+    ``rank_steps`` is what other ranks compare with (``rank_check``); it is published when the module is loaded.
+    """
     timeless = report.to_json()
     for one in timeless["passes"]:
         one["duration_ns"] = 0
@@ -31,18 +39,32 @@ def statement(report: GraphReport, problem: Problem, order: Sequence[int]) -> st
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
     text = base64.b85encode(packed).decode()
     _compiled_here.add(report.digest)
-    return f"__import__('inductor_passes.trace.cached', fromlist=['loaded']).loaded({report.digest!r}, {text!r})"
+    ranks = f", {json.dumps([report.phase, rank_steps])!r}" if rank_steps else ""
+    return f"__import__('inductor_passes.trace.cached', fromlist=['loaded']).loaded({report.digest!r}, {text!r}{ranks})"
 
 
-def loaded(digest: str, packed: str) -> None:
+def loaded(digest: str, packed: str, ranks: str = "") -> None:
     """Called by a generated module while it is loaded; emits the stored report unless it was compiled just now."""
     if digest in _compiled_here:
         _compiled_here.discard(digest)
         return
+    if ranks:
+        _publish(ranks)
     try:
         _emit(packed)
     except Exception as error:  # a report must never stop a compiled program from running
         logging.getLogger("inductor_passes").warning("inductor_passes: cannot replay a stored report: %s", error)
+
+
+def _publish(ranks: str) -> None:
+    """Tell ranks that compile this graph now what it is; they may be waiting for it."""
+    from inductor_passes import rank_check
+
+    try:
+        phase, steps = json.loads(ranks)
+        rank_check.from_cache(steps, phase)
+    except Exception as error:
+        logging.getLogger("inductor_passes").warning("inductor_passes: cannot compare with other ranks: %s", error)
 
 
 def _emit(packed: str) -> None:
