@@ -11,7 +11,7 @@ from inductor_passes import _torch
 from inductor_passes.ir import ops
 from inductor_passes.ir.groups import Group, resolve
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.storages import Storages
+from inductor_passes.ir.storages import FxStorage, Storages
 
 _SHORT = {
     "all_gather": "AG",
@@ -137,10 +137,19 @@ class GraphView:
                     }
                     for start in starts:
                         if self.position[start] < self.position[node]:
-                            edges.extend((wait, node) for wait in self.by_start[start].waits)
+                            waits = self.by_start[start].waits
+                            edges.extend((wait, node) for wait in waits)
+                            if any(self.position[wait] > self.position[node] for wait in waits):
+                                # Only a later use keeps Inductor from doing it in place: one has to stay later.
+                                edges.append((node, self._last_use(storage)))
                         else:
                             edges.append((node, start))
         return [(a, b) for a, b in edges if self.position[a] < self.position[b]]
+
+    def _last_use(self, storage: FxStorage) -> torch.fx.Node:
+        """The last node that reads or writes the storage."""
+        users = [user for member in storage.members for user in member.users if self.roles[user] is not Role.FREE]
+        return max(users, key=self.position.__getitem__)
 
     def _hazards(
         self, members: list[torch.fx.Node], writers: set[torch.fx.Node]
