@@ -116,6 +116,15 @@ def test_a_matmul_too_small_to_price(groups: tuple[str, ...]) -> None:
     assert fuzz_programs.judge(case, groups)[0] == ""
 
 
+@pytest.mark.parametrize("number", [359, 1630])
+def test_a_later_use_that_keeps_memory_safe_stays_later(number: int, groups: tuple[str, ...]) -> None:
+    """Found: reordering made an all-reduce the last user of memory that another collective was reading."""
+    case = replace(fuzz_programs.random_case(random.Random(f"100/{number}")), async_tp=False)
+    cautious: list[str] = []
+    assert fuzz_programs.judge(case, groups, cautious)[0] == ""
+    assert not cautious
+
+
 def test_command_line() -> None:
     def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(TOOLS / "fuzz.py"), *arguments]
