@@ -102,6 +102,7 @@ def test_the_report_has_means_and_violations() -> None:
     text = bench_plan.markdown(rows, ["g 1"], "H100")
     assert "| g-1.forward | 10 | 2.0000 | failed | 1.0000 |" in text
     # A graph that somebody failed on is left out of the means of all.
-    assert "| **all 1** | | **4.0000** | **4.0000** | **4.0000** |" in text
+    assert "| **the 1 that all finished** | | **4.0000** | **4.0000** | **4.0000** |" in text
+    assert "| each on what it finished (graphs) | | 2.8284 (2) | 4.0000 (1) | 2.0000 (2) |" in text
     over = bench_plan.violations([_row(OURS, 1, 150), _row(OURS, 1, 100)])
     assert over == "1 over, at most 1.500"

@@ -176,10 +176,13 @@ def table(rows: Sequence[Row], budget: str, value: Callable[[Row], str], last: C
         nodes = next(r.nodes for r in found if r)
         cells = ["" if r is None else "failed" if r.error else value(r) for r in found]
         lines.append(f"| {graph} | {nodes} | " + " | ".join(cells) + " |")
-    # Only graphs that everybody finished enter a summary.
-    whole = [g for g in graphs if all((r := at.get((g, c))) and not r.error for c in names)]
-    ends = [last([at[g, c] for g in whole]) for c in names]
-    lines.append(f"| **all {len(whole)}** | | " + " | ".join(f"**{e}**" for e in ends) + " |")
+    finished = {c: [r for g in graphs if (r := at.get((g, c))) and not r.error] for c in names}
+    # The first summary is for comparing contenders: only graphs that everybody finished enter it.
+    whole = [g for g in graphs if all(any(r.graph == g for r in found) for found in finished.values())]
+    ends = [last([r for r in finished[c] if r.graph in whole]) for c in names]
+    lines.append(f"| **the {len(whole)} that all finished** | | " + " | ".join(f"**{e}**" for e in ends) + " |")
+    each = [f"{last(finished[c])} ({len(finished[c])})" for c in names]
+    lines.append("| each on what it finished (graphs) | | " + " | ".join(each) + " |")
     return lines
 
 
