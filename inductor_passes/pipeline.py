@@ -62,6 +62,20 @@ class Context:
     plan: Plan | None = None
     fx: FxProblem | None = None
     certificates: list[verify.Certificate] = field(default_factory=list)
+    input_peak_bytes: int | None = None
+
+    def limit_bytes(self, peak_bytes: int) -> int | None:
+        """The cap on an FX graph's peak. Every pass asks with the peak of the graph it got; the first one counts."""
+        if self.input_peak_bytes is None:
+            self.input_peak_bytes = peak_bytes
+        return self.config.budget.limit_bytes(self.input_peak_bytes)
+
+    def without_rewrites(self, peak_bytes: int) -> int:
+        """A peak among fused kernels, less the share by which the FX passes raised it: what a budget is relative to."""
+        planned = self.report.schedules[-1].peak_after_bytes if self.report.schedules else 0
+        if not planned or self.input_peak_bytes is None or planned <= self.input_peak_bytes:
+            return peak_bytes
+        return peak_bytes * self.input_peak_bytes // planned
     rank_steps: dict[str, list[str]] = field(default_factory=dict)
 
 

@@ -218,7 +218,7 @@ class _Planner:
     def _exposed(self) -> dict[torch.fx.Node, int]:
         """What remains exposed of every collective when the graph as it is has been scheduled."""
         fx = build(self.view, self.context.profile, estimator=self.context.config.estimator)
-        limit = self.context.config.budget.limit_bytes(simulate(fx.problem).peak_bytes)
+        limit = self.context.limit_bytes(simulate(fx.problem).peak_bytes)
         self.before = plan(fx.problem, limit, effort=0)
         timeline = simulate(fx.problem, self.before.order)
         return {

@@ -87,7 +87,7 @@ class BucketPass:
             report.decisions = [refusal(c, Reason.NO_HINT, str(error)) for c in view.collectives]
             return report
         peak = simulate(before).peak_bytes
-        limit = context.config.budget.limit_bytes(peak)
+        limit = context.limit_bytes(peak)
         costs = BucketCosts(view, context.profile, coalesced, None if limit is None else max(0, limit - peak))
         dependencies = Dependencies(view)
         choice = choose(before, found, dependencies, costs, self.partitions, limit, effort=self.effort)

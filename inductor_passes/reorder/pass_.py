@@ -50,7 +50,7 @@ class ReorderPass:
             ]
             return report
         before = simulate(fx.problem)
-        limit = context.config.budget.limit_bytes(before.peak_bytes)
+        limit = context.limit_bytes(before.peak_bytes)
         result = plan(fx.problem, limit, effort=self.effort)
         after = simulate(fx.problem, result.order)
         context.plan, context.fx = result, fx

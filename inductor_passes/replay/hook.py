@@ -14,10 +14,10 @@ from typing import Any
 from inductor_passes import _torch, verify
 from inductor_passes.config import PassConfig
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pipeline import Context, complain, schedule_report, warn_once
+from inductor_passes.pipeline import Context, VerificationError, complain, schedule_report, warn_once
 from inductor_passes.replay import order_check
-from inductor_passes.replay.problem import SchedulerProblem, build
-from inductor_passes.report import Decision, GraphReport, PassReport, Reason, Verdict
+from inductor_passes.replay.problem import SchedulerProblem, build, donated_inputs
+from inductor_passes.report import Decision, Finding, GraphReport, PassReport, Reason, Verdict
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.simulate import Timeline, simulate
 from inductor_passes.trace import cached, spans
@@ -38,6 +38,8 @@ def replay(nodes: list[Any], context: Context) -> list[Any]:
     try:
         with spans.span("replay"):
             return _replay(nodes, context, report)
+    except VerificationError:
+        raise
     except Exception as error:
         log.debug("replay failed", exc_info=True)
         report.changed = False
@@ -56,13 +58,12 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
         estimator=context.config.estimator,
     )
     before = simulate(built.problem)
-    limit = context.config.budget.limit_bytes(before.peak_bytes)
+    limit = context.config.budget.limit_bytes(context.without_rewrites(before.peak_bytes))
     result = plan(built.problem, limit)
     order = [nodes[i] for i in result.order]
     report.changed = result.method != "input"
     if report.changed:
-        allowed = None if limit is None else verify.snodes_peak_bytes(nodes) + max(0, limit - before.peak_bytes)
-        findings = verify.check_snodes(order, nodes, memory_budget=allowed)
+        findings = _check(order, nodes, limit, before, context)
         if findings:
             report.findings = findings
             report.rolled_back = Reason.VERIFIER
@@ -87,6 +88,15 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
         context.report.order_check = f"{order_check.UNCHECKED}: this kind of generated code has no place to look"
         publish(context.report, built, result, before, after)
     return order
+
+
+def _check(order: list[Any], nodes: list[Any], limit: int | None, before: Timeline, context: Context) -> list[Finding]:
+    """What the verifier holds against the order; memory by its own replay, relative to its own idea of the input."""
+    donated = donated_inputs(context.backward)
+    allowed = None
+    if limit is not None:
+        allowed = verify.snodes_peak_bytes(nodes, donated) + max(0, limit - before.peak_bytes)
+    return verify.check_snodes(order, nodes, memory_budget=allowed, donated=donated)
 
 
 def _input_plan(built: SchedulerProblem, result: Plan, before: Timeline) -> Plan:

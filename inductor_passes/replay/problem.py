@@ -51,6 +51,17 @@ def build(
     return _Builder(nodes, profile, backward, name, estimator).build()
 
 
+def donated_inputs(backward: bool) -> dict[str, int]:
+    """Inputs of the graph being lowered that are freed after their last use, with their bytes.
+
+    A backward owns its saved activations; parameters, inputs and incoming gradients belong to the caller.
+    """
+    if not backward:
+        return {}
+    kept = ("primals_", "tangents_", "bwd_seed")
+    return {name: size for name, size in _torch.lowered_inputs().items() if not name.startswith(kept)}
+
+
 class _Builder:
     def __init__(
         self,
@@ -246,8 +257,9 @@ class _Builder:
             for name in held:
                 if name in size:
                     readers[name].update(waits)
+        freed = donated_inputs(self.backward)
         pinned = {find(n) for n in _torch.lowered_outputs()}
-        pinned.update(n for n in inputs if not self.backward or n.startswith(("primals_", "tangents_", "bwd_seed")))
+        pinned.update(n for n in inputs if n not in freed)
         out = []
         for name, bytes_ in size.items():
             if bytes_:

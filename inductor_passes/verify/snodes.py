@@ -11,7 +11,7 @@ Buffers that share memory (mutations, aliases) are followed to the buffer that o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.fx
@@ -28,6 +28,7 @@ def check_snodes(
     reference_order: Sequence[Any],
     *,
     memory_budget: int | None = None,
+    donated: Mapping[str, int] | None = None,
     group_order: GroupOrder = "kept",
 ) -> list[Finding]:
     """Everything the verifier holds against an order of scheduler nodes; empty when it is legal.
@@ -36,6 +37,7 @@ def check_snodes(
         nodes: the order to check.
         reference_order: the same nodes as Inductor had them.
         memory_budget: cap in bytes on :func:`snodes_peak_bytes`; None: no cap. Needs the graph being lowered.
+        donated: graph inputs that are freed after their last use, with their bytes.
         group_order: as in :func:`~inductor_passes.verify.check`.
     """
     found = _permutation(nodes, reference_order)
@@ -48,15 +50,18 @@ def check_snodes(
     found.extend(_sequences(before, after, group_order))
     found.extend(_fences(before, after))
     if memory_budget is not None:
-        peak = after.peak_bytes()
+        peak = after.peak_bytes(donated or {})
         if peak > memory_budget:
             found.append(Finding("memory", "", f"peak is {peak} bytes, budget {memory_budget} bytes"))
     return found
 
 
-def snodes_peak_bytes(nodes: Sequence[Any]) -> int:
-    """Peak bytes of what scheduler nodes allocate, graph inputs not counted; inside of Inductor's lowering only."""
-    return _Order(nodes).peak_bytes()
+def snodes_peak_bytes(nodes: Sequence[Any], donated: Mapping[str, int] | None = None) -> int:
+    """Peak bytes of what scheduler nodes allocate and of the ``donated`` inputs; inside of Inductor's lowering only.
+
+    ``donated`` maps graph inputs that are freed after their last use to their bytes; other inputs are not counted.
+    """
+    return _Order(nodes).peak_bytes(donated or {})
 
 
 def _permutation(nodes: Sequence[Any], reference: Sequence[Any]) -> list[Finding]:
@@ -238,7 +243,7 @@ class _Order:
                 fence = self.names[i]
         return found
 
-    def peak_bytes(self) -> int:
+    def peak_bytes(self, donated: Mapping[str, int]) -> int:
         """Replay of allocations in this order; a collective's inputs and results live at least until its waits."""
         last: dict[str, int] = {}
         waits: dict[str, int] = {}
@@ -255,6 +260,10 @@ class _Order:
                     last[read] = max(last.get(read, i), end)
         kept = set(self._roots_of(_torch.lowered_outputs()))
         delta = [0] * (len(self.nodes) + 1)
+        for name, size in donated.items():
+            delta[0] += size
+            if name not in kept and name in last:
+                delta[last[name] + 1] -= size
         for i, own in enumerate(self.buffers):
             for name, size, shared, packed in own:
                 if not shared and size:
