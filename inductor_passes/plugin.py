@@ -68,6 +68,9 @@ class GraphPass(_torch.graph_pass_base()):  # type: ignore[misc]
     def uuid(self) -> Any:
         """Cache key; None keeps Inductor from caching."""
         settings = self.settings
+        if settings.in_tree_passes == "warn":
+            # On a warm cache no pass runs: this is the only place to say that Inductor's own passes have the graph.
+            _refuse_to_combine(settings)
         own = identity.cache_key(settings, identity.load_profile(settings))
         others = [_torch.pass_uuid(one) for one in self.before]
         return None if own is None or None in others else (own, *others) if others else own

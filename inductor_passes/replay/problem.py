@@ -80,6 +80,9 @@ class _Builder:
         for i, node in enumerate(nodes):
             for buffer in _torch.snode_output_names(node):
                 self.producer[buffer] = i
+        self.allocated_with = {
+            name: packed for node in nodes for name, _, _, packed in _torch.snode_buffers(node) if packed
+        }
         self.kinds = [_torch.snode_kind(node) for node in nodes]
         self.lanes: dict[str, int] = {}
         self.lane_list: list[Lane] = []
@@ -170,16 +173,16 @@ class _Builder:
         )
 
     def _start_of(self, node: Any) -> int | None:
-        """The start that a wait belongs to, through the outputs of a coalesced collective."""
-        for buffer in _torch.snode_waited_buffers(node):
-            seen = set()
-            producer = self.producer.get(buffer)
-            while producer is not None and producer not in seen:
+        """The start that a wait belongs to.
+
+        An out-of-place wait names the start's result, directly or through an output of a coalesced collective; an
+        in-place one names the memory itself, and only its reads lead to the start that writes to it.
+        """
+        for buffer in (*_torch.snode_waited_buffers(node), *_torch.snode_data_reads(node)):
+            for name in (buffer, self.allocated_with.get(buffer, "")):
+                producer = self.producer.get(name)
                 if producer in self.collectives:
                     return producer
-                seen.add(producer)
-                reads = [self.producer[r] for r in _torch.snode_reads(self.nodes[producer]) if r in self.producer]
-                producer = next((r for r in reads if r not in seen), None)
         return None
 
     def _compute(self, node: Any, kind: str, name: str) -> Task:
@@ -252,7 +255,7 @@ class _Builder:
                 if name in size:
                     readers[name].add(i)
         for start, waits in self.waits_of.items():
-            held = {find(r) for r in _torch.snode_reads(self.nodes[start])}
+            held = {find(r) for r in _torch.snode_data_reads(self.nodes[start])}
             held.update(find(b) for b in _torch.snode_output_names(self.nodes[start]))
             for name in held:
                 if name in size:
