@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-_OWN_CACHE = "INDUCTOR_PASSES_TEST_CACHE"
+_OWN_CACHE = "PASSES_TEST_CACHE"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,70 @@
+"""The problem built from fused scheduler nodes: waits belong to their starts, memory agrees with the verifier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from inductor_orders import lower
+from models import LlamaConfig, capture_graphs, cross_entropy, fake_world, llama, llama_batch, tensor_parallel
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes import _torch, verify
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir import ops
+from inductor_passes.replay.problem import build, donated_inputs
+from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.problem import INPUT, Kind, Problem
+from inductor_passes.simple_fsdp import simple_fsdp
+
+LLAMA = LlamaConfig(layers=1)
+
+
+def tp() -> Any:
+    return tensor_parallel(llama(LLAMA), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+
+
+def fsdp() -> Any:
+    return simple_fsdp(llama(LLAMA), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+
+
+def allocated_peak(problem: Problem, order: Any = None) -> int:
+    """Peak without the inputs that the caller keeps: what the verifier counts."""
+    kept = sum(s.size_bytes for s in problem.storages if s.producer == INPUT and s.pinned)
+    return peak_bytes(problem, order) - kept
+
+
+@pytest.mark.parametrize("make", [tp, fsdp])
+def test_waits_and_memory(make: Any) -> None:
+    torch._dynamo.reset()
+    inspected = []
+    with fake_world(2):
+        model, batch = make(), llama_batch(LLAMA)
+        graphs = capture_graphs(model, [batch[0]], lambda out: cross_entropy(out, batch[1]))
+
+        def inspect(nodes: list[Any], backward: bool) -> list[Any]:
+            built = build(nodes, CostProfile.default("cpu"), backward=backward)
+            problem = built.problem
+            starts = [i for i, t in enumerate(problem.tasks) if t.kind is Kind.START]
+            waits = [t for t in problem.tasks if t.kind is Kind.WAIT]
+            # One wait per collective here, in place (all_reduce) or not (all_gather, reduce_scatter).
+            assert sorted(w.start for w in waits) == starts
+            assert not any(t.fence for t in problem.tasks)
+            for wait in waits:
+                node = nodes[[t.name for t in problem.tasks].index(wait.name)]
+                waited = _torch.snode_origin(node)
+                assert waited is None or ops.role(waited) is ops.Role.WAIT
+            donated = donated_inputs(backward)
+            for budget in (None, peak_bytes(problem)):
+                result = plan(problem, budget)
+                order = [nodes[i] for i in result.order]
+                assert allocated_peak(problem, result.order) == verify.snodes_peak_bytes(order, donated)
+            assert allocated_peak(problem) == verify.snodes_peak_bytes(nodes, donated)
+            inspected.append(len(starts))
+            return nodes
+
+        lower(graphs.forward[0], lambda nodes: inspect(nodes, False))
+        lower(graphs.backward[0], lambda nodes: inspect(nodes, True))
+    assert len(inspected) == 2 and min(inspected) > 1
