@@ -57,7 +57,7 @@ class MergeNestedScatters:
                 work.refuse(second, Reason.MIXED_REDUCE_OP, f"{first.reduce_op} and {second.reduce_op}")
                 continue
             if not may_reassociate(second, self.exactness):
-                work.refuse(second, Reason.NUMERICS, "sums in another order", 'exactness="reassociate"')
+                work.refuse(second, Reason.NUMERICS, "sums in another order", 'redistribute="reassociate"')
                 continue
             if list(second.inputs[0].users) != [second.start]:
                 work.refuse(second, Reason.DATA_DEPENDENCY, "the inner reduction has other readers")

@@ -70,7 +70,7 @@ class ReduceOnShards:
         elif reduction.reduce_op not in REDUCE_OPS or (scatter and first.reduce_op != second.reduce_op):
             work.refuse(second, Reason.MIXED_REDUCE_OP, f"{first.reduce_op} and {second.reduce_op}")
         elif not may_reassociate(reduction, self.exactness):
-            work.refuse(second, Reason.NUMERICS, "sums in another order", 'exactness="reassociate"')
+            work.refuse(second, Reason.NUMERICS, "sums in another order", 'redistribute="reassociate"')
         elif list(second.inputs[0].users) != [second.start]:
             work.refuse(second, Reason.DATA_DEPENDENCY, "the inner result has other readers")
         elif product(first.group.ranks, second.group.ranks) is None:

@@ -80,7 +80,7 @@ class AddBeforeReducing:
         elif not _alike(first.inputs[0], second.inputs[0]) or not _same_views(views, others):
             work.refuse(second, Reason.MIXED_DTYPE, "shapes, dtypes or views of the two differ")
         elif not may_reassociate(second, self.exactness):
-            work.refuse(second, Reason.NUMERICS, "adds before reducing", 'exactness="reassociate"')
+            work.refuse(second, Reason.NUMERICS, "adds before reducing", 'redistribute="reassociate"')
         elif not _only_used_here(first, views, add):
             work.refuse(first, Reason.DATA_DEPENDENCY, "the reduction has other readers")
         elif not _only_used_here(second, others, add):
