@@ -16,6 +16,33 @@ from inductor_passes import verify
 from inductor_passes.ir import ops
 
 INJECTIONS = 3
+#: Kinds of change that need what these models do not have: memory that is written to, random draws, asserts, unknown
+#: ops, all-reduces, broadcasts, coalesced and in-place collectives, a second group, independent starts on one group.
+NO_PLACE = frozenset(
+    {
+        "drop_the_waits_of_one_result_of_a_coalesced_collective",
+        "read_the_memory_of_an_in_place_collective",
+        "read_the_out_buffer_of_a_collective",
+        "lose_a_collective",
+        "change_the_group",
+        "change_the_kind",
+        "change_the_source_of_a_broadcast",
+        "swap_starts_of_a_group",
+        "move_a_start_across_a_fence",
+        "move_a_wait_across_a_fence",
+        "swap_fences",
+        "lose_a_fence",
+        "swap_random_draws",
+        "lose_the_update_of_an_input",
+        "swap_asserts",
+        "read_after_the_write_instead_of_before",
+        "write_before_the_read_instead_of_after",
+        "change_a_constant",
+        "claim_a_merge_that_loses_bytes",
+        "claim_a_merge_across_groups",
+        "certify_one_removal_and_do_two",
+    }
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,5 +114,4 @@ def test_illegal_change_is_found(real, mutation):
         injected += 1
         if injected == INJECTIONS:
             break
-    if not injected:
-        pytest.skip("these models have no place for it")
+    assert (injected > 0) == (mutation.name not in NO_PLACE)
