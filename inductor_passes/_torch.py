@@ -931,3 +931,10 @@ def cpp_compiler() -> str:
 def process_rank() -> int:
     """Rank of this process in the default group: an int, also under ``LocalTensorMode`` (symbolic from 2.15 on)."""
     return int(default_group().rank())
+
+
+def all_to_all_autograd(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """All-to-all of equal slices of dimension 0 over a process group; the gradient goes back the same way."""
+    import torch.distributed._functional_collectives as functional
+
+    return functional.all_to_all_single_autograd(tensor, None, None, group)
