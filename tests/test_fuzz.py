@@ -24,6 +24,12 @@ IN_ORDER = {"memory_budget": "unlimited", "bucket": "off", "schedule": "off", "r
 REORDERED = {**IN_ORDER, "memory_budget": "+20%", "schedule": "on"}
 
 
+def parsed(text: str) -> tuple[fuzz_programs.Step, ...]:
+    """Steps as ``name a b c, name a b c``."""
+    words = [step.split() for step in text.split(",")]
+    return tuple((name, int(a), int(b), int(c)) for name, a, b, c in words)
+
+
 @pytest.fixture(scope="module")
 def groups() -> Iterator[tuple[str, ...]]:
     with fuzz_programs.world(4) as names:
@@ -105,15 +111,28 @@ def test_a_copy_of_a_result_stays_behind_a_write_to_it(groups: tuple[str, ...]) 
         all_reduce 56 57 43, wait_again 16 44 5, wait 2 22 58, wait 59 18 1, matmul_chain 42 4 3, wait_again 10 13 26,
         reduce_scatter 27 22 2, wait 15 42 11, reduce_scatter 63 27 17, wait 19 0 2, all_reduce 18 32 48,
         wait 62 12 46, matmul_chain 6 7 57, update 20 25 39, cast 22 20 21"""
-    words = [step.split() for step in text.split(",")]
-    steps = [(name, int(a), int(b), int(c)) for name, a, b, c in words]
-    assert fuzz_programs.judge(fuzz_programs.Case(tuple(steps), settings=REORDERED), groups)[0] == ""
+    assert fuzz_programs.judge(fuzz_programs.Case(parsed(text), settings=REORDERED), groups)[0] == ""
 
 
 def test_a_matmul_too_small_to_price(groups: tuple[str, ...]) -> None:
     """Found: async TP divided by a duration that rounds to 0 ns."""
     case = fuzz_programs.Case((("matmul_chain", 17, 18, 43),), settings=IN_ORDER, async_tp=True, device="cuda")
     assert fuzz_programs.judge(case, groups)[0] == ""
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "all_gather 0 0 0, all_gather 0 0 0",
+        "all_gather 1 0 0, matmul_chain 1 0 0",
+        "all_gather 1 0 0, all_gather 1 0 0, wait 1 0 0, pointwise 0 0 0",
+        "all_gather 0 0 0, all_gather 0 0 0, wait 1 0 0, mm 0 0 0",
+    ],
+)
+def test_identical_gathers_become_one(steps: str, groups: tuple[str, ...]) -> None:
+    """Found: no certificate said whose value is read now; and the wait that stayed could come after its new readers."""
+    case = fuzz_programs.Case(parsed(steps), settings=IN_ORDER, async_tp=True)
+    assert fuzz_programs.judge(case, groups) == ("", 1)
 
 
 @pytest.mark.parametrize("number", [359, 1630])

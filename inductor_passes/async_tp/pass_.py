@@ -110,7 +110,7 @@ class AsyncTpPass:
             report.decisions = [_refused(c, Reason.DISABLED, "", 'async_tp="auto"') for c in view.collectives]
             return report
         names_before = {n.name for n in graph.nodes}
-        merged = merge_identical(graph, view)
+        merged, replaced = merge_identical(graph, view)
         if merged:
             view = GraphView(graph)
         report.decisions += merged
@@ -144,7 +144,7 @@ class AsyncTpPass:
                     self.name,
                     removed=tuple(sorted(names_before - names)),
                     added=tuple(sorted(names - names_before)),
-                    replaced=tuple((old, new) for one in lowered for old, new in one.replaced),
+                    replaced=(*replaced, *(pair for one in lowered for pair in one.replaced)),
                 )
             )
         report.metrics = {
