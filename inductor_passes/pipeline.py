@@ -53,6 +53,7 @@ class Context:
         report: of this graph; passes append nothing themselves, the pipeline does.
         plan / fx: the last FX plan and its problem, for the trace.
         rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
+        snapshot: the graph before the pass that is running, for a pass that tries twice.
     """
 
     config: PassConfig
@@ -63,6 +64,19 @@ class Context:
     fx: FxProblem | None = None
     certificates: list[verify.Certificate] = field(default_factory=list)
     input_peak_bytes: int | None = None
+    snapshot: Snapshot | None = None
+    rank_steps: dict[str, list[str]] = field(default_factory=dict)
+    _view: GraphView | None = None
+
+    def view(self, graph: torch.fx.Graph) -> GraphView:
+        """A view of the graph as it is, shared by passes for as long as none of them changes it."""
+        if self._view is None or self._view.graph is not graph:
+            self._view = GraphView(graph)
+        return self._view
+
+    def forget_view(self) -> None:
+        """The graph has changed: the next pass looks anew."""
+        self._view = None
 
     def limit_bytes(self, peak_bytes: int) -> int | None:
         """The cap on an FX graph's peak. Every pass asks with the peak of the graph it got; the first one counts."""
@@ -76,7 +90,6 @@ class Context:
         if not planned or self.input_peak_bytes is None or planned <= self.input_peak_bytes:
             return peak_bytes
         return peak_bytes * self.input_peak_bytes // planned
-    rank_steps: dict[str, list[str]] = field(default_factory=dict)
 
 
 class Pass(Protocol):
@@ -172,11 +185,15 @@ def run_passes(graph: torch.fx.Graph, passes: list[Pass], context: Context) -> N
     for one in passes:
         with spans.span(one.name):
             # A pass that changed nothing leaves the snapshot before it good for the next one.
-            snapshot = snapshot or Snapshot(graph)
+            snapshot = context.snapshot = snapshot or Snapshot(graph)
             report = _run_one(graph, one, context, snapshot)
             context.report.passes.append(report)
             if report.changed or report.rolled_back is not None:
                 snapshot = None
+                context.forget_view()
+    # Whoever keeps the context for later does not keep the graph as it was.
+    context.snapshot = None
+    context.forget_view()
 
 
 def _run_one(graph: torch.fx.Graph, one: Pass, context: Context, snapshot: Snapshot) -> PassReport:

@@ -17,7 +17,7 @@ from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
-from inductor_passes.redistribute.rewrites import REWRITES
+from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.replay import hook
 
@@ -31,7 +31,7 @@ def passes_of(settings: PassConfig) -> list[Pass]:
     """The FX passes that a configuration switches on, in order."""
     passes: list[Pass] = []
     if settings.redistribute != "off":
-        passes.extend(rewrite(exactness=settings.redistribute) for rewrite in REWRITES)
+        passes.append(RewriteCollectives(settings.redistribute))
     if settings.async_tp != "off":
         passes.append(AsyncTpPass(mode=settings.async_tp))
     if settings.bucket == "on":
@@ -130,7 +130,7 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
         return None
     profile = identity.load_profile(settings)
     report = new_report(graph, is_inference, settings, profile)
-    context = Context(settings, profile, report, backward=report.phase == "backward")
+    context = Context(settings, profile, report, backward=report.phase == "backward", _view=view)
     run_passes(graph, passes_of(settings), context)
     if settings.rank_check != "off":
         context.rank_steps = rank_check.check(GraphView(graph), report.phase, settings)

@@ -105,7 +105,7 @@ class AsyncTpPass:
     def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
         """Rewrite the graph; one decision per collective."""
         report = PassReport(self.name)
-        view = GraphView(graph)
+        view = context.view(graph)
         if not any(self.mode_of(c) != "off" for c in view.collectives):
             report.decisions = [_refused(c, Reason.DISABLED, "", 'async_tp="auto"') for c in view.collectives]
             return report

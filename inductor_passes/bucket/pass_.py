@@ -30,7 +30,6 @@ from inductor_passes.bucket.members import KINDS
 from inductor_passes.bucket.question import Partition
 from inductor_passes.bucket.rewrite import Form, merge
 from inductor_passes.ir.ops import source_line
-from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context
 from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
@@ -72,7 +71,7 @@ class BucketPass:
 
     def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
         """Merge what pays; the graph is unchanged when nothing does."""
-        view = GraphView(graph)
+        view = context.view(graph)
         report = PassReport(self.name)
         found, report.decisions = candidates(view, uneven_all_to_all=self.uneven_all_to_all)
         off = [c for c in found if c.collective.kind not in self.kinds]

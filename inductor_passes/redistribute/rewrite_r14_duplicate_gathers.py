@@ -8,56 +8,74 @@ after::
 
     y = wait(all_gather(x, a)); ... ; z is y
 
-Matches all_gathers of one node over one group. Refused when anything in the graph writes to the source or to one of the
-results. Bit-exact. Saves the whole collective; the result lives longer, which is the memory budget's to judge.
+Matches all_gathers of one node over one group; what then unpacks the same result twice is shared as well. Refused when
+anything in the graph writes to the source or to one of the results. Bit-exact. Saves the whole collective; the result
+lives longer, which is the memory budget's to judge.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+import operator
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch.fx
 
-from inductor_passes.ir.view import Collective
-from inductor_passes.pipeline import Context
-from inductor_passes.report import PassReport, Reason, Verdict
+from inductor_passes.report import Reason
 
-from .rewriting import Exactness, Rewriter, check_exactness
+from .movement import is_split, step_behind
+from .rewriting import Match, Work, refuse
 
 
-@dataclass(frozen=True)
 class ShareGathers:
-    """See the module's docstring. ``exactness`` ``off`` switches it off."""
+    """See the module's docstring."""
 
-    exactness: Exactness = "exact"
-    name: str = "R14"
-    group_order: ClassVar[Literal["kept", "any"]] = "kept"
+    name: ClassVar[str] = "R14"
 
-    def __post_init__(self) -> None:
-        check_exactness(self.exactness)
+    def roots(self, work: Work) -> Iterator[torch.fx.Node]:
+        """Every all_gather."""
+        return work.collectives("all_gather")
 
-    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
-        """Keep the first of equal gathers."""
-        report = PassReport(self.name)
-        work = Rewriter(self.name, graph, context, report)
-        seen: dict[tuple[torch.fx.Node, str], Collective] = {}
-        for gather in work.collectives("all_gather"):
-            key = (gather.inputs[0], gather.group.name)
-            first = seen.setdefault(key, gather)
-            if first is gather:
+    def match(self, work: Work, root: torch.fx.Node) -> Match | None:
+        """The first gather of the same tensor, when it is another one."""
+        gather = work.collective(root, "all_gather")
+        if gather is None:
+            return None
+        source = gather.inputs[0]
+        first = next(
+            (
+                other
+                for user in source.users
+                if user < root and (other := work.collective(user, "all_gather")) and other.group == gather.group
+            ),
+            None,
+        )
+        if first is None:
+            return None
+        (kept,), (wait,) = first.waits, gather.waits
+        if wait < kept:
+            refuse(Reason.DATA_DEPENDENCY, "the earlier gather is waited for later")
+        work.unwritten(source, first.start, gather.start)
+        work.never_written(kept, wait)
+
+        def apply() -> None:
+            work.drop(self.name, gather.start, (wait, gather.start), kept)
+            _share_readers(work, self.name, kept)
+
+        return Match(work.price_ns(gather), f"same as {first.start.name}", apply, extends=True)
+
+
+def _share_readers(work: Work, subject: str, node: torch.fx.Node) -> None:
+    """One of each kind of unpacking: readers that move the same elements the same way."""
+    todo = [node]
+    while todo:
+        seen: dict[str, torch.fx.Node] = {}
+        for user in sorted(todo.pop().users):
+            if not (is_split(user) or user.target is operator.getitem or step_behind(user) is not None):
                 continue
-            (kept,), (wait,) = first.waits, gather.waits
-            if self.exactness == "off":
-                work.refuse(gather, Reason.DISABLED)
-            elif work.view.position[kept] > work.view.position[wait]:
-                work.refuse(gather, Reason.DATA_DEPENDENCY, "the earlier gather is waited for later")
-            elif work.written(gather.inputs[0], kept, wait):
-                work.refuse(gather, Reason.DATA_DEPENDENCY, "the source or a result is written to")
-            else:
-                gain = context.profile.communication_ns(
-                    "all_gather", gather.input_bytes or 0, gather.output_bytes or 0, gather.group.ranks
-                )
-                work.drop(gather, wait, (wait, gather.start), kept)
-                work.decide(gather, Verdict.APPLIED, Reason.PROFITABLE, f"same as {first.start.name}", gain)
-        return report
+            first = seen.setdefault(f"{user.target} {user.args} {user.kwargs}", user)
+            if first is user:
+                continue
+            if not work.is_written(first) and not work.is_written(user):
+                work.drop(subject, user, (user,), first)
+                todo.append(first)

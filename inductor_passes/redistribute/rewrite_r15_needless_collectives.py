@@ -1,75 +1,83 @@
-"""R15: a collective whose result nobody reads, or that reduces what is already reduced, goes away.
+"""R15: a collective whose result nobody reads, or that reduces what is equal on all ranks already, goes away.
 
 before::
 
     wait(all_reduce(x, a))                                  (no reader)
     z = wait(all_reduce(wait(all_reduce(x, max, a)), max, a))
+    z = wait(all_reduce(wait(all_gather(x, a)), max, a))
+    z = wait(all_reduce(zeros, sum, a))
 
 after::
 
     z = wait(all_reduce(x, max, a))
+    z = wait(all_gather(x, a))
+    z = zeros
 
 The first form is exact: no value changes. It covers every functional collective with one result; waits count as impure
-for dead-code elimination, so nothing else removes them. The second is exact because min and max of equal values is that
-value.
+for dead-code elimination, so nothing else removes them. The others are exact because min and max of equal values is
+that value (data movement in between keeps values equal), and a sum, average, minimum or maximum of zeros is zero.
 Saves the whole collective.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.ir.view import Collective
-from inductor_passes.pipeline import Context
-from inductor_passes.report import PassReport, Reason, Verdict
 
-from .rewriting import ORDER_FREE, Exactness, Rewriter, check_exactness
+from .movement import movement_behind, name_of
+from .rewriting import ORDER_FREE, Match, Work
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_ZEROS = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
 
 
-@dataclass(frozen=True)
 class DropNeedless:
-    """See the module's docstring. ``exactness`` ``off`` switches it off."""
+    """See the module's docstring."""
 
-    exactness: Exactness = "exact"
-    name: str = "R15"
-    group_order: ClassVar[Literal["kept", "any"]] = "kept"
+    name: ClassVar[str] = "R15"
 
-    def __post_init__(self) -> None:
-        check_exactness(self.exactness)
+    def roots(self, work: Work) -> Iterator[torch.fx.Node]:
+        """Every collective, from the last to the first, so that what only fed a removed one goes too."""
+        return iter(sorted(work.collectives(*KINDS), reverse=True))
 
-    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
-        """Remove from the last to the first, so that what only fed a removed one goes too."""
-        report = PassReport(self.name)
-        work = Rewriter(self.name, graph, context, report)
-        for kind in KINDS:
-            for collective in reversed(list(work.collectives(kind))):
-                self._drop(work, collective)
-        return report
-
-    def _drop(self, work: Rewriter, collective: Collective) -> None:
+    def match(self, work: Work, root: torch.fx.Node) -> Match | None:
+        """Why this collective is not needed."""
+        collective = work.collective(root, *KINDS)
+        why = "" if collective is None else _why(work, collective)
+        if collective is None or not why:
+            return None
         (wait,) = collective.waits
         source = collective.inputs[0]
-        before = work.producer(source, "all_reduce") if collective.kind == "all_reduce" else None
-        again = (
-            before is not None
-            and (before.group, before.reduce_op) == (collective.group, collective.reduce_op)
-            and collective.reduce_op in ORDER_FREE
+        work.never_written(wait)
+        if wait.users:
+            work.never_written(source)
+        return Match(
+            work.price_ns(collective),
+            why,
+            lambda: work.drop(self.name, collective.start, (wait, collective.start), source),
         )
-        if wait.users and not again:
-            return
-        if self.exactness == "off":
-            work.refuse(collective, Reason.DISABLED)
-        elif work.written(wait) or (again and work.written(source)):
-            work.refuse(collective, Reason.DATA_DEPENDENCY, "the tensor is written to")
-        else:
-            gain = work.context.profile.communication_ns(
-                collective.kind, collective.input_bytes or 0, collective.output_bytes or 0, collective.group.ranks
-            )
-            work.drop(collective, wait, (wait, collective.start), source)
-            detail = "already reduced" if again else "nobody reads the result"
-            work.decide(collective, Verdict.APPLIED, Reason.PROFITABLE, detail, gain)
+
+
+def _why(work: Work, collective: Collective) -> str:
+    if not collective.waits[0].users:
+        return "nobody reads the result"
+    if collective.kind != "all_reduce":
+        return ""
+    source = movement_behind(collective.inputs[0]).source
+    if collective.reduce_op in ORDER_FREE:
+        before = work.behind(source, "all_reduce", "all_gather")
+        equal = before is not None and (before.kind == "all_gather" or before.reduce_op in ORDER_FREE)
+        if before is not None and equal and before.group == collective.group:
+            return "equal on all ranks already"
+    return "nothing but zeros" if collective.reduce_op in ("sum", "avg", *ORDER_FREE) and _is_zero(source) else ""
+
+
+def _is_zero(node: torch.fx.Node) -> bool:
+    if name_of(node) == "aten::full":
+        return _torch.op_arguments(node).get("fill_value") == 0
+    return name_of(node) in _ZEROS

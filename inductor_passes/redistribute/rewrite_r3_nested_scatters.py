@@ -17,80 +17,49 @@ the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Iterator
+from typing import ClassVar
 
 import torch.fx
 
 from inductor_passes.bucket.emit import Emitter
-from inductor_passes.pipeline import Context
-from inductor_passes.report import PassReport, Reason, Verdict
 
-from .mesh import nesting
-from .rewriting import Exactness, Rewriter, check_exactness, may_reassociate, scattered, transposed
-from .spec import REDUCE_OPS
+from .emitting import scattered, transposed
+from .nested import nested, straight_or_flipped
+from .rewriting import Match, Work
 
 
-@dataclass(frozen=True)
 class MergeNestedScatters:
     """See the module's docstring."""
 
-    exactness: Exactness = "exact"
-    name: str = "R3"
-    group_order: ClassVar[Literal["kept", "any"]] = "any"
+    name: ClassVar[str] = "R3"
 
-    def __post_init__(self) -> None:
-        check_exactness(self.exactness)
+    def roots(self, work: Work) -> Iterator[torch.fx.Node]:
+        """Every reduce_scatter."""
+        return work.collectives("reduce_scatter")
 
-    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
-        """Merge until nothing matches."""
-        report = PassReport(self.name)
-        work = Rewriter(self.name, graph, context, report)
-        for second in work.collectives("reduce_scatter"):
-            first = work.producer(second.inputs[0], "reduce_scatter")
-            if first is None:
-                continue
-            if self.exactness == "off":
-                work.refuse(second, Reason.DISABLED)
-                continue
-            if first.reduce_op != second.reduce_op or second.reduce_op not in REDUCE_OPS:
-                work.refuse(second, Reason.MIXED_REDUCE_OP, f"{first.reduce_op} and {second.reduce_op}")
-                continue
-            if not may_reassociate(second, self.exactness):
-                work.refuse(second, Reason.NUMERICS, "sums in another order", 'redistribute="reassociate"')
-                continue
-            if list(second.inputs[0].users) != [second.start]:
-                work.refuse(second, Reason.DATA_DEPENDENCY, "the inner reduction has other readers")
-                continue
-            joint = work.joint_group(first, second)
-            # Rank (i, j) ends with chunk i * b + j; the flat group hands chunk s to its member s.
-            order = nesting(first.group.ranks, second.group.ranks)
-            if joint is None or order is None:
-                work.refuse(second, Reason.DIFFERENT_GROUP, "no flat group of both; see prepare_groups")
-                continue
-            a, b = first.group.size, second.group.size
-            flipped = tuple((k % b) * a + k // b for k in range(a * b))
-            if order not in (tuple(range(a * b)), flipped):
-                work.refuse(second, Reason.UNSUPPORTED, "the flat group interleaves the two")
-                continue
-            sizes = (first.input_bytes or 0, second.output_bytes or 0)
-            gain = work.gain_ns((first, second), "reduce_scatter", sizes, joint[0])
-            if gain < 0:
-                work.refuse(second, Reason.NOT_PROFITABLE, "the flat ring is slower than two levels")
-                continue
+    def match(self, work: Work, root: torch.fx.Node) -> Match | None:
+        """The pair that ends here."""
+        pair = nested(work, root, "reduce_scatter", "reduce_scatter")
+        if pair is None or pair.between.nodes:
+            return None
+        first, second = pair.first, pair.second
+        work.same_reduction(first, second)
+        pair.undisturbed(work)
+        ranks, group = work.joint_group(first, second)
+        # Rank (i, j) ends with chunk i * b + j; the flat group hands chunk s to its member s.
+        straight = straight_or_flipped(first, second)
+        a, b = first.group.size, second.group.size
 
-            def build(
-                emit: Emitter,
-                x: torch.fx.Node = first.inputs[0],
-                op: str = second.reduce_op,
-                name: str = joint[1],
-                grid: tuple[int, int] = (a, b),
-                straight: bool = order == tuple(range(a * b)),
-            ) -> torch.fx.Node:
-                packed = x if straight else transposed(emit, x, *grid)
-                return scattered(emit, packed, op, grid[0] * grid[1], name)
+        def build(emit: Emitter) -> torch.fx.Node:
+            packed = first.inputs[0] if straight else transposed(emit, first.inputs[0], a, b)
+            return scattered(emit, packed, second.reduce_op, a * b, group)
 
-            (wait,) = second.waits
-            work.replace(second, wait, (wait, second.start, second.inputs[0], first.start), build)
-            work.decide(second, Verdict.APPLIED, Reason.PROFITABLE, f"{a} x {b} ranks", gain)
-        return report
+        after = work.link_ns("reduce_scatter", first.input_bytes, second.output_bytes, ranks)
+        copy = 0 if straight else work.copy_ns(first.input_bytes or 0)
+        return Match(
+            work.price_ns(first, second) - after - copy,
+            f"{a} x {b} ranks",
+            lambda: work.replace(self.name, second.start, pair.removed, build),
+            "one flat ring is slower than two levels",
+        )

@@ -1,148 +1,180 @@
-"""R5: the sum of two all_reduces becomes the all_reduce of a sum.
+"""R5: the sum of several all_reduces becomes the all_reduce of a sum.
 
 before::
 
-    z = wait(all_reduce(x, a)) + wait(all_reduce(y, a))
+    z = wait(all_reduce(x, a)) + t + wait(all_reduce(y, a))
 
 after::
 
-    z = wait(all_reduce(x + y, a))
+    z = t + wait(all_reduce(x + y, a))
 
-Matches ``sum`` and ``avg`` with equal group, op, shape and dtype whose results nothing else reads; both sides may pass
-through the same chain of views. Sums of more terms are merged pair by pair. reduce_scatters likewise.
+Matches ``sum`` and ``avg`` with equal group, op, shape and dtype in one tree of additions whose inner sums nothing else
+reads; all sides may pass through the same data movement. Other terms of the tree stay. reduce_scatters likewise.
 
-Reassociates, and in a narrow dtype the addition now precedes the reduction. Saves one collective of full size.
+Reassociates, and in a narrow dtype the addition now precedes the reduction. Saves all but one of the collectives: in
+tensor parallel backwards the input gradients of linears that share an input are such a sum.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 import torch.fx
 
 from inductor_passes.bucket.emit import Emitter
-from inductor_passes.ir.ops import is_view
 from inductor_passes.ir.view import Collective
-from inductor_passes.pipeline import Context
-from inductor_passes.report import PassReport, Reason, Verdict
+from inductor_passes.report import Reason
 
-from .rewriting import Exactness, Rewriter, check_exactness, may_reassociate, reduced, scattered
+from .emitting import reduced, scattered
+from .movement import Movement, movement_behind, step_ahead
+from .rewriting import Match, Work, refuse
 
 KINDS = ("all_reduce", "reduce_scatter")
+#: Additions looked through on the way to the top of a tree, and terms taken from it.
+MAX_TERMS = 256
 
 
 @dataclass(frozen=True)
+class Side:
+    """One term of the sum: ``movement`` of the wait of ``collective``."""
+
+    term: torch.fx.Node
+    collective: Collective
+    movement: Movement
+
+    @property
+    def chain(self) -> tuple[torch.fx.Node, ...]:
+        """From the wait to the term."""
+        return (self.collective.waits[0], *self.movement.nodes)
+
+    def signature(self) -> tuple[object, ...]:
+        """Equal for terms that may be reduced together."""
+        value = self.collective.inputs[0].meta["val"]
+        number = {node: k for k, node in enumerate(self.chain)}
+        steps = tuple(
+            (n.target, torch.fx.node.map_arg((n.args, n.kwargs), lambda o: number.get(o, -1)))
+            for n in self.movement.nodes
+        )
+        c = self.collective
+        return (c.kind, c.group, c.reduce_op, tuple(value.shape), value.dtype, repr(steps))
+
+
 class AddBeforeReducing:
     """See the module's docstring."""
 
-    exactness: Exactness = "exact"
-    name: str = "R5"
-    group_order: ClassVar[Literal["kept", "any"]] = "any"
+    name: ClassVar[str] = "R5"
 
-    def __post_init__(self) -> None:
-        check_exactness(self.exactness)
+    def roots(self, work: Work) -> Iterator[torch.fx.Node]:
+        """Every all_reduce and reduce_scatter."""
+        return work.collectives(*KINDS)
 
-    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
-        """Merge until nothing matches."""
-        report = PassReport(self.name)
-        work = Rewriter(self.name, graph, context, report)
-        for node in list(graph.nodes):
-            if node.op != "call_function" or node.target is not torch.ops.aten.add.Tensor:
-                continue
-            if len(node.args) != 2 or node.kwargs.get("alpha", 1) != 1 or node.args[0] is node.args[1]:
-                continue
-            if not all(isinstance(a, torch.fx.Node) for a in node.args):
-                continue
-            sides = [self._side(work, side) for side in node.args if isinstance(side, torch.fx.Node)]
-            if sides[0] is None or sides[1] is None:
-                continue
-            self._merge(work, node, sides[0], sides[1])
-        return report
+    def match(self, work: Work, root: torch.fx.Node) -> Match | None:
+        """The reductions that are added to this one; the last of them is the root, so that each sum matches once."""
+        collective = work.collective(root, *KINDS)
+        top = None if collective is None else _top_of_sum(collective.waits[0])
+        if collective is None or top is None:
+            return None
+        inner, terms = _terms(top)
+        sides = [side for side in (_side(work, t) for t in terms) if side is not None]
+        mine = next((s for s in sides if s.collective.start is root), None)
+        if mine is None or len(sides) < 2:
+            return None
+        alike = [s for s in sides if s.signature() == mine.signature()]
+        if len(alike) < 2:
+            refuse(Reason.DIFFERENT_GROUP, "the other reductions of the sum are of another kind")
+        if max(s.collective.start for s in alike) is not root:
+            return None
+        if collective.reduce_op not in ("sum", "avg"):
+            refuse(Reason.MIXED_REDUCE_OP, f"{collective.reduce_op} of a sum is not the sum of {collective.reduce_op}")
+        work.may_reassociate(collective, "adds before reducing")
+        inside = {*inner, *(n for s in alike for n in s.chain)}
+        for side in alike:
+            for node in side.chain:
+                if not inside.issuperset(node.users):
+                    refuse(Reason.DATA_DEPENDENCY, "the reduction has other readers")
+            work.never_written(*side.chain)
+            work.unwritten(side.collective.inputs[0], side.collective.start, top)
+        after = work.price_ns(collective)
+        rest = [t for t in terms if t not in {s.term for s in alike}]
+        return Match(
+            work.price_ns(*(s.collective for s in alike)) - after,
+            "with " + ", ".join(s.collective.start.name for s in alike if s is not mine),
+            lambda: self._apply(work, top, inner, alike, rest),
+        )
 
-    def _merge(
-        self,
-        work: Rewriter,
-        add: torch.fx.Node,
-        left: tuple[Collective, list[torch.fx.Node]],
-        right: tuple[Collective, list[torch.fx.Node]],
+    def _apply(
+        self, work: Work, top: torch.fx.Node, inner: list[torch.fx.Node], sides: list[Side], rest: list[torch.fx.Node]
     ) -> None:
-        (first, views), (second, others) = sorted((left, right), key=lambda s: work.view.position[s[0].start])
-        if first.kind != second.kind or first.group != second.group:
-            work.refuse(second, Reason.DIFFERENT_GROUP, f"{first.group} and {second.group}")
-        elif self.exactness == "off":
-            work.refuse(second, Reason.DISABLED)
-        elif first.reduce_op != second.reduce_op or first.reduce_op not in ("sum", "avg"):
-            work.refuse(second, Reason.MIXED_REDUCE_OP, f"{first.reduce_op} and {second.reduce_op}")
-        elif not _alike(first.inputs[0], second.inputs[0]) or not _same_views(views, others):
-            work.refuse(second, Reason.MIXED_DTYPE, "shapes, dtypes or views of the two differ")
-        elif not may_reassociate(second, self.exactness):
-            work.refuse(second, Reason.NUMERICS, "adds before reducing", 'redistribute="reassociate"')
-        elif not _only_used_here(first, views, add):
-            work.refuse(first, Reason.DATA_DEPENDENCY, "the reduction has other readers")
-        elif not _only_used_here(second, others, add):
-            work.refuse(second, Reason.DATA_DEPENDENCY, "the reduction has other readers")
-        elif work.written(first.inputs[0], second.inputs[0]):
-            work.refuse(second, Reason.DATA_DEPENDENCY, "an input is written to")
+        last = max(sides, key=lambda s: s.collective.start)
+
+        def build(emit: Emitter) -> torch.fx.Node:
+            total = sides[0].collective.inputs[0]
+            for side in sides[1:]:
+                total = emit.call(torch.ops.aten.add.Tensor, total, side.collective.inputs[0])
+            c = last.collective
+            if c.kind == "all_reduce":
+                result = reduced(emit, total, c.reduce_op, c.group.name)
+            else:
+                result = scattered(emit, total, c.reduce_op, c.group.size, c.group.name)
+            result = last.movement.replayed(emit, result)
+            if rest:
+                others = rest[0]
+                for term in rest[1:]:
+                    others = emit.call(torch.ops.aten.add.Tensor, others, term)
+                result = emit.call(torch.ops.aten.add.Tensor, others, result)
+            return result
+
+        chains = [n for s in sides for n in (*reversed(s.chain), s.collective.start)]
+        work.replace(self.name, last.collective.start, (top, *(n for n in inner if n is not top), *chains), build)
+
+
+def _is_sum(node: torch.fx.Node) -> bool:
+    """Addition of two tensors of one shape and dtype."""
+    if node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2 or node.kwargs.get("alpha", 1) != 1:
+        return False
+    a, b = node.args
+    return (
+        isinstance(a, torch.fx.Node)
+        and isinstance(b, torch.fx.Node)
+        and a is not b
+        and len({(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in (a, b, node)}) == 1
+    )
+
+
+def _top_of_sum(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The outermost addition that a value reaches with nobody else reading on the way; None without an addition."""
+    top = None
+    for _ in range(MAX_TERMS):
+        user = step_ahead(node) if top is None else None
+        if user is not None:
+            node = user
+            continue
+        users = list(node.users)
+        if len(users) != 1 or not _is_sum(users[0]):
+            return top
+        top = node = users[0]
+    return top
+
+
+def _terms(top: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+    """The additions of a tree, outermost first, and its terms from left to right."""
+    inner: list[torch.fx.Node] = []
+    terms: list[torch.fx.Node] = []
+    todo = [top]
+    while todo:
+        node = todo.pop()
+        if node is top or (_is_sum(node) and len(node.users) == 1 and len(inner) < MAX_TERMS):
+            inner.append(node)
+            todo += [n for n in reversed(node.args) if isinstance(n, torch.fx.Node)]
         else:
-            gain = work.gain_ns(
-                (first, second), first.kind, (first.input_bytes or 0, first.output_bytes or 0), first.group.ranks
-            )
-            work.replace(second, add, _removed(add, (first, views), (second, others)), _build(first, second, views))
-            work.decide(second, Verdict.APPLIED, Reason.PROFITABLE, f"with {first.start.name}", gain)
-
-    def _side(self, work: Rewriter, node: torch.fx.Node) -> tuple[Collective, list[torch.fx.Node]] | None:
-        """The reduction behind ``node`` and the views between, innermost first."""
-        views: list[torch.fx.Node] = []
-        while node.op == "call_function" and is_view(node) and node not in work.view.collectives_of_wait:
-            if len(node.all_input_nodes) != 1:
-                return None
-            views.append(node)
-            node = node.all_input_nodes[0]
-        for kind in KINDS:
-            found = work.producer(node, kind)
-            if found is not None:
-                return found, views[::-1]
-        return None
+            terms.append(node)
+    return inner, terms
 
 
-def _alike(a: torch.fx.Node, b: torch.fx.Node) -> bool:
-    left, right = a.meta["val"], b.meta["val"]
-    return tuple(left.shape) == tuple(right.shape) and left.dtype == right.dtype
-
-
-def _same_views(a: list[torch.fx.Node], b: list[torch.fx.Node]) -> bool:
-    return [(n.target, n.args[1:], n.kwargs) for n in a] == [(n.target, n.args[1:], n.kwargs) for n in b]
-
-
-def _only_used_here(collective: Collective, views: list[torch.fx.Node], add: torch.fx.Node) -> bool:
-    chain = [collective.waits[0], *views, add]
-    return all(list(node.users) == [after] for node, after in itertools.pairwise(chain))
-
-
-def _removed(
-    add: torch.fx.Node, *sides: tuple[Collective, list[torch.fx.Node]]
-) -> tuple[torch.fx.Node, ...]:
-    removed = [add]
-    for collective, views in sides:
-        removed += [*reversed(views), collective.waits[0], collective.start]
-    return tuple(removed)
-
-
-def _build(
-    first: Collective, second: Collective, views: list[torch.fx.Node]
-) -> Callable[[Emitter], torch.fx.Node]:
-    def build(emit: Emitter) -> torch.fx.Node:
-        total = emit.call(torch.ops.aten.add.Tensor, first.inputs[0], second.inputs[0])
-        if first.kind == "all_reduce":
-            result = reduced(emit, total, first.reduce_op, first.group.name)
-        else:
-            result = scattered(emit, total, first.reduce_op, first.group.size, first.group.name)
-        for view in views:
-            result = emit.call(view.target, result, *view.args[1:], **view.kwargs)
-        return result
-
-    return build
+def _side(work: Work, term: torch.fx.Node) -> Side | None:
+    movement = movement_behind(term)
+    found = work.behind(movement.source, *KINDS)
+    return None if found is None else Side(term, found, movement)

@@ -1,28 +1,30 @@
-"""What the graph rewrites share: chains of collectives, the joint group, decisions, replacing nodes.
+"""What every rewrite works with: the graph's collectives kept up to date while nodes come and go, matches, refusals.
 
-A rewrite looks at collectives in graph order, answers for each of its candidates with a decision, and hands the
-verifier one certificate per application. It uses only the op, the group and the dtype of a node, never local sizes, so
-all ranks decide alike.
+A rewrite is asked about one node at a time (its *root*) and answers with a :class:`Match`, with ``None`` (no candidate)
+or by raising :class:`Refusal`. It decides from op, group and dtype, never from a size that may differ between ranks, so
+all ranks decide alike. Replacing nodes costs their number, not the graph's: the maps of a :class:`Work` are patched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NoReturn, Protocol
 
-import torch
 import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.bucket.emit import Emitter
-from inductor_passes.ir.ops import source_line
-from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.ir import ops
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.view import Collective, describe
 from inductor_passes.pipeline import Context
-from inductor_passes.report import Decision, PassReport, Reason, Verdict
-from inductor_passes.verify import Certificate, Claim
+from inductor_passes.report import Reason
+from inductor_passes.verify import Claim
 
+from .applications import Applications
 from .mesh import product
+from .spec import REDUCE_OPS
 
 Exactness = Literal["exact", "reassociate", "off"]
 #: Reductions that give the same bits however they are grouped.
@@ -35,162 +37,251 @@ def check_exactness(value: str) -> None:
         raise ValueError(f'exactness is {value!r}; expected "exact", "reassociate" or "off"')
 
 
-def may_reassociate(collective: Collective, exactness: Exactness) -> bool:
-    """Whether a tier lets this reduction be regrouped."""
-    whole = all(not d.is_floating_point and not d.is_complex for d in collective.dtypes)
-    free = collective.reduce_op in ORDER_FREE or (whole and collective.reduce_op in ("sum", "product"))
-    return exactness == "reassociate" or (exactness == "exact" and free)
+class Refusal(Exception):
+    """A candidate that a rewrite leaves alone, and why."""
+
+    def __init__(self, reason: Reason, detail: str = "", setting: str = "") -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+        self.setting = setting
 
 
-@dataclass
-class Rewriter:
-    """One rewrite at work on one graph.
+def refuse(reason: Reason, detail: str = "", setting: str = "") -> NoReturn:
+    """Raise :class:`Refusal`."""
+    raise Refusal(reason, detail, setting)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A candidate that may be applied.
 
     Attributes:
-        subject: its name in decisions and certificates, e.g. ``R2``.
+        gain_ns: estimated time saved, link and copies; below 0 the driver refuses.
+        apply: does it; valid as long as nothing was applied since the match.
+        loss: what to say when the gain is below 0.
+        extends: it keeps a tensor alive for longer, so the memory budget has a say.
     """
 
-    subject: str
-    graph: torch.fx.Graph
-    context: Context
-    report: PassReport
-    view: GraphView = field(init=False)
-    _handed_in: int = field(init=False, default=0)
+    gain_ns: int
+    detail: str
+    apply: Callable[[], None]
+    loss: str = "the rewritten form is slower"
+    extends: bool = False
 
-    def __post_init__(self) -> None:
-        self.view = GraphView(self.graph)
-        self._handed_in = len(self.context.certificates)
 
-    def collectives(self, kind: str) -> Iterator[Collective]:
-        """Functional collectives of one kind with one input and one wait, in graph order, as the graph is now."""
-        for start in [c.start for c in self.view.collectives]:
-            current = self.view.by_start.get(start)
-            if current is None or current.kind != kind or current.in_place:
-                continue
-            if len(current.inputs) == 1 and len(current.waits) == 1 and list(start.users) == [current.waits[0]]:
-                yield current
+class Rewrite(Protocol):
+    """One entry of the catalogue; stateless."""
 
-    def producer(self, node: torch.fx.Node, kind: str) -> Collective | None:
-        """The collective of ``kind`` whose only wait is ``node``."""
-        found = self.view.collectives_of_wait.get(node, ())
-        if len(found) != 1 or found[0].kind != kind or found[0].in_place or len(found[0].inputs) != 1:
+    name: ClassVar[str]
+
+    def roots(self, work: Work) -> Iterator[torch.fx.Node]:
+        """Nodes to ask about, in graph order."""
+
+    def match(self, work: Work, root: torch.fx.Node) -> Match | None:
+        """What can be done at a root; None when it is no candidate. Raises :class:`Refusal`."""
+
+
+class Work:
+    """A graph under rewriting.
+
+    Attributes:
+        exactness: the tier.
+        fresh: starts that the last replacement made, and those whose operand it changed.
+        visits: nodes touched by keeping the maps up to date.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, context: Context, exactness: Exactness) -> None:
+        view = context.view(graph)
+        self.graph = graph
+        self.context = context
+        self.exactness = exactness
+        self.applications = Applications()
+        self.fresh: list[torch.fx.Node] = []
+        self.visits = len(view.nodes)
+        self._by_start = dict(view.by_start)
+        self._of_wait = dict(view.collectives_of_wait)
+        self._writers: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        self._gone: set[torch.fx.Node] = set()
+        self._numbered = len(view.collectives)
+        for storage in view.storages.all:
+            if storage.writers:
+                for member in storage.members:
+                    self._writers.setdefault(member, []).extend(storage.writers)
+
+    def alive(self, node: torch.fx.Node) -> bool:
+        """Whether the node is still in the graph."""
+        return node not in self._gone
+
+    def collectives(self, *kinds: str) -> Iterator[torch.fx.Node]:
+        """Starts of simple collectives of these kinds, as the graph is now."""
+        for start in list(self._by_start):
+            if self.collective(start, *kinds) is not None:
+                yield start
+
+    def collective(self, start: torch.fx.Node, *kinds: str) -> Collective | None:
+        """The collective that ``start`` issues when it is simple: functional, one input, one wait, of these kinds."""
+        found = self._by_start.get(start)
+        if found is None or found.kind not in kinds or found.in_place:
             return None
-        return found[0] if list(found[0].start.users) == [node] else None
+        simple = len(found.inputs) == 1 and len(found.waits) == 1 and list(start.users) == [found.waits[0]]
+        return found if simple else None
 
-    def written(self, *nodes: torch.fx.Node) -> bool:
-        """Whether anything in the graph writes to the memory of these nodes."""
-        mine = set(nodes)
-        return any(storage.writers for storage in self.view.storages.all if mine.intersection(storage.members))
+    def behind(self, node: torch.fx.Node, *kinds: str) -> Collective | None:
+        """The simple collective of these kinds whose wait ``node`` is."""
+        found = self._of_wait.get(node, ())
+        return self.collective(found[0].start, *kinds) if len(found) == 1 else None
 
-    def joint_group(self, outer: Collective, inner: Collective) -> tuple[tuple[int, ...], str] | None:
-        """Ranks and name of the flat group over both groups; None when they are no grid or it does not exist."""
+    def is_wait(self, node: torch.fx.Node) -> bool:
+        """Whether the node is the wait of a known collective."""
+        return node in self._of_wait
+
+    def unwritten(self, node: torch.fx.Node, since: torch.fx.Node, until: torch.fx.Node) -> None:
+        """Refuse when something writes to the memory of ``node`` from ``since`` to ``until``."""
+        if any(not (writer < since) and not (until < writer) for writer in self._writers.get(node, ())):
+            refuse(Reason.DATA_DEPENDENCY, f"{node.name} is written to")
+
+    def is_written(self, node: torch.fx.Node) -> bool:
+        """Whether anything in the graph writes to the memory of the node."""
+        return bool(self._writers.get(node))
+
+    def never_written(self, *nodes: torch.fx.Node) -> None:
+        """Refuse when anything in the graph writes to the memory of these nodes."""
+        for node in nodes:
+            if self.is_written(node):
+                refuse(Reason.DATA_DEPENDENCY, f"{node.name} is written to")
+
+    def joint_group(self, outer: Collective, inner: Collective) -> tuple[tuple[int, ...], str]:
+        """Ranks and name of the flat group over both groups."""
         ranks = product(outer.group.ranks, inner.group.ranks)
-        name = None if ranks is None else _torch.group_name_of(ranks)
-        return None if ranks is None or name is None else (ranks, name)
-
-    def gain_ns(self, before: Sequence[Collective], kind: str, sizes: tuple[int, int], ranks: tuple[int, ...]) -> int:
-        """Link time saved when ``before`` become one collective of ``sizes`` (input, output bytes)."""
-        price = self.context.profile.communication_ns
-        spent = sum(price(c.kind, c.input_bytes or 0, c.output_bytes or 0, c.group.ranks) for c in before)
-        return spent - price(kind, *sizes, ranks)
-
-    def decide(
-        self, at: Collective, verdict: Verdict, reason: Reason, detail: str = "", gain_ns: int = 0, setting: str = ""
-    ) -> None:
-        """Record what became of a candidate."""
-        self.report.decisions.append(
-            Decision(
-                subject=self.subject,
-                node=at.start.name,
-                verdict=verdict,
-                reason=reason,
-                detail=detail,
-                source=source_line(at.start),
-                group=at.group.name,
-                gain_ns=gain_ns,
-                setting=setting,
+        if ranks is None:
+            refuse(Reason.DIFFERENT_GROUP, "the groups form no grid")
+        name = _torch.group_name_of(ranks)
+        if name is None:
+            refuse(
+                Reason.DIFFERENT_GROUP,
+                f"no process group of the {len(ranks)} ranks of both",
+                "inductor_passes.prepare_groups(mesh) before compiling",
             )
-        )
+        return ranks, name
 
-    def refuse(self, at: Collective, reason: Reason, detail: str = "", setting: str = "") -> None:
-        """Record a refusal."""
-        self.decide(at, Verdict.REFUSED, reason, detail, setting=setting)
+    def same_reduction(self, first: Collective, second: Collective) -> None:
+        """Refuse unless two reductions may be regrouped: one op, and a tier that lets its sums change order."""
+        if first.reduce_op != second.reduce_op or first.reduce_op not in REDUCE_OPS:
+            refuse(Reason.MIXED_REDUCE_OP, f"{first.reduce_op} and {second.reduce_op}")
+        self.may_reassociate(second)
+
+    def may_reassociate(self, reduction: Collective, detail: str = "sums in another order") -> None:
+        """Refuse unless the tier lets this reduction be regrouped."""
+        whole = all(not d.is_floating_point and not d.is_complex for d in reduction.dtypes)
+        free = reduction.reduce_op in ORDER_FREE or (whole and reduction.reduce_op in ("sum", "product"))
+        if not free and self.exactness != "reassociate":
+            refuse(Reason.NUMERICS, detail, 'redistribute="reassociate"')
+
+    def link_ns(self, kind: str, input_bytes: int | None, output_bytes: int | None, ranks: tuple[int, ...]) -> int:
+        """Time of one collective."""
+        return self.context.profile.communication_ns(kind, input_bytes or 0, output_bytes or 0, ranks)
+
+    def price_ns(self, *collectives: Collective) -> int:
+        """Time of collectives as they are."""
+        return sum(self.link_ns(c.kind, c.input_bytes, c.output_bytes, c.group.ranks) for c in collectives)
+
+    def copy_ns(self, size_bytes: int) -> int:
+        """Time of copying a tensor: read plus write."""
+        return self.context.profile.compute_ns(0, 2 * size_bytes, "float32")
 
     def replace(
         self,
-        origin: Collective,
-        result: torch.fx.Node,
+        subject: str,
+        origin: torch.fx.Node,
         removed: Sequence[torch.fx.Node],
-        build: Callable[[Emitter], torch.fx.Node],
-        claim: Claim = Claim.REPLACE,
+        build: Callable[[Emitter], torch.fx.Node | Iterable[tuple[torch.fx.Node, torch.fx.Node]]],
+        *,
+        result: torch.fx.Node | None = None,
         before: torch.fx.Node | None = None,
+        claim: Claim = Claim.REPLACE,
     ) -> None:
-        """Put what ``build`` emits in the place of ``result`` and erase ``removed`` (users before producers).
+        """Put what ``build`` emits in the place of ``result`` (default: the first of ``removed``); erase ``removed``.
 
-        New nodes come in front of ``before`` (default: ``result``).
+        Args:
+            subject: the rewrite's name.
+            origin: the node whose source line, annotations and tags the new nodes inherit.
+            removed: nodes that go, users before producers; what only they needed goes too when it is pure.
+            build: emits nodes; returns the one that stands for ``result``, or (old, new) pairs for several results.
+            before: new nodes come in front of it (default: ``result``).
         """
+        result = result or removed[0]
         emitter = Emitter(self.graph, (before or result).prev)
-        with emitter.standing_for(origin.start):
-            new = build(emitter)
-        names = tuple(node.name for node in removed)
-        result.replace_all_uses_with(new)
+        with emitter.standing_for(origin):
+            built = build(emitter)
+        pairs = [(result, built)] if isinstance(built, torch.fx.Node) else list(built)
+        names = [node.name for node in removed]
+        redirected = []
+        made = set(emitter.made)
+        for old, new in pairs:
+            if old in self._writers:
+                # Whoever writes to the old result writes to the new one: nothing may look unwritten that is not.
+                for node in (new, *emitter.made):
+                    self._writers.setdefault(node, []).extend(self._writers[old])
+            old.replace_all_uses_with(new)
+            if new not in made:
+                redirected.append((old.name, new.name))
+        inputs = [n for node in removed for n in node.all_input_nodes]
         for node in removed:
-            self.graph.erase_node(node)
-        added = tuple(node.name for node in emitter.made)
-        redirected = ((result.name, new.name),) if new.name not in added else ()
-        self._certify(Certificate(self.subject, names, added, redirected, claim))
-        self.report.changed = True
-        self.view = GraphView(self.graph)
+            self._erase(node)
+        self._sweep(inputs)
+        self.applications.add(subject, names, [n.name for n in emitter.made], redirected, claim)
+        self._enter(emitter.made, [new for _, new in pairs])
 
-    def drop(
-        self, origin: Collective, result: torch.fx.Node, removed: Sequence[torch.fx.Node], kept: torch.fx.Node
-    ) -> None:
-        """Users of ``result`` read ``kept``, which exists; ``removed`` is erased."""
+    def drop(self, subject: str, origin: torch.fx.Node, removed: Sequence[torch.fx.Node], kept: torch.fx.Node) -> None:
+        """Users of the first of ``removed`` read ``kept``, which exists; ``removed`` is erased."""
+        self.replace(subject, origin, removed, lambda _: kept, claim=Claim.REMOVE)
 
-        def build(emitter: Emitter) -> torch.fx.Node:
-            return kept
+    def _erase(self, node: torch.fx.Node) -> None:
+        self.visits += 1
+        self._by_start.pop(node, None)
+        self._of_wait.pop(node, None)
+        self._gone.add(node)
+        self.graph.erase_node(node)
 
-        self.replace(origin, result, removed, build, Claim.REMOVE)
+    def _sweep(self, nodes: list[torch.fx.Node]) -> None:
+        """Erase pure nodes that nobody reads any more."""
+        while nodes:
+            node = nodes.pop()
+            if node in self._gone or node.users or node.op != "call_function" or node in self._writers:
+                continue
+            role = ops.role(node)
+            if role not in (Role.FREE, Role.COMPUTE) or ops.effect_channel(node, role) or ops.mutated_inputs(node):
+                continue
+            nodes.extend(node.all_input_nodes)
+            self._erase(node)
 
-    def _certify(self, new: Certificate) -> None:
-        """Hand in a certificate, joined with earlier ones of this pass whose nodes it removes: the verifier compares
-        the graph before the pass with the graph after it."""
-        certificates = self.context.certificates
-        for old in [c for c in certificates[self._handed_in :] if set(c.added) & set(new.removed)]:
-            certificates.remove(old)
-            new = Certificate(
-                self.subject,
-                (*old.removed, *(n for n in new.removed if n not in old.added)),
-                (*(n for n in old.added if n not in new.removed), *new.added),
-                (*(pair for pair in old.replaced if pair[1] not in new.removed), *new.replaced),
-                new.claim if new.claim is old.claim else Claim.REPLACE,
-            )
-        certificates.append(new)
+    def _enter(self, made: list[torch.fx.Node], results: list[torch.fx.Node]) -> None:
+        """Take up new collectives; describe those anew whose operand is another node now."""
+        self.fresh = []
+        for node in made:
+            self.visits += 1
+            if ops.role(node) is Role.START:
+                waits = tuple(user for user in node.users if ops.is_wait(user))
+                self._take(node, waits)
+        for result in results:
+            for user in result.users:
+                self.visits += 1
+                known = self._by_start.get(user)
+                if known is not None:
+                    self._take(user, known.waits)
+
+    def _take(self, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> None:
+        self._numbered += 1
+        collective = describe(self._numbered, start, waits)
+        self._by_start[start] = collective
+        for wait in waits:
+            others = tuple(c for c in self._of_wait.get(wait, ()) if c.start is not start)
+            self._of_wait[wait] = (*others, collective)
+        self.fresh.append(start)
 
 
-def reduced(emitter: Emitter, tensor: torch.fx.Node, op: str, group: str) -> torch.fx.Node:
-    """``wait(all_reduce(tensor))``."""
-    start = emitter.call(_torch.collective_op("all_reduce"), tensor, op, group)
-    return emitter.call(_torch.collective_op("wait_tensor"), start)
-
-
-def gathered(emitter: Emitter, tensor: torch.fx.Node, size: int, group: str) -> torch.fx.Node:
-    """``wait(all_gather(tensor))`` along dimension 0."""
-    start = emitter.call(_torch.collective_op("all_gather_into_tensor"), tensor, size, group)
-    return emitter.call(_torch.collective_op("wait_tensor"), start)
-
-
-def scattered(emitter: Emitter, tensor: torch.fx.Node, op: str, size: int, group: str) -> torch.fx.Node:
-    """``wait(reduce_scatter(tensor))`` along dimension 0."""
-    start = emitter.call(_torch.collective_op("reduce_scatter_tensor"), tensor, op, size, group)
-    return emitter.call(_torch.collective_op("wait_tensor"), start)
-
-
-def transposed(emitter: Emitter, tensor: torch.fx.Node, rows: int, columns: int) -> torch.fx.Node:
-    """Dimension 0 read as a ``rows x columns`` grid of equal chunks, in column order."""
-    shape = list(tensor.meta["val"].shape)
-    chunk = shape[0] // (rows * columns)
-    grid = emitter.view(tensor, [rows, columns, chunk, *shape[1:]])
-    swapped = emitter.call(torch.ops.aten.permute.default, grid, [1, 0, *range(2, 2 + len(shape))])
-    dense = emitter.call(torch.ops.aten.clone.default, swapped, memory_format=torch.contiguous_format)
-    return emitter.view(dense, shape)
+def one_reader(node: torch.fx.Node, reader: torch.fx.Node, what: str) -> None:
+    """Refuse when anything but ``reader`` reads ``node``."""
+    if list(node.users) != [reader]:
+        refuse(Reason.DATA_DEPENDENCY, f"{what} has other readers")

@@ -21,7 +21,6 @@ from typing import ClassVar, Literal
 
 import torch.fx
 
-from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, arrange, schedule_report
 from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
@@ -39,7 +38,7 @@ class ReorderPass:
 
     def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
         """Plan and apply; the input order stays when nothing better fits the budget."""
-        view = GraphView(graph)
+        view = context.view(graph)
         report = PassReport(self.name)
         try:
             fx = build(view, context.profile, name=context.report.phase, estimator=context.config.estimator)

@@ -1,0 +1,181 @@
+"""All rewrites to a fixpoint, the one that saves most time first.
+
+Every root that a rewrite matches enters a queue with its estimated gain (link time and copies, from the cost profile).
+The best one is matched again, since what was applied meanwhile may have changed its surroundings, applied, and the
+collectives that this made or moved next to each other are asked again. When the queue is empty every root is asked once
+more, until a round applies nothing. Ties go to the order of the catalogue, then of the graph, so all ranks do the same.
+
+Rounds and applications are bounded; every rewrite lowers the estimated time or keeps it and lowers the number of
+collectives or of bytes copied, so the bound is a guard and not part of the method.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import torch.fx
+
+from inductor_passes import verify
+from inductor_passes.ir.ops import source_line
+from inductor_passes.pipeline import Context
+from inductor_passes.report import Decision, PassReport, Reason, Verdict
+
+from .rewrites import REWRITES
+from .rewriting import Exactness, Match, Refusal, Rewrite, Work, check_exactness
+
+MAX_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class RewriteCollectives:
+    """The pass.
+
+    Attributes:
+        exactness: which rewrites may be applied, see ``docs/redistribute.md``; ``off`` decides but applies nothing.
+        only: names of rewrites to run, e.g. ``("R1",)``; () for all.
+    """
+
+    exactness: Exactness = "exact"
+    only: tuple[str, ...] = ()
+    name: str = "redistribute"
+    group_order: ClassVar[Literal["kept", "any"]] = "any"
+
+    def __post_init__(self) -> None:
+        check_exactness(self.exactness)
+        known = [rewrite.name for rewrite in REWRITES]
+        for name in self.only:
+            if name not in known:
+                raise ValueError(f"there is no rewrite {name!r}; expected some of {', '.join(known)}")
+
+    @property
+    def rewrites(self) -> tuple[Rewrite, ...]:
+        """What runs."""
+        return tuple(r for r in REWRITES if not self.only or r.name in self.only)
+
+    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
+        """Apply rewrites until none matches. What lengthens lifetimes is undone when the memory budget says so."""
+        run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness)
+        run.to_fixpoint()
+        if run.extended and context.snapshot is not None and _over_budget(graph, context):
+            context.snapshot.restore()
+            context.forget_view()
+            run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend=False)
+            run.to_fixpoint()
+        context.certificates.extend(run.work.applications.certificates())
+        report = PassReport(self.name, changed=bool(run.applied))
+        report.decisions = [*run.applied, *run.refused.values()]
+        report.metrics = {"applied": len(run.applied), "rounds": run.rounds, "visits": run.work.visits}
+        return report
+
+
+def _over_budget(graph: torch.fx.Graph, context: Context) -> bool:
+    before = context.snapshot.reference.peak_bytes if context.snapshot is not None else None
+    after = verify.peak_bytes(graph)
+    if before is None or after is None:
+        return False
+    limit = context.config.budget.limit_bytes(before)
+    return limit is not None and after > limit
+
+
+@dataclass
+class _Run:
+    work: Work
+    rewrites: tuple[Rewrite, ...]
+    exactness: Exactness
+    may_extend: bool = True
+    applied: list[Decision] = field(default_factory=list)
+    refused: dict[tuple[str, str], Decision] = field(default_factory=dict)
+    queue: list[tuple[int, int, int, torch.fx.Node]] = field(default_factory=list)
+    extended: bool = False
+    rounds: int = 0
+    _entered: int = 0
+
+    def to_fixpoint(self) -> None:
+        allowance = 16 + 4 * sum(1 for _ in self.work.graph.nodes)
+        while self.rounds < MAX_ROUNDS:
+            self.rounds += 1
+            done = len(self.applied)
+            for number, rewrite in enumerate(self.rewrites):
+                for root in list(rewrite.roots(self.work)):
+                    self._ask(number, root)
+            while self.queue and len(self.applied) < allowance:
+                self._apply_best()
+            if len(self.applied) == done:
+                return
+
+    def _ask(self, number: int, root: torch.fx.Node) -> Match | None:
+        match = self._matched(number, root)
+        if match is not None:
+            heapq.heappush(self.queue, (-match.gain_ns, number, self._entered, root))
+            self._entered += 1
+        return match
+
+    def _matched(self, number: int, root: torch.fx.Node) -> Match | None:
+        rewrite = self.rewrites[number]
+        self.work.visits += 1
+        key = (rewrite.name, root.name)
+        self.refused.pop(key, None)
+        try:
+            match = rewrite.match(self.work, root)
+            if match is None:
+                return None
+            if self.exactness == "off":
+                raise Refusal(Reason.DISABLED, match.detail, 'redistribute="exact"')
+            if match.gain_ns < 0:
+                raise Refusal(Reason.NOT_PROFITABLE, f"{match.loss} by {-match.gain_ns} ns")
+            if match.extends and not self.may_extend:
+                raise Refusal(Reason.MEMORY_BUDGET, "keeps a tensor alive for longer", 'memory_budget="unlimited"')
+        except Refusal as refusal:
+            self.refused[key] = _decision(
+                rewrite, root, Verdict.REFUSED, refusal.reason, refusal.detail, 0, refusal.setting
+            )
+            return None
+        return match
+
+    def _apply_best(self) -> None:
+        gain, number, _, root = heapq.heappop(self.queue)
+        if not self.work.alive(root):
+            return
+        match = self._matched(number, root)
+        if match is None:
+            return
+        if -match.gain_ns > gain:
+            heapq.heappush(self.queue, (-match.gain_ns, number, self._entered, root))
+            self._entered += 1
+            return
+        # The decision is written first: afterwards the root may be gone.
+        rewrite = self.rewrites[number]
+        self.applied.append(
+            _decision(rewrite, root, Verdict.APPLIED, Reason.PROFITABLE, match.detail, match.gain_ns)
+        )
+        match.apply()
+        self.extended |= match.extends
+        for fresh in self.work.fresh:
+            for other, _ in enumerate(self.rewrites):
+                if self.work.alive(fresh):
+                    self._ask(other, fresh)
+
+
+def _decision(
+    rewrite: Rewrite,
+    root: torch.fx.Node,
+    verdict: Verdict,
+    reason: Reason,
+    detail: str,
+    gain_ns: int,
+    setting: str = "",
+) -> Decision:
+    groups = [a for a in root.args if isinstance(a, str) and root.op == "call_function"]
+    return Decision(
+        subject=rewrite.name,
+        node=root.name,
+        verdict=verdict,
+        reason=reason,
+        detail=detail,
+        source=source_line(root),
+        group=groups[-1] if groups else "",
+        gain_ns=gain_ns,
+        setting=setting,
+    )

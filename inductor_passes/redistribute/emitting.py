@@ -1,0 +1,52 @@
+"""Small graphs that several rewrites emit: a collective with its wait, and dimension 0 read as a grid."""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.bucket.emit import Emitter
+
+
+def reduced(emitter: Emitter, tensor: torch.fx.Node, op: str, group: str) -> torch.fx.Node:
+    """``wait(all_reduce(tensor))``."""
+    start = emitter.call(_torch.collective_op("all_reduce"), tensor, op, group)
+    return emitter.call(_torch.collective_op("wait_tensor"), start)
+
+
+def gathered(emitter: Emitter, tensor: torch.fx.Node, size: int, group: str) -> torch.fx.Node:
+    """``wait(all_gather(tensor))`` along dimension 0."""
+    start = emitter.call(_torch.collective_op("all_gather_into_tensor"), tensor, size, group)
+    return emitter.call(_torch.collective_op("wait_tensor"), start)
+
+
+def scattered(emitter: Emitter, tensor: torch.fx.Node, op: str, size: int, group: str) -> torch.fx.Node:
+    """``wait(reduce_scatter(tensor))`` along dimension 0."""
+    start = emitter.call(_torch.collective_op("reduce_scatter_tensor"), tensor, op, size, group)
+    return emitter.call(_torch.collective_op("wait_tensor"), start)
+
+
+def exchanged(
+    emitter: Emitter, tensor: torch.fx.Node, received: list[int], sent: list[int], group: str
+) -> torch.fx.Node:
+    """``wait(all_to_all(tensor))`` along dimension 0 with these splits."""
+    start = emitter.call(_torch.collective_op("all_to_all_single"), tensor, received, sent, group)
+    return emitter.call(_torch.collective_op("wait_tensor"), start)
+
+
+def dense(emitter: Emitter, tensor: torch.fx.Node) -> torch.fx.Node:
+    """The tensor in row-major memory; itself when it is."""
+    if tensor.meta["val"].is_contiguous():
+        return tensor
+    return emitter.call(torch.ops.aten.clone.default, tensor, memory_format=torch.contiguous_format)
+
+
+def transposed(emitter: Emitter, tensor: torch.fx.Node, rows: int, columns: int) -> torch.fx.Node:
+    """Dimension 0 read as a ``rows x columns`` grid of equal chunks, in column order."""
+    shape = list(tensor.meta["val"].shape)
+    chunk = shape[0] // (rows * columns)
+    grid = emitter.view(tensor, [rows, columns, chunk, *shape[1:]])
+    swapped = emitter.call(torch.ops.aten.permute.default, grid, [1, 0, *range(2, 2 + len(shape))])
+    packed = emitter.call(torch.ops.aten.clone.default, swapped, memory_format=torch.contiguous_format)
+    return emitter.view(packed, shape)

@@ -1,0 +1,123 @@
+"""FX graphs built by hand, rewritten, and run on all ranks of a (2, 4) mesh in one process."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from redistribute_ranks import simulate, simulated
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from inductor_passes import _torch, verify
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.pipeline import Context, new_report
+from inductor_passes.redistribute.driver import RewriteCollectives
+from inductor_passes.redistribute.mesh import Mesh
+from inductor_passes.redistribute.prepare import group_name, prepare_groups
+
+MESH = Mesh((2, 4))
+
+
+@contextlib.contextmanager
+def world():
+    with simulated(8):
+        prepare_groups(MESH)
+        yield {m: group_name(MESH, m) for m in ((0,), (1,), (0, 1))}
+
+
+def rewrite(name, exactness="exact"):
+    return RewriteCollectives(exactness, only=(name,))
+
+
+class Program:
+    """A graph under construction."""
+
+    def __init__(self, *shapes, dtype=torch.float32):
+        self.graph = torch.fx.Graph()
+        self.mode = FakeTensorMode()
+        self.inputs = []
+        self.results = []
+        for i, shape in enumerate(shapes):
+            node = self.graph.placeholder(f"x{i}")
+            with _disable_current_modes(), self.mode:
+                node.meta["val"] = torch.empty(shape, dtype=dtype)
+            self.inputs.append(node)
+
+    def call(self, target, *args, **kwargs):
+        node = self.graph.call_function(target, args, kwargs)
+        fakes = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with _disable_current_modes(), self.mode:
+            node.meta["val"] = target(*fakes[0], **fakes[1])
+        return node
+
+    def collective(self, name, *args):
+        return self.call(_torch.collective_op("wait_tensor"), self.call(_torch.collective_op(name), *args))
+
+    def output(self, *nodes):
+        self.graph.output(nodes)
+        return self.graph
+
+
+def context_for(graph, **settings):
+    """A context as the plugin makes it, with the defaults of a GPU."""
+    config, profile = PassConfig.from_mapping(settings), CostProfile.default("cuda", 8)
+    return Context(config, profile, new_report(graph, True, config, profile), False)
+
+
+def text(graph):
+    """One line: ops in order with their inputs, collectives with the size of their group."""
+    words = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = str(node.target).split(".")[1]
+        if name == "wait_tensor":
+            continue
+        groups = [a for a in node.args if isinstance(a, str) and a.isdigit()]
+        ranks = [len(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(g))) for g in groups]
+        words.append(name + (f"[{ranks[0]}]" if ranks else ""))
+    return " ".join(words)
+
+
+def run_on_all_ranks(graph, shapes, dtype=torch.float32):
+    with _disable_current_modes():
+        generator = torch.Generator().manual_seed(1)
+        values = [
+            {r: torch.randint(-4, 5, shape, generator=generator).to(dtype) for r in range(8)} for shape in shapes
+        ]
+    outputs = torch.fx.GraphModule(torch.nn.Module(), graph)(*(simulate(v) for v in values))
+    return [dict(o._local_tensors) for o in outputs]
+
+
+def apply(pass_, graph, shapes, dtype=torch.float32):
+    """Text before and after, the report; results are equal on all ranks and the verifier is content."""
+    with _disable_current_modes():
+        before = text(graph)
+        reference = verify.snapshot(graph)
+    wanted = run_on_all_ranks(graph, shapes, dtype)
+    with _disable_current_modes():
+        context = context_for(graph)
+        report = pass_.run(graph, context)
+        graph.lint()
+        findings = verify.check(
+            graph, reference=reference, certificates=context.certificates, group_order=pass_.group_order
+        )
+        assert not findings, findings
+    got = run_on_all_ranks(graph, shapes, dtype)
+    for a, b in zip(wanted, got):
+        assert all(torch.equal(a[r], b[r]) and a[r].dtype == b[r].dtype for r in a)
+    return before, text(graph), report
+
+
+def nested(name, order, groups, *, op=None, dtype=torch.float32, size=16):
+    program = Program((size, 3), dtype=dtype)
+    node = program.inputs[0]
+    for m in order:
+        extra = () if op is None else (op,)
+        if name != "all_reduce":
+            extra += (MESH.shape[m],)
+        node = program.collective(name, node, *extra, groups[(m,)])
+    return program.output(node)
