@@ -9,11 +9,12 @@ import sys
 import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from verify_graphs import Builder, Program, apply_order, aten, fake_world, random_program
+from verify_graphs import Builder, Program, apply_order, aten, c10d, fake_world, random_program
 
 from inductor_passes import verify
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import GraphView
+from inductor_passes.verify.events import Action
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +158,41 @@ def test_effects_keep_their_channels(groups):
     plain = b.call(aten.relu.default, x)
     channels = [ops.effect_channel(n, ops.role(n)) for n in (draw, check, saved, plain)]
     assert channels == ["random", "assert", "random", ""]
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("given", [False, True], ids=["buffer of the graph", "buffer of the caller"])
+def test_what_receives_writes_its_buffer_until_the_wait(groups, batched: bool, given: bool):
+    """Its schema is functional, but the buffer is written and returned."""
+
+    def graph(early: str = "") -> torch.fx.Graph:
+        b = Builder(groups)
+        x, place = b.input(4, 4), b.input(4, 4)
+        buffer = place if given else b.call(aten.zeros_like.default, place)
+        if batched:
+            both = b.call(c10d.batch_p2p_ops.default, ["isend", "irecv"], [1, 1], [0, 0], [x, buffer], groups["world"])
+            sent, received = (b.call(operator.getitem, both, i) for i in range(2))
+        else:
+            sent = b.call(c10d.isend.default, x, 1, 0, groups["world"])
+            received = b.call(c10d.irecv.default, buffer, 1, 0, groups["world"])
+        if early == "read":
+            b.call(aten.relu.default, buffer)
+        if early:
+            b.call(aten.mul_.Tensor, {"read": x, "write": x, "overwrite": buffer}[early], 2)
+        for one in (sent, received):
+            b.call(c10d.wait_tensor.default, one)
+        b.outputs = [b.call(aten.relu.default, buffer)]
+        return b.finish().graph
+
+    legal = graph()
+    assert verify.check(legal) == []
+    view = GraphView(legal)
+    reader = next(n for n in legal.nodes if n.target is aten.relu.default)
+    last_wait = [n for n in legal.nodes if n.target is c10d.wait_tensor.default][-1]
+    assert (last_wait, reader) in view.ordering_edges()
+    assert [len(e.starts) for e in verify.snapshot(legal).events if e.action is Action.WAIT] == [1, 1]
+    assert {f.rule for f in verify.check(graph("read"))} == {"read-before-wait", "write-in-flight"}
+    assert {f.rule for f in verify.check(graph("write"))} == {"write-in-flight"}
+    assert {f.rule for f in verify.check(graph("overwrite"))} >= {"write-in-flight"}
+    reader.append(last_wait)
+    assert "read-before-wait" in {f.rule for f in verify.check(legal)}

@@ -40,6 +40,17 @@ from inductor_passes.verify.snapshot import finding_key
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
+#: Operators that no pass knows: a pure one, and one that writes to its first argument.
+_LIBRARY = torch.library.Library("fuzz", "DEF")
+_LIBRARY.define("unknown(Tensor x) -> Tensor")
+_LIBRARY.define("scribble(Tensor(a!) x, Tensor y) -> ()")
+_LIBRARY.impl("unknown", lambda x: x.clone(), "CompositeExplicitAutograd")
+_LIBRARY.impl("unknown", torch.empty_like, "Meta")
+_LIBRARY.impl("scribble", lambda x, y: [x.copy_(y.remainder(5))].clear(), "CompositeExplicitAutograd")
+_LIBRARY.impl("scribble", lambda x, y: None, "Meta")
+unknown = torch.ops.fuzz.unknown.default
+scribble = torch.ops.fuzz.scribble.default
+
 Step = tuple[str, int, int, int]
 Timing = Literal["prompt", "late"]
 
@@ -50,6 +61,9 @@ POISON = 99
 #: In the verifier's message about an operator that is not in place but may become so.
 IN_PLACE = "Inductor may do it in place"
 LARGEST = 4096
+#: The host reads an element of a tensor.
+SEEN = aten._local_scalar_dense.default
+TRANSFERS = {c10d.isend.default, c10d.irecv.default, c10d.batch_p2p_ops.default}
 STEPS = {
     "input": 2,
     "pointwise": 6,
@@ -71,7 +85,16 @@ STEPS = {
     "all_reduce_in_place": 2,
     "all_reduce_coalesced": 2,
     "all_to_all": 4,
+    "all_reduce_coalesced_in_place": 1,
+    "reduce_scatter_out": 2,
     "broadcast": 2,
+    "broadcast_in_place": 2,
+    "exchange": 2,
+    "send_and_receive": 2,
+    "unknown": 1,
+    "scribble": 1,
+    "host": 1,
+    "check": 1,
     "matmul_chain": 2,
 }
 
@@ -234,8 +257,10 @@ class _Builder:
         flight = self.flights.pop(index % len(self.flights))
         for result in flight.results:
             node = self.call(c10d.wait_tensor.default, result)
-            self._keep(node, result, flight.bound)
-            self.waited.append(result)
+            empty = result.meta["val"].numel() == 0  # what stands for a message that was sent
+            self._keep(node, result, flight.bound, value=not empty)
+            if not empty:
+                self.waited.append(result)
 
     # Steps. Each takes three integers.
 
@@ -431,6 +456,94 @@ class _Builder:
             # From the first rank of the world: the groups of a mesh have different first ranks.
             self.launch(self.call(c10d.broadcast.default, x, 0, self.groups[0]), [x], self.bound[x])
 
+    def _broadcast_in_place(self, a: int, b: int, c: int) -> None:
+        if (x := self._operand(a)) is not None:
+            own = self._keep(self.call(aten.clone.default, x), None, self.bound[x])
+            self.launch(self.call(c10d.broadcast_.default, own, 0, self.groups[0]), [own], self.bound[own], into=own)
+
+    def _all_reduce_coalesced_in_place(self, a: int, b: int, c: int) -> None:
+        size = self.sizes[b % 3]
+        xs = [x for i in (a, c) if (x := self._operand(i, 1, size)) is not None]
+        if len(xs) == 2 and xs[0].meta["val"].dtype == xs[1].meta["val"].dtype:
+            bound = max(self.bound[x] for x in xs) * size
+            own = [self._keep(self.call(aten.clone.default, x), None, bound) for x in xs]
+            start = self.call(c10d.all_reduce_coalesced_.default, own, "sum", self.groups[b % 3])
+            self._keep(start, None, bound, value=False)
+            results = [self.call(operator.getitem, start, i) for i in range(2)]
+            for result, buffer in zip(results, own):
+                self._keep(result, buffer, bound, value=False)
+            touched = {self.buffer[n] for n in own}
+            self.flights.append(_Flight(results, touched, touched, bound))
+
+    def _reduce_scatter_out(self, a: int, b: int, c: int) -> None:
+        size = self.sizes[b % 3]
+        if (x := self._operand(a, size, size)) is not None:
+            fake = x.meta["val"]
+            out = self.call(aten.empty.memory_format, [fake.shape[0] // size, fake.shape[1]], dtype=fake.dtype)
+            self._keep(out, None, self.bound[x] * size, value=False)
+            start = self.call(c10d.reduce_scatter_tensor_out.default, x, "sum", size, self.groups[b % 3], out=out)
+            self.launch(start, [x], self.bound[x] * size, into=out)
+
+    # Transfers: the graph is rank 0's; every rank has its neighbour where this one has rank 1.
+
+    def _landing_place(self, x: torch.fx.Node) -> torch.fx.Node:
+        return self._keep(self.call(aten.zeros_like.default, x), None, self.bound[x])
+
+    def _exchange(self, a: int, b: int, c: int) -> None:
+        """A send and a receive in one batch."""
+        if (x := self._operand(a)) is None:
+            return
+        buffer = self._landing_place(x)
+        both = ([x, buffer], ["isend", "irecv"]) if c % 2 else ([buffer, x], ["irecv", "isend"])
+        batch = self.call(c10d.batch_p2p_ops.default, both[1], [1, 1], [0, 0], both[0], self.groups[0])
+        self._keep(batch, None, self.bound[x], value=False)
+        results = [self.call(operator.getitem, batch, i) for i in range(2)]
+        for result, tensor in zip(results, both[0]):
+            self._keep(result, buffer if tensor is buffer else None, self.bound[x], value=False)
+        writes = {self.buffer[r] for r in results}
+        self.flights.append(_Flight(results, {self.buffer[x]}, writes, self.bound[x]))
+
+    def _send_and_receive(self, a: int, b: int, c: int) -> None:
+        """Apart, in two nodes with waits of their own; often read through the buffer instead of the wait's result."""
+        if (x := self._operand(a)) is not None:
+            self.launch(self.call(c10d.isend.default, x, 1, b % 4, self.groups[0]), [x], self.bound[x])
+            buffer = self._landing_place(x)
+            received = self.call(c10d.irecv.default, buffer, 1, b % 4, self.groups[0])
+            self.launch(received, [], self.bound[x], into=buffer)
+            if c % 2:
+                self.land(-1)
+
+    # Fences and effects.
+
+    def _unknown(self, a: int, b: int, c: int) -> None:
+        if (x := self.pick(a)) is not None:
+            self._keep(self.call(unknown, x), None, self.bound[x])
+
+    def _scribble(self, a: int, b: int, c: int) -> None:
+        if (x := self.pick(a, self.free)) is None:
+            return
+        like = x.meta["val"]
+        y = self.pick(c, lambda n: n.meta["val"].shape == like.shape and self.buffer[n] != self.buffer[x])
+        if y is not None:
+            self.call(scribble, x, y)
+            for other in self.buffer:
+                if self.buffer[other] == self.buffer[x]:
+                    self.bound[other] = max(self.bound[other], 5)
+
+    def _host(self, a: int, b: int, c: int) -> None:
+        """The host looks at an element."""
+        if (x := self.pick(a)) is not None:
+            row = self._keep(self.call(aten.select.int, x, 0, 0), x, self.bound[x], value=False)
+            element = self._keep(self.call(aten.select.int, row, 0, 0), x, self.bound[x], value=False)
+            node = self.graph.call_function(SEEN, (element,))
+            node.meta["val"] = 0.0
+
+    def _check(self, a: int, b: int, c: int) -> None:
+        if (x := self.pick(a)) is not None:
+            holds = self._keep(self.call(aten.eq.Tensor, x, x), None, 1, value=False)
+            holds = self._keep(self.call(aten.all.default, holds), None, 1, value=False)
+            self.call(aten._assert_async.msg, holds, "not equal to itself")
+
     def finish(self) -> torch.fx.GraphModule:
         while self.flights:
             self.land(0)
@@ -489,6 +602,7 @@ def execute(gm: torch.fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], 
     torch.manual_seed(7)
     env: dict[torch.fx.Node, Any] = {}
     pending: dict[torch.fx.Node, Callable[[], None]] = {}
+    mail = _Mail()
     feed = iter(inputs)
     with LocalTensorMode(ranks):
         held: list[Any] = []
@@ -500,9 +614,19 @@ def execute(gm: torch.fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], 
             elif node.op == "get_attr":
                 env[node] = operator.attrgetter(str(node.target))(gm)
             elif node.op == "output":
-                outputs = _leaves(torch.fx.node.map_arg(node.args[0], env.__getitem__))
+                outputs += _leaves(torch.fx.node.map_arg(node.args[0], env.__getitem__))
             else:
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+                if node.target is SEEN:
+                    outputs.append(args[0].clone())
+                    continue
+                if node.target in TRANSFERS:
+                    env[node], arrive = mail.transfer(node.target, args, timing == "late")
+                    if timing == "late":
+                        pending[node] = arrive
+                    else:
+                        arrive()
+                    continue
                 if timing == "late" and _is_start(node):
                     env[node], pending[node] = _start_late(node.target, args, kwargs)
                     continue
@@ -516,6 +640,53 @@ def execute(gm: torch.fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], 
         return [t._local_tensors[r] for t in [*outputs, *held] for r in range(ranks)]
 
 
+class _Letter:
+    """A message: what it says is read from the sender's memory when it travels, at the first wait of either side."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self._read: Any = None
+
+    def read(self) -> Any:
+        if self._read is None:
+            self._read = self._tensor.clone()
+        return self._read
+
+
+class _Mail:
+    """Transfers between neighbours: what rank r sends, rank r ^ 1 receives; in order per tag."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, list[_Letter]] = {}
+
+    def transfer(self, target: Any, args: tuple[Any, ...], late: bool) -> tuple[Any, Callable[[], None]]:
+        """A transfer's results, and what makes the data travel."""
+        if target is c10d.batch_p2p_ops.default:
+            kinds, tags, tensors = args[0], args[2], args[3]
+        else:
+            kinds, tags, tensors = ["isend" if target is c10d.isend.default else "irecv"], [args[2]], [args[0]]
+        letters: dict[int, _Letter] = {}
+        for i, kind in enumerate(kinds):
+            if kind == "isend":
+                letters[i] = _Letter(tensors[i])
+                self._sent.setdefault(tags[i], []).append(letters[i])
+        for i, kind in enumerate(kinds):
+            if kind == "irecv":
+                letters[i] = self._sent[tags[i]].pop(0)
+                if late:
+                    tensors[i].fill_(POISON)
+
+        def arrive() -> None:
+            for i, kind in enumerate(kinds):
+                message = letters[i].read()
+                if kind == "irecv":
+                    shards = message._local_tensors
+                    tensors[i].copy_(LocalTensor({r: shards[r ^ 1] for r in shards}))
+
+        results = [t.new_empty(0) if kind == "isend" else t for kind, t in zip(kinds, tensors)]
+        return (results if target is c10d.batch_p2p_ops.default else results[0]), arrive
+
+
 def _start_late(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Callable[[], None]]:
     """Poisoned outputs of a collective, and what fills them at the wait."""
     written = [
@@ -524,7 +695,7 @@ def _start_late(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         if argument.alias_info is not None and argument.alias_info.is_write and i < len(args)
     ]
     # What a collective overwrites in place it has to remember; everything else is read when the data travel.
-    kept = {i: args[i].clone() for i in written}
+    kept = {i: [t.clone() for t in args[i]] if isinstance(args[i], list) else args[i].clone() for i in written}
     result = target(*args, **kwargs)
     outs = _leaves(result)
     for out in outs:

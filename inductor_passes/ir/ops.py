@@ -50,6 +50,10 @@ COLLECTIVES: dict[str, str] = {
     "_c10d_functional::broadcast_": "broadcast",
 }
 WAITS = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"})
+#: Point-to-point operators: asynchronous like collectives, and fences for everything that communicates.
+TRANSFERS = frozenset(
+    {"_c10d_functional::isend", "_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops"}
+)
 
 #: Collectives that block inside: they run on the compute lane and keep their place among the communication.
 BLOCKING_COLLECTIVES = frozenset(
@@ -131,6 +135,20 @@ def collective_kind(node: torch.fx.Node) -> str | None:
 def is_wait(node: torch.fx.Node) -> bool:
     """Whether the node waits for one or several collectives."""
     return node.op == "call_function" and _torch.op_name(node.target) in WAITS
+
+
+def is_transfer(node: torch.fx.Node) -> bool:
+    """Whether a node sends to or receives from a single rank."""
+    return node.op == "call_function" and _torch.op_name(node.target) in TRANSFERS
+
+
+def received_into(node: torch.fx.Node) -> list[torch.fx.Node | None]:
+    """Per result of a transfer the buffer that it receives into and returns (its schema does not say so), else None."""
+    arguments = _torch.op_arguments(node)
+    if _torch.op_name(node.target).endswith("::batch_p2p_ops"):
+        rows = zip(arguments["op_list"], arguments["tensors"])
+        return [tensor if "recv" in str(op) else None for op, tensor in rows]
+    return [arguments["tensor"] if _torch.op_name(node.target).endswith("::irecv") else None]
 
 
 def communicates(module: torch.fx.GraphModule) -> bool:
@@ -245,9 +263,11 @@ def _is_view_op(target: object) -> bool:
 
 
 def mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Nodes whose memory the node writes to, by schema, and for Triton kernels by their argument list."""
+    """Nodes whose memory the node writes to: by schema, for Triton kernels by argument list, and what receives."""
     if node.op != "call_function":
         return []
+    if is_transfer(node):
+        return [buffer for buffer in received_into(node) if buffer is not None]
     if _torch.is_op(node.target):
         names = _torch.mutated_argument_names(node.target)
         if not names:

@@ -1,8 +1,8 @@
 """Which nodes share memory, how large it is, who writes it.
 
 Aliasing is derived from operator schemas rather than from fake tensors' storages: passes replace fake tensors freely,
-schemas do not lie. ``wait_tensor`` returns its input's memory although its schema does not say so; ``getitem`` on the
-result of a multi-output op selects one of its outputs.
+schemas do not lie. ``wait_tensor`` returns its input's memory although its schema does not say so, and so does what
+receives from another rank; ``getitem`` on the result of a multi-output op selects one of its outputs.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Storages:
             self._set(node, self._attributes[str(node.target)])
             return
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if ops.is_transfer(node):
+            self._add_transfer(node)
+        elif isinstance(value, torch.Tensor):
             self._set(node, (self._new(node, value),))
             if node.op == "get_attr":
                 self._attributes[str(node.target)] = self._of[node]
@@ -99,6 +101,19 @@ class Storages:
             ]
             self._outputs[node] = outputs
             self._set(node, tuple(s for out in outputs for s in out))
+
+    def _add_transfer(self, node: torch.fx.Node) -> None:
+        value = node.meta.get("val")
+        values = value if isinstance(value, (list, tuple)) else [value]
+        outputs: list[tuple[FxStorage, ...]] = []
+        for buffer, one in zip(ops.received_into(node), values):
+            if buffer is not None:
+                outputs.append(self._of.get(buffer, ()))
+            else:
+                outputs.append((self._new(node, one),) if isinstance(one, torch.Tensor) else ())
+        if values is value:
+            self._outputs[node] = outputs
+        self._set(node, tuple(s for out in outputs for s in out))
 
     def _set(self, node: torch.fx.Node, storages: tuple[FxStorage, ...]) -> None:
         self._of[node] = storages

@@ -65,6 +65,7 @@ class GraphView:
         self.collectives: list[Collective] = []
         self.by_start: dict[torch.fx.Node, Collective] = {}
         self.collectives_of_wait: dict[torch.fx.Node, tuple[Collective, ...]] = {}
+        self.transfer_waits: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         self._find_collectives()
 
     def role(self, node: torch.fx.Node) -> Role:
@@ -73,18 +74,26 @@ class GraphView:
 
     def _find_collectives(self) -> None:
         origin: dict[torch.fx.Node, torch.fx.Node] = {}
+        arriving: dict[FxStorage, torch.fx.Node] = {}
         waits: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         for node in self.nodes:
             role = self.roles[node]
             if role is Role.START:
                 origin[node] = node
                 waits[node] = []
+                for storage in self.storages.of(node):
+                    arriving.pop(storage, None)
             elif role is Role.FREE:
                 # getitem of a coalesced collective, or a view of a result in flight
                 sources = [origin[i] for i in node.all_input_nodes if i in origin]
                 if sources:
                     origin[node] = sources[0]
+            elif ops.is_transfer(node):
+                self.transfer_waits[node] = []
+                arriving.update((storage, node) for storage in self.storages.of(node))
             elif role is Role.WAIT:
+                for transfer in {arriving[s]: None for s in self.storages.of(node) if s in arriving}:
+                    self.transfer_waits[transfer].append(node)
                 for source in node.all_input_nodes:
                     if source in origin and node not in waits[origin[source]]:
                         waits[origin[source]].append(node)
@@ -101,7 +110,7 @@ class GraphView:
         """Pairs (before, after) that data flow does not show: memory hazards and effects, O(nodes + edges).
 
         - around every write to a storage: earlier readers and writers before it, later ones after it; a read by a
-          collective lasts until its waits, and a collective's result is written until its wait;
+          collective or a transfer lasts until its waits, and its result is written until its wait;
         - around what Inductor may do in place, as if it were a write, towards collectives;
         - random operators keep their order; so do asserts, and fences among each other (what crosses a fence is the
           schedule's business).
@@ -167,9 +176,10 @@ class GraphView:
         last_writes: tuple[torch.fx.Node, ...] = ()
         reads: list[torch.fx.Node] = []
         for node in ordered:
-            ends: tuple[torch.fx.Node, ...] = ()
             if self.roles[node] is Role.START:
                 ends = self.by_start[node].waits
+            else:
+                ends = tuple(self.transfer_waits.get(node, ()))
             edges.extend((w, node) for w in last_writes if self.position[w] < self.position[node])
             if node in writers:
                 edges.extend((read, node) for read in reads if self.position[read] < self.position[node])

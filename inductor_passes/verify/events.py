@@ -15,11 +15,6 @@ from inductor_passes.ir import groups, ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 
-#: Point-to-point operators: asynchronous like collectives, and fences for everything that communicates.
-TRANSFERS = frozenset(
-    {"_c10d_functional::isend", "_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops"}
-)
-
 
 class Action(str, Enum):
     """What happens at an event."""
@@ -76,27 +71,21 @@ class Event:
 def events(view: GraphView) -> tuple[Event, ...]:
     """Starts, waits, transfers, blocking collectives and fences of a graph, in order."""
     found: list[Event] = []
-    transfers: dict[torch.fx.Node, str] = {}
+    transfers: dict[torch.fx.Node, list[str]] = {}
+    for transfer, waits in view.transfer_waits.items():
+        for wait in waits:
+            transfers.setdefault(wait, []).append(transfer.name)
     for node in view.nodes:
         role = view.roles[node]
         if role is Role.START:
             found.append(_start(view, node))
         elif role is Role.WAIT:
             starts = [c.start.name for c in view.collectives_of_wait.get(node, ())]
-            starts += [transfers[n] for n in node.all_input_nodes if n in transfers]
+            starts += transfers.get(node, ())
             found.append(Event(node.name, Action.WAIT, what="wait", starts=tuple(starts)))
         elif role is Role.FENCE:
             found.extend(_fence(node))
-            if is_transfer(node):
-                transfers[node] = node.name
-        elif role is Role.FREE:
-            transfers.update((node, transfers[n]) for n in node.all_input_nodes if n in transfers)
     return tuple(found)
-
-
-def is_transfer(node: torch.fx.Node) -> bool:
-    """Whether a node sends to or receives from a single rank."""
-    return node.op == "call_function" and _torch.op_name(node.target) in TRANSFERS
 
 
 def digest(events_: Iterable[Event]) -> str:

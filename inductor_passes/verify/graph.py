@@ -23,7 +23,7 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Finding
-from inductor_passes.verify import effects, events
+from inductor_passes.verify import effects
 
 
 def finding(rule: str, node: torch.fx.Node, message: str, other: torch.fx.Node | None = None) -> Finding:
@@ -115,7 +115,7 @@ def waits_and_flight(view: GraphView) -> list[Finding]:
             continue
         written = effects.writes(node, role)
         found.extend(_conflicts(view, flight, node, role, written))
-        if role is Role.START or events.is_transfer(node):
+        if role is Role.START or ops.is_transfer(node):
             results = list(storages.of(node))
             results += [s for n in written for s in storages.of(n) if s not in results]
             inputs = [s for n in node.all_input_nodes for s in storages.of(n) if s not in results]
@@ -137,7 +137,12 @@ def _waitable(view: GraphView, flight: _Flight) -> set[FxStorage]:
             result.update(view.storages.of(node))
             for written in ops.mutated_inputs(node):
                 result.update(view.storages.of(written))
-    own = {s for node in view.nodes if view.roles[node] is Role.START for s in view.storages.of(node)}
+    own = {
+        s
+        for node in view.nodes
+        if view.roles[node] is Role.START or ops.is_transfer(node)
+        for s in view.storages.of(node)
+    }
     for node in view.nodes:
         if view.roles[node] is Role.WAIT:
             for storage in view.storages.of(node):

@@ -1,8 +1,8 @@
 """Peak memory of an FX graph by storage-level replay in graph order; O(nodes + edges).
 
-Storages, not allocator reserve: views share, an in-place op adds nothing, a collective's inputs live until the last of
-its waits, graph inputs and attributes belong to the caller and stay for the whole call unless they are named as
-donated, outputs live to the end. A node's results are allocated before its operands are released.
+Storages, not allocator reserve: views share, an in-place op adds nothing, the inputs of a collective or a transfer live
+until the last of its waits, graph inputs and attributes belong to the caller and stay for the whole call unless they
+are named as donated, outputs live to the end. A node's results are allocated before its operands are released.
 """
 
 from __future__ import annotations
@@ -56,7 +56,5 @@ def peak_of(view: GraphView, donated: Collection[str] = ()) -> int | None:
 
 
 def _last_touch(view: GraphView, user: torch.fx.Node) -> int:
-    end = view.position[user]
-    if view.roles[user] is Role.START:
-        end = max([end, *(view.position[w] for w in view.by_start[user].waits)])
-    return end
+    waits = view.by_start[user].waits if view.roles[user] is Role.START else view.transfer_waits.get(user, ())
+    return max([view.position[user], *(view.position[w] for w in waits)])
