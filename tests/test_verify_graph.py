@@ -196,3 +196,21 @@ def test_what_receives_writes_its_buffer_until_the_wait(groups, batched: bool, g
     assert {f.rule for f in verify.check(graph("overwrite"))} >= {"write-in-flight"}
     reader.append(last_wait)
     assert "read-before-wait" in {f.rule for f in verify.check(legal)}
+
+
+def test_results_of_a_coalesced_collective_in_place_are_apart(groups):
+    """Found by the fuzzer: every result counted as all of the operands' memory, so that legal programs were refused."""
+    b = Builder(groups)
+    x, y = (b.call(aten.clone.default, b.input(4, 4)) for _ in range(2))
+    both = b.call(c10d.all_reduce_coalesced_.default, [x, y], "sum", groups["world"])
+    first, second = (b.call(c10d.wait_tensor.default, b.call(operator.getitem, both, i)) for i in range(2))
+    start = b.call(c10d.broadcast.default, first, 0, groups["world"])
+    b.call(aten.mul_.Tensor, second, 2)
+    b.outputs = [b.call(c10d.wait_tensor.default, start), y]
+    graph = b.finish().graph
+    assert verify.check(graph) == []
+    view = GraphView(graph)
+    assert [len(view.storages.of(n)) for n in (first, second)] == [1, 1]
+    assert view.storages.of(second) == view.storages.of(y)
+    next(n for n in graph.nodes if n.target is aten.mul_.Tensor).args = (x, 2)
+    assert {f.rule for f in verify.check(graph)} == {"write-in-flight"}

@@ -71,6 +71,9 @@ class Storages:
                 storages.extend(s for s in self._of.get(source, ()) if s not in storages)
             if len(shared) == 1 and shared[0] in self._outputs:
                 self._outputs[node] = self._outputs[shared[0]]
+            elif ops.collective_kind(node) and isinstance(node.meta.get("val"), (list, tuple)):
+                # A coalesced collective in place: every result is the operand at its position.
+                self._outputs[node] = [self._of.get(source, ()) for source in shared]
             self._set(node, tuple(storages))
             return
         if node.target is operator.getitem:
