@@ -938,3 +938,9 @@ def all_to_all_autograd(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     import torch.distributed._functional_collectives as functional
 
     return functional.all_to_all_single_autograd(tensor, None, None, group)
+
+
+def is_pointwise(target: object) -> bool:
+    """Whether an operator overload acts on every element alone (its operands broadcast)."""
+    tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return tagged or op_name(target) == "prims::convert_element_type"
