@@ -1,6 +1,6 @@
 """Synthetic scheduling problems in the shape of distributed training steps, and random small ones.
 
-Shared by the planner's tests and by ``tools/bench_planner_scaling.py``. Input orders are what a compiler emits: every
+Shared by the planner's tests and by ``tools/bench compile``. Input orders are what a compiler emits: every
 collective directly followed by its wait, just before (gathers) or after (reductions) the compute that needs it.
 """
 

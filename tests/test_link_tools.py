@@ -15,22 +15,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import bench_link
 import link_lab
+import link_models
 import link_report
 
-from inductor_passes.demo_model import Sizes, make_batch, make_model
+from inductor_passes.config import PassConfig
 from inductor_passes.link_model import Record
+from inductor_passes.models import LlamaConfig, language_batch, language_model
 
 
 def _record(kind: str, wire: int, duration: int = 0) -> Record:
     return Record(0, kind, "g", 2, "intra", wire, wire, wire, duration)
 
 
-def test_bandwidth_is_tuned_to_the_ratio() -> None:
+def test_the_link_is_tuned_to_the_step() -> None:
     records = [_record("all_gather", 600), _record("reduce_scatter", 400), _record("barrier", 0)]
-    # 1000 bytes in 2 x 1000 ns - 2 x 100 ns of latency.
-    assert link_lab.tuned_bandwidth(records, 1_000, 2.0, 100) == pytest.approx(1_000 / 1_800e-9)
-    with pytest.raises(ValueError, match="2 collectives of 600 ns latency alone"):
-        link_lab.tuned_bandwidth(records, 1_000, 1.0, 600)
+    # Communication takes 2 x 1000 ns: two collectives with 100 ns of latency each, 1000 bytes in what is left.
+    latency_ns, bytes_per_s = link_lab.tuned(records, 1_000, link_lab.LinkRate("x", 2.0, 0.1))
+    assert latency_ns == 100
+    assert bytes_per_s == pytest.approx(1_000 / 1_800e-9)
+    with pytest.raises(ValueError, match="without collectives"):
+        link_lab.tuned(records[2:], 1_000, link_lab.RATES["balanced"])
+    with pytest.raises(ValueError, match="latency_share=1"):
+        link_lab.LinkRate("x", 1.0, 1.0)
+
+
+def test_contenders_of_a_layout() -> None:
+    fsdp, tp = link_models.LAYOUTS["fsdp"], link_models.LAYOUTS["tp"]
+    assert bench_link.contenders_of(["fsdp2", "ours"], fsdp) == ["inductor", "fsdp2", "ours"]
+    assert bench_link.contenders_of(["fsdp2", "ours", "inductor"], tp) == ["ours", "inductor"]
+    # Settings of ours are settings: a misspelt one would raise here.
+    for contender in link_lab.CONTENDERS.values():
+        if contender.family == "ours":
+            PassConfig(**contender.settings)
+
+
+def test_sizes_of_a_layout() -> None:
+    config = link_models.LAYOUTS["moe"].sized({"layers": 1})
+    assert (config.layers, config.experts, config.capacity) == (1, 4, 512)
 
 
 def test_head_and_tail() -> None:
@@ -46,10 +67,11 @@ def test_peak_of_memory_events() -> None:
 
 
 def test_each_contender_compiles_code_of_its_own() -> None:
-    model = make_model(Sizes(layers=1, dim=8, heads=2, hidden=8, vocab=16, batch=1, sequence=4))
-    steps = [link_lab._own_code(model, name) for name in ("ours-0", "ours")]
+    config = LlamaConfig(layers=1, dim=8, heads=2, kv_heads=2, hidden=8, vocab=16, batch=1, seq=4)
+    model = language_model(config)
+    steps = [link_lab.own_code(model, name) for name in ("ours-0", "ours")]
     assert len({step.__code__ for step in steps}) == 2
-    tokens, targets = make_batch(Sizes(vocab=16, batch=1, sequence=4), seed=1)
+    tokens, targets = language_batch(config)
     assert steps[0](tokens, targets) == model(tokens, targets)
 
 
@@ -73,7 +95,13 @@ def _row(name: str, family: str, step: int, **changes: Any) -> dict[str, Any]:
 
 def _results(*rows: dict[str, Any]) -> dict[str, Any]:
     return {
-        "job": {"ratio": 1.0, "latency_ns": 5, "sizes": vars(Sizes())},
+        "layout": "fsdp",
+        "title": "FSDP",
+        "sharded": True,
+        "rate": "balanced",
+        "ratio": 1.0,
+        "latency_ns": 5,
+        "sizes": {"layers": 1, "dim": 2, "hidden": 3, "batch": 4, "seq": 5},
         "torch": "2",
         "ranks": 2,
         "bytes_per_s": 1e6,
@@ -101,7 +129,8 @@ def test_ratios() -> None:
         "default wall": 120 / 200,
         "in-tree": 120 / 150,
     }
-    assert link_report.errors(results) == [] == link_report.notes(results)
+    assert link_report.errors(results) == []
+    assert link_report.notes(results) == ["eager did not run: RuntimeError: no"]
     with pytest.raises(KeyError, match="ours-0"):
         link_report.ratios(results, "ours-0")
     for table in (link_report.table(results), link_report.summary(results)):
@@ -121,16 +150,34 @@ def test_ratios() -> None:
     ],
 )
 def test_invalid_rows_are_named(changes: dict[str, Any], message: str) -> None:
-    (error,) = link_report.errors(_results(_row("ours", "ours", 1, **changes)))
+    reference = _row("inductor", "inductor", 1)
+    (error,) = link_report.errors(_results(reference, _row("ours", "in-tree", 1, **changes)))
     assert message in error
-    assert not link_report.notes(_results(_row("ours", "ours", 1)))
-    assert "3 real transfers" in link_report.notes(_results(_row("ours", "ours", 1, violations=3)))[0]
+    late = link_report.notes(_results(reference, _row("ours", "ours", 1, violations=3)))
+    assert "3 real transfers" in late[0] and len(late) == 2
+
+
+def test_ours_may_not_send_more_than_the_graph_that_came_in() -> None:
+    reference = _row("inductor", "inductor", 1)
+    more = _row("ours", "ours", 1, wire_bytes={"all_reduce": 4_000})
+    (error,) = link_report.errors({**_results(reference, more), "sharded": False})
+    assert error == "ours: sent 4000 bytes per step; default Inductor sends 3000"
+
+
+def test_the_page_sums_up() -> None:
+    rows = [_row("inductor", "inductor", 200), _row("reorder", "in-tree", 150), _row("ours", "ours", 100)]
+    busy, fast = _results(*rows), {**_results(*rows), "rate": "fast"}
+    text = "\n".join(bench_link.page([busy, fast]))
+    assert "| FSDP | balanced | 2.000 | 1.500 | 1.500 | reorder | 1.000 |" in text
+    # Only the balanced row counts.
+    assert "2.000 times default Inductor's speed (1 rows), 1.500 times the best in-tree setting's (1 rows)" in text
+    assert "- eager did not run: RuntimeError: no" in text
 
 
 def test_a_contender_that_kills_the_job_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[list[str]] = []
 
-    def torchrun(folder: str, ranks: int, timeout_s: int) -> tuple[int, str]:
+    def torchrun(script: str, folder: str, ranks: int, timeout_s: int) -> tuple[int, str]:
         names = json.loads(Path(folder, "job.json").read_text())["contenders"]
         tried.append(names)
         if "bucket" in names:
@@ -141,17 +188,17 @@ def test_a_contender_that_kills_the_job_is_left_out(monkeypatch: pytest.MonkeyPa
                 + "\n"
             )
             return -6, "Aborted"
-        Path(folder, "results.json").write_text(json.dumps({"rows": [], "failed": {"eager": "no"}}))
+        Path(folder, "results.json").write_text(json.dumps([{"rows": [], "failed": {"eager": "no"}}]))
         return 0, ""
 
-    monkeypatch.setattr(bench_link, "_torchrun", torchrun)
+    monkeypatch.setattr(bench_link, "torchrun", torchrun)
     console = Console(file=io.StringIO())
-    results = bench_link.run_job({"contenders": ["inductor", "bucket", "eager"]}, 2, 1, console)
+    (results,) = bench_link.run_job({"contenders": ["inductor", "bucket", "eager"]}, 2, 1, console)
     assert tried == [["inductor", "bucket", "eager"], ["inductor", "eager"]]
     assert results["failed"] == {"eager": "no", "bucket": "took the job down (status -6) while compiling"}
 
 
 def test_the_reference_must_survive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_link, "_torchrun", lambda *_: (1, "no gloo"))
+    monkeypatch.setattr(bench_link, "torchrun", lambda *_: (1, "no gloo"))
     with pytest.raises(RuntimeError, match="status 1 while starting inductor"):
         bench_link.run_job({"contenders": ["inductor"]}, 2, 1, Console(file=io.StringIO()))

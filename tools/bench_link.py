@@ -1,33 +1,33 @@
-"""Benchmark on real ranks over the emulated link: eager, Inductor, in-tree overlap settings, and ours,
-interleaved.
+"""Real ranks on the emulated link: eager, Inductor, in-tree overlap settings, and ours, interleaved.
 
-    python tools/bench_link.py --ratio 1 --out out/link.json
-
-Each ratio of communication to compute is a torchrun job of its own. A contender that raises is reported; one
-that takes the whole job down is reported too, and the job starts again without it.
+Each model is a torchrun job of its own that goes through all link rates. A contender that raises is reported; one that
+takes the whole job down is reported too, and the job starts again without it.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import math
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
-from link_report import errors, facts, notes, table
+from bench_ranks import torchrun
+from bench_record import RESULTS, check, geometric_mean, markdown_table, write
+from link_lab import CONTENDERS, RATES
+from link_models import LAYOUTS, Layout
+from link_report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, row, table
 from rich.console import Console
 
-from inductor_passes.demo_model import Sizes
-
-_CONTENDERS = ("eager", "fsdp2", "inductor", "reorder", "bucket", "both", "ours-0", "ours", "ours-25", "ours-100")
 _REFERENCE = "inductor"
+#: Rates over which the summary's means go.
+_BUSY = ("balanced", "bandwidth-bound")
 
 
-def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -> dict[str, Any]:
+def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -> list[dict[str, Any]]:
     """Run a job until it gets through, each time without the contender that took it down.
 
     Raises:
@@ -39,15 +39,16 @@ def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -
             alive = [name for name in job["contenders"] if name not in died]
             contents = {**job, "contenders": alive, "folder": folder}
             Path(folder, "job.json").write_text(json.dumps(contents), encoding="utf-8")
-            code, tail = _torchrun(folder, ranks, timeout_s)
+            code, tail = torchrun("link_worker.py", folder, ranks, timeout_s)
             results = Path(folder, "results.json")
             if results.exists():
-                data: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-                data["failed"].update(died)
+                data: list[dict[str, Any]] = json.loads(results.read_text(encoding="utf-8"))
+                for one in data:
+                    one["failed"].update(died)
                 return data
             journal = Path(folder, "journal.jsonl")
-            lines = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
-            last = json.loads(lines[-1]) if lines else {"phase": "starting", "contender": _REFERENCE}
+            said = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
+            last = json.loads(said[-1]) if said else {"phase": "starting", "contender": _REFERENCE}
         console.print(tail, style="dim", markup=False)
         if last["contender"] == _REFERENCE:
             raise RuntimeError(f"the job ended with status {code} while {last['phase']} {_REFERENCE}")
@@ -55,78 +56,141 @@ def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -
         console.print(f"{last['contender']} {died[last['contender']]}; starting again without it")
 
 
-def _torchrun(folder: str, ranks: int, timeout_s: int) -> tuple[int, str]:
-    """Exit status (-1: out of time) and the end of the output."""
-    here = Path(__file__).resolve().parent
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here.parent), environment.get("PYTHONPATH", "")]))
-    if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    log = Path(folder, "output.log")
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, str(here / "link_worker.py"), folder], env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            code = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            # Asked politely, torchrun ends its ranks; killed, it leaves them behind.
-            process.terminate()
-            process.wait()
-    return code, log.read_text(encoding="utf-8", errors="replace")[-3000:]
+def contenders_of(names: Sequence[str], layout: Layout) -> list[str]:
+    """Who runs: the reference always, eager FSDP2 only where it applies."""
+    found = [name for name in names if name != "fsdp2" or layout.native]
+    return found if _REFERENCE in found else [_REFERENCE, *found]
 
 
-def main(
-    ratio: Annotated[
-        list[float] | None, typer.Option(help="Communication alone over compute alone; repeatable.")
+def _step(results: dict[str, Any], name: str) -> float | None:
+    found = row(results, name)
+    return None if found is None else median(found["virtual_ns"])
+
+
+def best_other(results: dict[str, Any]) -> tuple[str, float]:
+    """Title and median step of the fastest contender that is not ours."""
+    others = [r for r in results["rows"] if r["family"] != "ours"]
+    best = min(others, key=lambda r: median(r["virtual_ns"]))
+    return best["title"], median(best["virtual_ns"])
+
+
+def summary(everything: Sequence[dict[str, Any]], ours: str = "ours") -> list[str]:
+    """Lines of Markdown: what ours (at its defaults) is against each of the others, model by model and rate by rate."""
+    rows, speed_ups, against_in_tree = [], [], []
+    for results in everything:
+        mine, default = _step(results, ours), _step(results, _REFERENCE)
+        if mine is None or default is None:
+            continue
+        title, other = best_other(results)
+        in_tree = best_in_tree(results)
+        to_in_tree = median(in_tree["virtual_ns"]) / mine if in_tree else None
+        if results["rate"] in _BUSY:
+            speed_ups.append(default / mine)
+            against_in_tree += [] if to_in_tree is None else [to_in_tree]
+        cells = (default / mine, to_in_tree, other / mine, mine / limit_ns(results))
+        shown = ["-" if value is None else f"{value:.3f}" for value in cells]
+        rows.append([results["title"], results["rate"], *shown[:3], title, shown[3]])
+    header = ["model", "link", "default / ours", "in-tree / ours", "best other / ours", "best other", "ours / limit"]
+    text = markdown_table(header, rows)
+    busy = " and ".join(_BUSY)
+    text += [
+        "",
+        f"Geometric mean over {busy}: {geometric_mean(speed_ups):.3f} times default Inductor's speed "
+        f"({len(speed_ups)} rows), "
+        f"{geometric_mean(against_in_tree):.3f} times the best in-tree setting's ({len(against_in_tree)} rows).",
+    ]
+    return text
+
+
+def page(everything: Sequence[dict[str, Any]]) -> list[str]:
+    """The page's lines."""
+    text = [
+        "Real ranks exchange data with gloo on one machine; every collective takes as long as on the link that the "
+        "table names. `step` is the median of forward and backward on a clock that other load does not move: processor "
+        "time of the main thread plus waits on the modelled link. Contenders take turns, step by step.",
+        "",
+        "The link is set by the reference's step. ratio: communication alone over compute alone; latency: its share of "
+        "the communication. "
+        + "; ".join(f"{r.name}: ratio {r.ratio:g}, latency {r.latency_share:.0%}" for r in RATES.values())
+        + ".",
+        "",
+        "The limit is the larger of compute alone and communication alone (both measured unbucketed, so buckets can go "
+        "below it), plus, for FSDP, the head and the tail that no order hides. For other layouts the limit ignores "
+        "dependencies and cannot be reached.",
+        "",
+        "## Ours at its defaults",
+        "",
+        *summary(everything),
+    ]
+    for results in everything:
+        text += ["", f"## {results['title']}, {results['rate']}", "", facts(results), ""]
+        text += markdown_table(["contender", *COLUMNS], lines(results))
+        remarks = [*errors(results), *notes(results)]
+        text += [""] * bool(remarks) + [f"- {remark}" for remark in remarks]
+    return text
+
+
+def _draw(everything: Sequence[dict[str, Any]], path: Path) -> None:
+    from bench_plot import bars
+
+    series: dict[str, list[float]] = {"best in-tree": [], "ours, default": [], "limit": []}
+    for results in everything:
+        default = _step(results, _REFERENCE) or math.nan
+        in_tree = best_in_tree(results)
+        series["best in-tree"].append(median(in_tree["virtual_ns"]) / default if in_tree else math.nan)
+        series["ours, default"].append((_step(results, "ours") or math.nan) / default)
+        series["limit"].append(limit_ns(results) / default)
+    groups = [f"{results['title']}\n{results['rate']}" for results in everything]
+    bars(path, groups, series, "step / default Inductor's", line=1.0)
+
+
+def link(
+    model: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(LAYOUTS)}. Default: all.")] = None,
+    rate: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(RATES)}. Default: all.")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(CONTENDERS)}. Default: all.")
     ] = None,
-    contender: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(_CONTENDERS)}.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved steps per contender.")] = 7,
-    ranks: Annotated[int, typer.Option(min=2)] = 2,
-    layers: Annotated[int, typer.Option(min=1)] = 6,
-    dim: Annotated[int, typer.Option(min=8)] = 256,
-    hidden: Annotated[int, typer.Option(min=8)] = 704,
-    batch: Annotated[int, typer.Option(min=1)] = 8,
-    sequence: Annotated[int, typer.Option(min=2)] = 256,
-    latency_us: Annotated[float, typer.Option(min=0, help="Of each collective.")] = 200.0,
-    timeout_s: Annotated[int, typer.Option(min=1, help="Per job.")] = 3600,
-    out: Annotated[Path | None, typer.Option(help="Where to write the results as JSON.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved steps per contender and rate.")] = 7,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 8,
+    timeout_s: Annotated[int, typer.Option(min=1, help="Per model.")] = 7200,
+    out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
-    """Measure, print a table per ratio, and write JSON."""
-    names = list(contender or _CONTENDERS)
-    for name in names:
-        if name not in _CONTENDERS:
-            raise typer.BadParameter(f"contender is {name!r}; expected one of {', '.join(_CONTENDERS)}")
-    if _REFERENCE not in names:
-        names.insert(0, _REFERENCE)
-    sizes = Sizes(layers=layers, dim=dim, hidden=hidden, batch=batch, sequence=sequence)
+    """Real ranks on an emulated link: eager, Inductor, in-tree settings and ours, interleaved."""
+    models, rates, names = list(model or LAYOUTS), list(rate or RATES), list(contender or CONTENDERS)
+    check(models, LAYOUTS, "model")
+    check(rates, RATES, "rate")
+    check(names, CONTENDERS, "contender")
     console = Console(width=max(180, Console().width))
-    everything = []
-    for value in ratio or [1.0]:
+    everything: list[dict[str, Any]] = []
+    wrong = []
+    for key in models:
+        layout = LAYOUTS[key]
         job = {
-            "sizes": vars(sizes),
-            "contenders": names,
-            "ratio": value,
-            "latency_ns": round(latency_us * 1000),
+            "layout": key,
+            "sizes": {"layers": layers, "batch": batch},
+            "contenders": contenders_of(names, layout),
+            "rates": rates,
             "rounds": rounds,
         }
-        results = run_job(job, ranks, timeout_s, console)
-        everything.append(results)
-        console.print(table(results))
-        console.print(facts(results))
-        for note in notes(results):
-            console.print(f"note: {note}", markup=False)
-        for error in errors(results):
-            console.print(f"wrong: {error}", style="red", markup=False)
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(everything, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    if any(errors(results) for results in everything):
+        for results in run_job(job, layout.ranks, timeout_s, console):
+            everything.append(results)
+            console.print(table(results))
+            console.print(facts(results))
+            for note in notes(results):
+                console.print(f"note: {note}", markup=False)
+            for error in errors(results):
+                console.print(f"wrong: {error}", style="red", markup=False)
+                wrong.append(error)
+        # After every model: a run that is cut short leaves what it has.
+        written = write(
+            "link",
+            "The emulated link: contenders interleaved in one run",
+            page(everything),
+            everything,
+            lambda path: _draw(everything, path),
+            folder=out,
+        )
+        console.print(f"written: {written}")
+    if wrong:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)

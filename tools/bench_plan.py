@@ -1,49 +1,39 @@
 """Who schedules captured graphs best: same costs, same simulator, everybody's memory counted.
 
-    python tools/bench_plan.py --scenarios llama8b_fsdp64 moe_ep --rows out/bench_plan --out docs/results/plan.md
-    python tools/bench_plan.py --render --rows out/bench_plan --out docs/results/plan.md
-
 Every contender rewrites and reorders a copy of the captured FX graph. The graph that it leaves is turned into a
 scheduling problem again (so copies in and out of buckets cost what they cost) and its order is simulated. Makespans are
 given over the lower bound of the graph *as captured*, which ignores memory; buckets change the graph, so a bucketed
 one may come below 1. Times are processor times of this process: the graph as it comes in to the graph as it goes out;
 ours include verification.
 
-One JSON file per graph is written at once to ``--rows``; ``--render`` makes the report from what is there. What stands
-in the report under "## Findings" is kept.
+One JSON file per graph is written at once to ``--rows``; ``--render`` makes the report from what is there.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Annotated
 
+import in_tree_schedule
 import torch
 import typer
+from bench_record import RESULTS, Provenance, check, geometric_mean, provenance, write
+from capture_graphs import as_problem, capture, copied, fake_world
+from capture_models import SCENARIOS
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-
-import in_tree_schedule  # noqa: E402
-from capture_graphs import as_problem, capture, copied, fake_world  # noqa: E402
-from capture_models import SCENARIOS  # noqa: E402
-
-from inductor_passes.config import PassConfig  # noqa: E402
-from inductor_passes.cost.profile import CostProfile  # noqa: E402
-from inductor_passes.pipeline import Context, new_report, run_passes  # noqa: E402
-from inductor_passes.plugin import passes_of  # noqa: E402
-from inductor_passes.schedule.bounds import lower_bound  # noqa: E402
-from inductor_passes.schedule.problem import Problem  # noqa: E402
-from inductor_passes.schedule.simulate import simulate  # noqa: E402
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.pipeline import Context, new_report, run_passes
+from inductor_passes.plugin import passes_of
+from inductor_passes.schedule.bounds import lower_bound
+from inductor_passes.schedule.problem import Problem
+from inductor_passes.schedule.simulate import simulate
 
 BUDGETS = ("unlimited", "0")
 INPUT, OURS, OURS_BUCKETED = "input", "ours", "ours + bucketing"
@@ -53,7 +43,6 @@ CONTENDERS = (INPUT, *IN_TREE, OURS, OURS_BUCKETED)
 GOAL = {"unlimited": 1.03, "0": 1.06}
 #: Shares of time below which two makespans count as equal.
 EQUAL = 0.0005
-FINDINGS = "## Findings"
 
 
 @dataclass(frozen=True)
@@ -153,12 +142,6 @@ def run_graph(
 # -- the report -----------------------------------------------------------------------------------------
 
 
-def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive values; NaN for none."""
-    logs = [math.log(v) for v in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
 def mean(rows: list[Row]) -> str:
     """Of makespans over the bound."""
     return f"{geometric_mean(r.over_bound for r in rows):.4f}"
@@ -230,13 +213,10 @@ def violations(rows: list[Row]) -> str:
     return f"{len(over)} over, at most {max(over):.3f}" if over else "0 over"
 
 
-def markdown(rows: Sequence[Row], depths: Sequence[str], device: str) -> str:
-    """The whole report."""
+def markdown(rows: Sequence[Row], depths: Sequence[str], device: str) -> list[str]:
+    """The page's lines."""
     lines = [
-        "# Planning captured graphs",
-        "",
-        f"`python tools/bench_plan.py`, {date.today()}, torch {torch.__version__}, 2 CPU cores (shared with other "
-        f"work; processor times), default costs for {device}, fake process group, rank 0.",
+        f"Default costs for {device}, fake process group, rank 0. Planning times are processor times.",
         "",
         "In-tree is `schedule_overlap_bucketing`, called by its own arguments with our costs as its "
         "`custom_runtime_estimation`, and judged by the same simulator as ours. Buckets are packed (copies charged) "
@@ -263,7 +243,7 @@ def markdown(rows: Sequence[Row], depths: Sequence[str], device: str) -> str:
     goals = ", ".join(f"{goal} with budget {budget}" for budget, goal in GOAL.items())
     held = "`ours` is held against the input and in-tree scheduling, `ours + bucketing` against all."
     lines += [f"Goals: {goals}. {held}", "", *shortfalls(rows)]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def show(rows: Sequence[Row]) -> None:
@@ -289,51 +269,63 @@ def load(folder: Path) -> list[Row]:
     return [Row(**row) for file in files for row in json.loads(file.read_text())["rows"]]
 
 
-def main(
-    scenarios: Annotated[list[str], typer.Option(help="Which graphs.")] = list(SCENARIOS),  # noqa: B006
-    contenders: Annotated[list[str], typer.Option(help="Who.")] = list(CONTENDERS),  # noqa: B006
-    budgets: Annotated[list[str], typer.Option(help='"unlimited" and/or "0".')] = list(BUDGETS),  # noqa: B006
+def plan(
+    scenario: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(SCENARIOS)}. Default: all.")
+    ] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(CONTENDERS)}. Default: all.")
+    ] = None,
+    budget: Annotated[list[str] | None, typer.Option(help='Repeatable; of "unlimited", "0". Default: both.')] = None,
     layers: Annotated[int, typer.Option(help="Depth; 0: the scenario's own.")] = 0,
     device: Annotated[str, typer.Option(help="Whose default costs.")] = "cuda",
     rows: Annotated[Path, typer.Option(help="Folder for results per graph.")] = Path("out/bench_plan"),
-    out: Annotated[Path | None, typer.Option(help="Write the report here.")] = None,
-    render: Annotated[bool, typer.Option(help="Only make the report from what is in --rows.")] = False,
+    render: Annotated[bool, typer.Option(help="Only make the page from what is in --rows.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
-    """Capture, let everybody schedule, and report."""
-    for given, known in ((scenarios, SCENARIOS), (contenders, CONTENDERS), (budgets, BUDGETS)):
-        if unknown := sorted(set(given) - set(known)):
-            raise typer.BadParameter(f"unknown {unknown}; expected some of {', '.join(known)}")
+    """Captured graphs of cluster-sized models: our planner against the in-tree scheduler, by one simulator."""
+    scenarios, contenders, budgets = list(scenario or SCENARIOS), list(contender or CONTENDERS), list(budget or BUDGETS)
+    check(scenarios, SCENARIOS, "scenario")
+    check(contenders, CONTENDERS, "contender")
+    check(budgets, BUDGETS, "budget")
     rows.mkdir(parents=True, exist_ok=True)
     profile = CostProfile.default(device)
     for name in [] if render else scenarios:
-        scenario = SCENARIOS[name]
-        with fake_world(scenario.world):
-            for phase, gm in capture(scenario, layers or None).items():
-                depth = layers or scenario.layers
-                graph = f"{name}-{depth}.{phase}"
-                file = rows / f"{graph}.json"
-                stored = json.loads(file.read_text())["rows"] if file.exists() else []
-                fresh = [asdict(r) for r in run_graph(graph, gm, profile, contenders, budgets)]
-                # Rows of contenders that did not run this time stay, when they are about the same graph.
-                ran = {(r["contender"], r["budget"]) for r in fresh}
-                about = (fresh[0]["nodes"], fresh[0]["bound_ns"])
-                kept = [
-                    r
-                    for r in stored
-                    if (r["contender"], r["budget"]) not in ran and (r["nodes"], r["bound_ns"]) == about
-                ]
-                depths = f"{name} {scenario.full_layers}"
-                file.write_text(json.dumps({"depth": depths, "device": profile.name, "rows": kept + fresh}, indent=1))
+        with fake_world(SCENARIOS[name].world):
+            for phase, gm in capture(SCENARIOS[name], layers or None).items():
+                graph = f"{name}-{layers or SCENARIOS[name].layers}.{phase}"
+                fresh = run_graph(graph, gm, profile, contenders, budgets)
+                _store(rows / f"{graph}.json", fresh, f"{name} {SCENARIOS[name].full_layers}", profile.name)
     found = load(rows)
     show(found)
-    if out is not None:
-        depths = dict.fromkeys(
-            json.loads((rows / f"{graph}.json").read_text())["depth"] for graph in dict.fromkeys(r.graph for r in found)
-        )
-        kept_text = out.read_text().partition(FINDINGS)[2] if out.exists() else ""
-        text = markdown(found, list(depths), profile.spec.name)
-        out.write_text(text + (f"\n{FINDINGS}{kept_text}" if kept_text else ""))
+    files = [json.loads((rows / f"{graph}.json").read_text()) for graph in dict.fromkeys(r.graph for r in found)]
+    depths = list(dict.fromkeys(file["depth"] for file in files))
+    # Rows may come from several runs; the page names the oldest.
+    sources = [Provenance(**file["provenance"]) for file in files if "provenance" in file]
+    source = min(sources, key=lambda s: s.date, default=None)
+    body = markdown(found, depths, profile.spec.name)
+    write("plan", "Planning captured graphs", body, files, lambda path: _draw(found, path), folder=out, source=source)
 
 
-if __name__ == "__main__":
-    typer.run(main)
+def _store(file: Path, fresh: Sequence[Row], depth: str, device: str) -> None:
+    """Write a graph's rows; those of contenders that did not run this time stay, when they are about the same graph."""
+    stored = json.loads(file.read_text())["rows"] if file.exists() else []
+    ran = {(r.contender, r.budget) for r in fresh}
+    about = (fresh[0].nodes, fresh[0].bound_ns)
+    kept = [
+        r for r in stored if (r["contender"], r["budget"]) not in ran and (r["nodes"], r["bound_ns"]) == about
+    ]
+    contents = {"depth": depth, "device": device, "provenance": asdict(provenance())}
+    file.write_text(json.dumps({**contents, "rows": kept + [asdict(r) for r in fresh]}, indent=1))
+
+
+def _draw(rows: Sequence[Row], path: Path) -> None:
+    from bench_plot import bars
+
+    budget = BUDGETS[0]
+    mine = [r for r in rows if r.budget == budget]
+    graphs = list(dict.fromkeys(r.graph for r in mine))
+    at = {(r.graph, r.contender): r.over_bound for r in mine if not r.error}
+    shown = (INPUT, IN_TREE[0], IN_TREE[2], OURS_BUCKETED)
+    series = {c: [at.get((g, c), float("nan")) for g in graphs] for c in shown}
+    bars(path, graphs, series, f"makespan / lower bound, memory {budget}", line=1.0)

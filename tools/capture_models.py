@@ -52,6 +52,7 @@ class Shape:
 
 LLAMA_8B = Shape()
 LLAMA_70B = Shape(dim=8192, heads=64, hiddens=(28672,))
+LLAMA_405B = Shape(dim=16384, heads=128, hiddens=(53248,))
 
 
 class RMSNorm(nn.Module):
@@ -271,10 +272,10 @@ def hybrid(layers: int) -> Built:
     return simple_fsdp(decoder(LLAMA_8B, layers), mesh, mode="hybrid_shard", mp_policy=BF16), text(LLAMA_8B)
 
 
-def tensor_parallel(layers: int) -> Built:
+def tensor_parallel(layers: int, shape: Shape = LLAMA_8B) -> Built:
     """FSDP over hosts, tensor and sequence parallelism within a host."""
     mesh = world_mesh(dist.get_world_size() // 8, 8, names=("dp", "tp"))
-    model, tp = decoder(LLAMA_8B, layers), mesh["tp"]
+    model, tp = decoder(shape, layers), mesh["tp"]
     parallelize_module(
         model,
         tp,
@@ -297,7 +298,7 @@ def tensor_parallel(layers: int) -> Built:
     }
     for layer in model.layers:
         parallelize_module(layer, tp, block)
-    return simple_fsdp(model, mesh["dp"], mp_policy=BF16), text(LLAMA_8B)
+    return simple_fsdp(model, mesh["dp"], mp_policy=BF16), text(shape)
 
 
 MOE = replace(LLAMA_8B, dim=2048, heads=16, kv_heads=4, sequence=8192, experts=64, expert_hidden=1408)

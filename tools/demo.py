@@ -13,12 +13,11 @@ from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
+from link_lab import RATES
 from link_report import LOSS_TOLERANCE, errors, facts, notes, row_of, summary
 from link_worker import REFERENCE, Job, join, run
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from inductor_passes.demo_model import Sizes
 
 #: How long the phases take relative to one step.
 _WEIGHTS = {"compiling": 40, "compute alone": 8, "calibrating": 10, "measuring": 1, "memory": 3}
@@ -28,16 +27,18 @@ def main(
     folder: Annotated[Path, typer.Option(help="Where results go.")],
     steps: Annotated[int, typer.Option(min=1, help="Measured training steps of each.")] = 10,
     layers: Annotated[int, typer.Option(min=1)] = 4,
-    ratio: Annotated[float, typer.Option(min=0.05, help="Communication over compute.")] = 1.0,
+    rate: Annotated[str, typer.Option(help=f"The link, of {', '.join(RATES)}.")] = "balanced",
     contender: Annotated[str, typer.Option(help="Ours: ours, ours-0, ours-25 or ours-100.")] = "ours",
 ) -> None:
     """Train, compare, print the table."""
+    if rate not in RATES:
+        raise typer.BadParameter(f"rate is {rate!r}; expected one of {', '.join(RATES)}")
     join()
     job = Job(
-        sizes=Sizes(layers=layers),
+        layout="fsdp",
+        sizes={"layers": layers},
         contenders=[REFERENCE, contender],
-        ratio=ratio,
-        latency_ns=200_000,
+        rates=[rate],
         rounds=steps,
         folder=str(folder),
     )
@@ -47,7 +48,7 @@ def main(
         job.file("results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
         failed = _show(results, contender, console)
     else:
-        failed = bool(run(job)["failed"])
+        failed = bool(run(job)[0]["failed"])
     dist.destroy_process_group()
     raise typer.Exit(1 if failed else 0)
 
@@ -67,7 +68,7 @@ def _with_progress(job: Job, steps: int, console: Console) -> dict[str, Any]:
             progress.update(task, completed=done, description=f"{phase}: {contender}")
             done += _WEIGHTS[phase]
 
-        results = run(job, say)
+        (results,) = run(job, say)
         progress.update(task, completed=total, description="done")
     return results
 

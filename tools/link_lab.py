@@ -11,17 +11,18 @@ import os
 import tempfile
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from link_models import Layout
+from torch.distributed.tensor import DTensor
 
 import inductor_passes
-from inductor_passes import emulated_link
-from inductor_passes.demo_model import Sizes, make_batch, make_model
+from inductor_passes import _torch, emulated_link
 from inductor_passes.link_model import Record, StepTime
+from inductor_passes.models import LlamaConfig
 
 LEARNING_RATE = 0.5
 # Renamed in torch 2.13; the old names warn.
@@ -36,7 +37,8 @@ _IN_TREE_ORDER = {
         "reorder_communication_preserving_peak_memory",
     ],
 }
-_IN_TREE_BUCKETS = {"bucket_all_gathers_fx": "all"}
+_IN_TREE_BUCKETS = {"bucket_all_gathers_fx": "all", "bucket_reduce_scatters_fx": "all"}
+_ALONE = {"schedule": "off", "bucket": "off", "redistribute": "off", "async_tp": "off"}
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,20 @@ class Contender:
         title: for tables.
         family: ``eager``, ``inductor``, ``in-tree`` or ``ours``.
         options: of ``torch.compile``; None: not compiled.
-        budget: memory budget of ours, "" for the others.
+        settings: of ours.
     """
 
     name: str
     title: str
     family: str
     options: dict[str, Any] | None = None
-    budget: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def compile_options(self, profile: str) -> dict[str, Any] | None:
         """Options for ``torch.compile``; ours get the cost profile in file ``profile``."""
         if self.family != "ours":
             return self.options
-        settings: dict[str, Any] = {"cost_profile": profile}
-        if self.budget:
-            settings["memory_budget"] = self.budget
-        return inductor_passes.options(**settings)
+        return inductor_passes.options(cost_profile=profile, **self.settings)
 
 
 CONTENDERS = {
@@ -76,10 +75,15 @@ CONTENDERS = {
         Contender("reorder", "in-tree reorder", "in-tree", _IN_TREE_ORDER),
         Contender("bucket", "in-tree bucketing", "in-tree", _IN_TREE_BUCKETS),
         Contender("both", "in-tree both", "in-tree", {**_IN_TREE_ORDER, **_IN_TREE_BUCKETS}),
-        Contender("ours-0", 'ours, budget "0"', "ours", None, "0"),
-        Contender("ours", "ours, default budget", "ours"),
-        Contender("ours-25", 'ours, budget "+25%"', "ours", None, "+25%"),
-        Contender("ours-100", 'ours, budget "+100%"', "ours", None, "+100%"),
+        Contender("schedule", "ours, schedule alone", "ours", None, {**_ALONE, "schedule": "on"}),
+        Contender("buckets", "ours, buckets alone", "ours", None, {**_ALONE, "bucket": "on"}),
+        Contender("redistribute", "ours, rewrites alone", "ours", None, {**_ALONE, "redistribute": "reassociate"}),
+        Contender("async-tp", "ours, async TP alone", "ours", None, {**_ALONE, "async_tp": "auto"}),
+        Contender("ours-0", 'ours, budget "0"', "ours", None, {"memory_budget": "0"}),
+        Contender("ours", "ours, default", "ours"),
+        Contender("ours-25", 'ours, budget "+25%"', "ours", None, {"memory_budget": "+25%"}),
+        Contender("ours-100", 'ours, budget "+100%"', "ours", None, {"memory_budget": "+100%"}),
+        Contender("ours-all", "ours, everything on", "ours", None, {"redistribute": "reassociate", "async_tp": "auto"}),
     )
 }
 
@@ -87,20 +91,12 @@ CONTENDERS = {
 class Trial:
     """One contender with its model, on this rank."""
 
-    def __init__(self, contender: Contender, sizes: Sizes, mesh: DeviceMesh, profile: str) -> None:
+    def __init__(self, contender: Contender, layout: Layout, config: LlamaConfig, profile: str) -> None:
         self.contender = contender
         self.losses: list[float] = []
-        self._sizes = sizes
-        model = make_model(sizes)
-        if contender.name == "fsdp2":
-            from torch.distributed.fsdp import fully_shard
-
-            for block in model.blocks:
-                fully_shard(block, mesh=mesh)
-            self.model: torch.nn.Module = fully_shard(model, mesh=mesh)
-        else:
-            self.model = inductor_passes.simple_fsdp(model, mesh)
-        step = _own_code(self.model, contender.name)
+        laid = layout.build(config, contender.name == "fsdp2")
+        self.model, self.groups, self._batch_of = laid.model, laid.groups, laid.batch
+        step = own_code(self.model, contender.name)
         options = contender.compile_options(profile)
         self._step = step if options is None else torch.compile(step, options=options, fullgraph=True)
 
@@ -130,13 +126,13 @@ class Trial:
         return clock.time
 
     def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return make_batch(self._sizes, seed=1_000 * dist.get_rank() + len(self.losses) % 4)
+        return self._batch_of(len(self.losses))
 
     def _update(self) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter.to_local().sub_(LEARNING_RATE * parameter.grad.to_local())  # type: ignore[operator]
+                    local(parameter).sub_(LEARNING_RATE * local(_laid_like(parameter.grad, parameter)))
                     parameter.grad = None
 
     def peak_bytes(self) -> int:
@@ -151,6 +147,18 @@ class Trial:
         return peak_of_events(events)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a distributed tensor, or the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _laid_like(grad: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient in its parameter's layout: sequence parallelism leaves those of norms unreduced."""
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor):
+        return grad.redistribute(placements=parameter.placements)
+    return grad
+
+
 def peak_of_events(events: Sequence[dict[str, Any]]) -> int:
     """Peak of the running sum of allocations and releases in a Chrome trace with memory events."""
     changes = sorted((float(e["ts"]), int(e["args"]["Bytes"])) for e in events if e.get("name") == "[memory]")
@@ -161,7 +169,7 @@ def peak_of_events(events: Sequence[dict[str, Any]]) -> int:
     return peak
 
 
-def _own_code(model: torch.nn.Module, name: str) -> Callable[..., torch.Tensor]:
+def own_code(model: torch.nn.Module, name: str) -> Callable[..., torch.Tensor]:
     """A step function whose code object no other contender shares: compiled code is cached per code object.
     """
 
@@ -180,20 +188,48 @@ def compute_alone(trial: Trial, steps: int) -> list[StepTime]:
     return [trial.rehearse() for _ in range(steps)]
 
 
-def tuned_bandwidth(records: Sequence[Record], compute_ns: float, ratio: float, latency_ns: int) -> float:
-    """Bytes/s at which the collectives of a step take ``ratio`` times ``compute_ns``.
+@dataclass(frozen=True)
+class LinkRate:
+    """A link, described by the reference's step on it.
+
+    Attributes:
+        name: key on the command line.
+        ratio: communication alone over compute alone.
+        latency_share: how much of the communication is latency.
+    """
+
+    name: str
+    ratio: float
+    latency_share: float
+
+    def __post_init__(self) -> None:
+        if not (self.ratio > 0 and 0 <= self.latency_share < 1):
+            raise ValueError(f"{self} is not possible; expected a ratio above 0 and a share of 0 to below 1")
+
+
+RATES = {
+    rate.name: rate
+    for rate in (
+        LinkRate("latency-bound", 1.0, 0.8),
+        LinkRate("balanced", 1.0, 0.05),
+        LinkRate("bandwidth-bound", 2.0, 0.02),
+        LinkRate("fast", 0.1, 0.05),
+    )
+}
+
+
+def tuned(records: Sequence[Record], compute_ns: float, rate: LinkRate) -> tuple[int, float]:
+    """Latency in ns and bytes/s at which the collectives of a step take ``rate.ratio`` times ``compute_ns``.
 
     Raises:
-        ValueError: latency alone takes longer.
+        ValueError: the step has no collectives.
     """
-    moved = [r for r in records if r.wire_bytes]
-    left_ns = ratio * compute_ns - latency_ns * len(moved)
-    if left_ns <= 0:
-        raise ValueError(
-            f"{len(moved)} collectives of {latency_ns} ns latency alone take longer than {ratio} times the compute of "
-            f"{compute_ns:.0f} ns; use a lower latency, a larger model, or a higher ratio"
-        )
-    return sum(r.wire_bytes for r in moved) / left_ns * 1e9
+    moved = [r.wire_bytes for r in records if r.wire_bytes]
+    if not moved:
+        raise ValueError("a step without collectives has no link rate")
+    total_ns = rate.ratio * compute_ns
+    latency_ns = round(total_ns * rate.latency_share / len(moved))
+    return latency_ns, sum(moved) / (total_ns * (1 - rate.latency_share)) * 1e9
 
 
 def communication_alone(records: Sequence[Record]) -> StepTime:
@@ -208,11 +244,14 @@ def communication_alone(records: Sequence[Record]) -> StepTime:
 def _replay(record: Record) -> Callable[[], Any]:
     source = torch.zeros(record.input_bytes, dtype=torch.uint8)
     target = torch.zeros(record.output_bytes, dtype=torch.uint8)
+    group = _torch.process_group(record.group)
     if record.kind == "all_gather":
-        return lambda: _gather(target, source, async_op=True)
+        return lambda: _gather(target, source, group=group, async_op=True)
     if record.kind == "reduce_scatter":
-        return lambda: _reduce_scatter(target, source, async_op=True)
-    return lambda: dist.all_reduce(source, async_op=True)
+        return lambda: _reduce_scatter(target, source, group=group, async_op=True)
+    if record.kind == "all_to_all":
+        return lambda: dist.all_to_all_single(target, source, group=group, async_op=True)
+    return lambda: dist.all_reduce(source, group=group, async_op=True)
 
 
 def head_and_tail_ns(records: Sequence[Record]) -> tuple[int, int]:

@@ -7,7 +7,6 @@ started the job knows which contender to blame.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import traceback
@@ -22,18 +21,19 @@ import torch
 import torch.distributed as dist
 from link_lab import (
     CONTENDERS,
+    RATES,
     Trial,
     communication_alone,
     compute_alone,
     head_and_tail_ns,
-    tuned_bandwidth,
+    local,
+    tuned,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from link_models import LAYOUTS
 
 from inductor_passes import emulated_link
 from inductor_passes.cost.calibrate import calibrate
-from inductor_passes.demo_model import Sizes
-from inductor_passes.link_model import StepTime
+from inductor_passes.link_model import Record, StepTime
 
 #: The contender whose compute alone sets the link's rate, and to which losses are compared.
 REFERENCE = "inductor"
@@ -41,12 +41,21 @@ REFERENCE = "inductor"
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure. ``ratio`` is communication alone over compute alone; ``folder`` receives all files."""
+    """What to measure.
 
-    sizes: Sizes
+    Attributes:
+        layout: a key of ``link_models.LAYOUTS``.
+        sizes: fields of ``LlamaConfig`` that differ from the layout's.
+        contenders: keys of ``link_lab.CONTENDERS``; the reference is always there.
+        rates: keys of ``link_lab.RATES``.
+        rounds: interleaved steps per contender and rate.
+        folder: receives all files.
+    """
+
+    layout: str
+    sizes: dict[str, Any]
     contenders: list[str]
-    ratio: float
-    latency_ns: int
+    rates: list[str]
     rounds: int
     folder: str
 
@@ -54,15 +63,10 @@ class Job:
         """Path of a file of this job."""
         return Path(self.folder) / name
 
-    def save(self) -> None:
-        """Write the job where :meth:`load` finds it."""
-        self.file("job.json").write_text(json.dumps(dataclasses.asdict(self)), encoding="utf-8")
-
     @staticmethod
     def load(folder: str) -> Job:
         """Read the job in ``folder``."""
-        data = json.loads((Path(folder) / "job.json").read_text(encoding="utf-8"))
-        return Job(**{**data, "sizes": Sizes(**data["sizes"])})
+        return Job(**json.loads((Path(folder) / "job.json").read_text(encoding="utf-8")))
 
 
 #: Told on rank 0 what comes next: (phase, contender).
@@ -84,7 +88,8 @@ class Bench:
         self.job = job
         self._say = say
         self.rank = dist.get_rank()
-        self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self.layout = LAYOUTS[job.layout]
+        self.config = self.layout.sized(job.sizes)
         self.trials: dict[str, Trial] = {}
         self.failed: dict[str, str] = {}
         self.steps: dict[str, list[StepTime]] = {}
@@ -104,11 +109,10 @@ class Bench:
         self.note("compiling", name)
         error = ""
         try:
-            trial = Trial(CONTENDERS[name], self.job.sizes, self.mesh, str(self.job.file("profile.json")))
+            trial = Trial(CONTENDERS[name], self.layout, self.config, str(self.job.file("profile.json")))
             for _ in range(2):
                 trial.plain_step()
             self.trials[name] = trial
-            self.steps[name] = []
         except Exception as caught:
             traceback.print_exc()
             error = f"{type(caught).__name__}: {caught}".splitlines()[0]
@@ -122,20 +126,23 @@ class Bench:
                 self.trials.pop(name, None)
                 return
 
-    def tune(self) -> dict[str, Any]:
-        """Measure the reference's compute, set the link's rate, and calibrate the cost profile at that rate.
-        """
+    def prepare(self) -> tuple[float, Sequence[Record]]:
+        """Compile the reference; its compute alone in ns and the collectives of its step."""
         self.compile(REFERENCE)
         if REFERENCE in self.failed:
             raise RankFailed(self.failed[REFERENCE])
         self.note("compute alone", REFERENCE)
         alone = compute_alone(self.trials[REFERENCE], max(3, self.job.rounds))
-        compute_ns = median(slowest([s.virtual_ns for s in alone]))
-        bandwidth = tuned_bandwidth(alone[-1].records, compute_ns, self.job.ratio, self.job.latency_ns)
-        bandwidth = float(gathered(bandwidth)[0])
-        emulated_link.set_rate(self.job.latency_ns, bandwidth)
+        return median(slowest([s.virtual_ns for s in alone])), alone[-1].records
+
+    def set_rate(self, name: str, compute_ns: float, records: Sequence[Record]) -> dict[str, Any]:
+        """Set the link's rate and calibrate the cost profile at it."""
+        rate = RATES[name]
+        latency_ns, bytes_per_s = gathered(tuned(records, compute_ns, rate))[0]
+        emulated_link.set_rate(latency_ns, bytes_per_s)
         self.note("calibrating", REFERENCE)
         profile = calibrate(
+            self.trials[REFERENCE].groups,
             dtypes=[torch.float32],
             repeats=5,
             ranks_per_host=emulated_link.ranks_per_host() or dist.get_world_size(),
@@ -145,19 +152,32 @@ class Bench:
         if self.rank == 0:
             profile.save(self.job.file("profile.json"))
         dist.barrier()
-        return {"bytes_per_s": bandwidth, "profile_hash": profile.hash()}
+        known = {"rate": name, "ratio": rate.ratio, "latency_ns": latency_ns, "bytes_per_s": bytes_per_s}
+        return {**known, "profile_hash": profile.hash()}
 
-    def measure(self, bytes_per_s: float) -> None:
+    def replace_planned(self) -> None:
+        """Compile the contenders: those that a cost profile steers again for every rate, the others once."""
+        for name in [name for name, trial in self.trials.items() if trial.contender.family == "ours"]:
+            del self.trials[name]
+        for name in self.job.contenders:
+            if name not in self.trials and name not in self.failed:
+                self.compile(name)
+        # Interleaved in the order of the command line, whatever was compiled first.
+        self.trials = {name: self.trials[name] for name in self.job.contenders if name in self.trials}
+
+    def measure(self, latency_ns: int, bytes_per_s: float) -> None:
         """Interleaved rounds of every contender, and of the reference on an infinitely fast link (compute
         alone).
 
         A recompilation is an error from here on.
         """
+        self.steps = {name: [] for name in self.trials}
+        self.compute_alone, self.communication_alone = [], []
         torch.compiler.set_stance("fail_on_recompile")
         for _ in range(self.job.rounds):
             self.note("measuring", REFERENCE)
             self.compute_alone.extend(compute_alone(self.trials[REFERENCE], 1))
-            emulated_link.set_rate(self.job.latency_ns, bytes_per_s)
+            emulated_link.set_rate(latency_ns, bytes_per_s)
             for name, trial in self.trials.items():
                 self.note("measuring", name)
                 self.steps[name].append(trial.timed_step())
@@ -167,8 +187,7 @@ class Bench:
 
     def parameter_wire_bytes(self) -> int:
         """What a rank sends to gather, or to reduce, every parameter once."""
-        parameters = self.trials[REFERENCE].model.parameters()
-        shards = [p.to_local() for p in parameters]  # type: ignore[operator]
+        shards = [local(p) for p in self.trials[REFERENCE].model.parameters()]
         return (dist.get_world_size() - 1) * sum(s.numel() * s.element_size() for s in shards)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -227,21 +246,31 @@ def slowest(values: Sequence[int]) -> list[int]:
     return [max(column) for column in zip(*gathered(list(values)))]
 
 
-def run(job: Job, say: Say = silent) -> dict[str, Any]:
-    """The whole benchmark on this rank; the results, the same on every rank."""
+def run(job: Job, say: Say = silent) -> list[dict[str, Any]]:
+    """The whole benchmark on this rank; one result per rate, the same on every rank."""
     bench = Bench(job, say)
-    tuned = bench.tune()
-    for name in job.contenders:
-        if name != REFERENCE:
-            bench.compile(name)
-    bench.measure(tuned["bytes_per_s"])
-    reference = bench.steps[REFERENCE][0].records
-    head, tail = head_and_tail_ns(reference)
+    compute_ns, records = bench.prepare()
+    results = []
+    for name in job.rates:
+        rate = bench.set_rate(name, compute_ns, records)
+        bench.replace_planned()
+        bench.measure(rate["latency_ns"], rate["bytes_per_s"])
+        results.append({**rate, **_result(bench)})
+    return results
+
+
+def _result(bench: Bench) -> dict[str, Any]:
+    """What was measured at one rate."""
+    head, tail = head_and_tail_ns(bench.steps[REFERENCE][0].records) if bench.layout.sharded else (0, 0)
+    sizes = {name: getattr(bench.config, name) for name in ("layers", "dim", "hidden", "batch", "seq")}
     return {
-        "job": dataclasses.asdict(job),
+        "layout": bench.layout.name,
+        "title": bench.layout.title,
+        "sharded": bench.layout.sharded,
+        "sizes": sizes,
+        "rounds": bench.job.rounds,
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
-        **tuned,
         "compute_alone_ns": median(slowest([s.virtual_ns for s in bench.compute_alone])),
         "compute_alone_wall_ns": median(slowest([s.wall_ns for s in bench.compute_alone])),
         "communication_alone_ns": median(slowest([s.virtual_ns for s in bench.communication_alone])),
@@ -250,7 +279,7 @@ def run(job: Job, say: Say = silent) -> dict[str, Any]:
         "head_ns": head,
         "tail_ns": tail,
         "rows": bench.rows(),
-        "failed": bench.failed,
+        "failed": dict(bench.failed),
     }
 
 

@@ -1,8 +1,5 @@
 """Bytes of our redistribution plans against DTensor's two planners and one all-to-all, for all pairs of placements.
 
-    python tools/redistribute_table.py                       # all meshes, prints the table, writes the markdown file
-    python tools/redistribute_table.py --mesh 2,4 --shape 64,32
-
 Bytes are those of ``inductor_passes.redistribute.steps``: per rank, ring model, the busiest rank. DTensor's plans are
 taken from the installed torch and counted step by step with the padding that torch applies. "one-shot" is a lower bound
 on any single all_to_all on the flat group: what the neediest rank must receive, and what the holders of a block must
@@ -11,18 +8,21 @@ send when they share the work evenly; it is computed on index sets, without the 
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import typer
+from bench_record import RESULTS, markdown_table, write
+from rich.console import Console
+from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
@@ -202,13 +202,26 @@ def summary(rows: list[dict[str, Any]], ours: str) -> dict[str, Any]:
     }
 
 
-def run(cases: list[tuple[tuple[int, ...], tuple[int, int]]]) -> list[str]:
-    """The table as lines of markdown."""
-    lines = [
-        "| mesh | shape | pairs | tier | communicate | fewer bytes than DTensor | more | median ratio | max ratio "
-        "| none left | above best of all | ours / best, worst | ms for both plans |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+HEADER = (
+    "mesh",
+    "shape",
+    "pairs",
+    "tier",
+    "communicate",
+    "fewer bytes than DTensor",
+    "more",
+    "median ratio",
+    "max ratio",
+    "none left",
+    "above best of all",
+    "ours / best, worst",
+    "ms for both plans",
+)
+
+
+def run(cases: list[tuple[tuple[int, ...], tuple[int, int]]]) -> list[dict[str, Any]]:
+    """One row per mesh, shape, kind of pair and tier."""
+    out = []
     for mesh, shape in cases:
         device_mesh = DeviceMesh("cpu", torch.arange(math.prod(mesh)).view(mesh))
         rows = []
@@ -222,23 +235,32 @@ def run(cases: list[tuple[tuple[int, ...], tuple[int, int]]]) -> list[str]:
         for kind, partial in (("shard/replicate", False), ("from partial", True)):
             chosen = [r for r in rows if r["partial"] == partial]
             for tier in ("exact", "reassociate") if partial else ("exact",):
-                s = summary(chosen, tier)
-                share = 100 * s["improved"] // max(1, s["pairs"])
-                lines.append(
-                    f"| {mesh} | {shape} | {kind} | {tier} | {s['pairs']} | {s['improved']} ({share}%) "
-                    f"| {s['worse']} | {s['median']:.2f} | {s['largest']:.2f} | {s['free']} "
-                    f"| {s['above_best']} | {s['worst_against_best']:.3f} "
-                    f"| {1e3 * planning / len(rows):.1f} |"
-                )
-                print(lines[-1], flush=True)
-    return lines
+                known = {"mesh": mesh, "shape": shape, "kind": kind, "tier": tier}
+                out.append({**known, **summary(chosen, tier), "planning_ms": 1e3 * planning / len(rows)})
+    return out
 
 
-HEAD = """# Redistribution bytes
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row as text, by ``HEADER``."""
+    share = 100 * row["improved"] // max(1, row["pairs"])
+    return [
+        str(row["mesh"]),
+        str(row["shape"]),
+        row["kind"],
+        row["tier"],
+        str(row["pairs"]),
+        f"{row['improved']} ({share}%)",
+        str(row["worse"]),
+        f"{row['median']:.2f}",
+        f"{row['largest']:.2f}",
+        str(row["free"]),
+        str(row["above_best"]),
+        f"{row['worst_against_best']:.3f}",
+        f"{row['planning_ms']:.1f}",
+    ]
 
-Written by `tools/redistribute_table.py` with torch {version}.
 
-All ordered pairs of placements (Shard on each of two tensor dims, Replicate, Partial sum, strided shards that encode
+EXPLANATION = """All ordered pairs of placements (Shard on each of two tensor dims, Replicate, Partial sum, strided shards that encode
 a shard order, where the size lets them) in which no mesh dimension becomes partial that was not, fp32. Bytes are per
 rank, ring model, busiest rank. "communicate" counts the pairs in which DTensor's default plan moves data; the ratio is
 DTensor's bytes over ours; "none left" counts pairs that need no communication with ours; "best of all" is the least of
@@ -246,32 +268,49 @@ DTensor's greedy planner, its graph planner and a lower bound on one all-to-all 
 
 The exact tier keeps DTensor's reductions bit for bit, so from partial placements it cannot reach plans that merge or
 move sums; those are what `reassociate` allows.
+"""  # noqa: E501
 
-"""
+
+def _draw(rows: list[dict[str, Any]], path: Path) -> None:
+    from bench_plot import bars
+
+    chosen = [r for r in rows if r["kind"] == "shard/replicate" or r["tier"] == "reassociate"]
+    groups = [f"{r['mesh']} {r['shape']}\n{r['kind']}" for r in chosen]
+    series = {"median": [r["median"] for r in chosen], "largest": [r["largest"] for r in chosen]}
+    bars(path, groups, series, "DTensor's bytes / ours", line=1.0)
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", help="e.g. 2,4; default: all")
-    parser.add_argument("--shape", help="e.g. 64,32")
-    parser.add_argument("--out", type=Path, default=None, help="markdown file to write")
-    args = parser.parse_args()
+def _numbers(text: str, what: str, count: int | None = None) -> tuple[int, ...]:
+    try:
+        found = tuple(int(x) for x in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1 or (count is not None and len(found) != count):
+        raise typer.BadParameter(f"{what} is {text!r}; expected whole numbers with commas, e.g. 2,4")
+    return found
+
+
+def redistribute(
+    mesh: Annotated[str, typer.Option(help="E.g. 2,4, eight ranks in all. Default: all meshes.")] = "",
+    shape: Annotated[str, typer.Option(help="E.g. 64,32. Default: one that divides and one that does not.")] = "",
+    out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
+) -> None:
+    """Bytes of redistribution plans between all pairs of layouts, ours against DTensor's."""
     cases = CASES
-    if args.mesh:
-        mesh = tuple(int(x) for x in args.mesh.split(","))
-        cases = [c for c in CASES if c[0] == mesh] or [(mesh, (64, 32))]
-    if args.shape:
-        rows, columns = (int(x) for x in args.shape.split(","))
+    if mesh:
+        wanted = _numbers(mesh, "mesh")
+        if math.prod(wanted) != 8:
+            raise typer.BadParameter(f"mesh is {mesh!r} with {math.prod(wanted)} ranks; expected 8")
+        cases = [c for c in CASES if c[0] == wanted] or [(wanted, (64, 32))]
+    if shape:
+        rows, columns = _numbers(shape, "shape", 2)
         cases = [(m, (rows, columns)) for m in dict.fromkeys(m for m, _ in cases)]
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    print(f"torch {torch.__version__}")
-    lines = run(cases)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(HEAD.format(version=torch.__version__) + "\n".join(lines) + "\n", encoding="utf-8")
+    found = run(cases)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    view = Table(*HEADER)
+    for row in found:
+        view.add_row(*cells(row))
+    Console(width=200).print(view)
+    body = [*EXPLANATION.splitlines(), "", *markdown_table(HEADER, [cells(r) for r in found])]
+    write("redistribute", "Redistribution bytes", body, found, lambda path: _draw(found, path), folder=out)

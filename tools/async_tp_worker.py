@@ -1,20 +1,12 @@
-"""Async TP against default Inductor on the emulated link: medians of interleaved steps, as a table.
+"""One rank of the async TP benchmark: every case with all contenders interleaved; rank 0 writes the rows.
 
-    PYTHONPATH=. python tools/async_tp_table.py             # 2 ranks, 400 Mbit/s
-    PYTHONPATH=. python tools/async_tp_table.py --mbit 0    # the same on an infinitely fast link
-    PYTHONPATH=. python tools/async_tp_table.py --cases ag_mm mm_rs --rounds 9
-
-Times are virtual (CPU time of the compute thread plus the waits that the link makes it take), so that a loaded machine
-does not change them; wall times stand beside them. A step's time is that of the slower rank.
+Times are virtual (processor time of the compute thread plus the waits that the link makes it take), so that a loaded
+machine does not change them; wall times stand beside them. A step's time is that of the slower rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 import types
 from collections.abc import Callable
@@ -33,6 +25,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.calibrate import calibrate
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.view import GraphView
+from inductor_passes.models import LlamaConfig, cross_entropy, llama, llama_batch, tensor_parallel
 from inductor_passes.pipeline import Context, has_collectives, new_report, run_passes
 
 LATENCY_NS = 100_000
@@ -126,8 +119,6 @@ def _model_case(sequence_parallel: bool) -> Callable[[Callable[[Any], Any]], Ste
     """Forward and backward of a small Llama under ``parallelize_module``."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from tests.models import LlamaConfig, cross_entropy, llama, llama_batch, tensor_parallel
-
     config = LlamaConfig(vocab=256, dim=1024, layers=2, heads=16, kv_heads=16, hidden=2048, batch=4, seq=128)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tokens, targets = llama_batch(config)
@@ -170,99 +161,55 @@ def _largest(a: Any, b: Any) -> float:
     return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-9)) for x, y in pairs)
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(job: dict[str, Any], folder: str) -> None:
     """One rank: calibrate, then every case with all contenders interleaved."""
     torch.set_num_threads(1)
     emulated_link.register()
     dist.init_process_group("emulated")
     rank = dist.get_rank()
-    rate = arguments.mbit * 1e6 / 8 if arguments.mbit else float("inf")
-    emulated_link.set_rate(LATENCY_NS if arguments.mbit else 0, rate)
+    rate = job["mbit"] * 1e6 / 8 if job["mbit"] else float("inf")
+    emulated_link.set_rate(LATENCY_NS if job["mbit"] else 0, rate)
     profile = calibrate(
         dtypes=[torch.float32], repeats=5, ranks_per_host=dist.get_world_size(), timed=emulated_link.timed
     )
-    file = f"{arguments.folder}/profile{rank}.json"
+    file = f"{folder}/profile{rank}.json"
     profile.save(file)
-    rows = []
-    for name in arguments.cases:
-        make = CASES[name]()
-        steps = {}
-        for contender, options in contenders(profile, file, arguments.mode, rank == 0).items():
-            if rank == 0 and contender == "async_tp":
-                print(f"{name}:", flush=True)
-            torch.manual_seed(0)
-            steps[contender] = make(lambda f, o=options: torch.compile(f, options=o, fullgraph=True))
-        results = {c: step() for c, step in steps.items()}
-        difference = _largest(results["async_tp"], results["inductor"])
-        for step in steps.values():
-            step()
-        times: dict[str, list[tuple[int, int, int]]] = {c: [] for c in steps}
-        for _ in range(arguments.rounds):
-            for contender, step in steps.items():
-                with emulated_link.step_clock() as clock:
-                    step()
-                times[contender].append((clock.time.virtual_ns, clock.time.wall_ns, clock.time.exposed_ns))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, times)
-        row: dict[str, Any] = {"case": name, "difference": difference}
-        for contender in steps:
-            slowest = [max(one[contender][i] for one in everyone) for i in range(arguments.rounds)]
-            row[contender] = {
-                "virtual_ms": round(median(v for v, _, _ in slowest) / 1e6, 2),
-                "wall_ms": round(median(w for _, w, _ in slowest) / 1e6, 2),
-                "exposed_ms": round(median(e for _, _, e in slowest) / 1e6, 2),
-            }
-        rows.append(row)
-        if rank == 0:
-            base, ours = row["inductor"], row["async_tp"]
-            print(
-                f"{name:20} inductor {base['virtual_ms']:8.1f} (exposed {base['exposed_ms']:.1f})  planned "
-                f"{row['planned']['virtual_ms']:8.1f}  async_tp {ours['virtual_ms']:8.1f} (exposed "
-                f"{ours['exposed_ms']:.1f})  speed-up {base['virtual_ms'] / ours['virtual_ms']:.2f}  wall "
-                f"{base['wall_ms'] / ours['wall_ms']:.2f}  difference {difference:.1e}",
-                flush=True,
-            )
+    rows = [measure(name, job["rounds"], contenders(profile, file, job["mode"], rank == 0)) for name in job["cases"]]
     if rank == 0:
-        Path(arguments.folder, "rows.json").write_text(json.dumps({"mbit": arguments.mbit, "rows": rows}, indent=1))
+        Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     dist.destroy_process_group()
 
 
-def main() -> None:
-    """Start the ranks (or be one)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mbit", type=float, default=400.0, help="link rate in Mbit/s; 0: infinitely fast")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--mode", default="auto", choices=("auto", "force", "off"))
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--folder", default="", help="where results go; default: a temporary folder")
-    arguments = parser.parse_args()
-    if "RANK" in os.environ:
-        work(arguments)
-        return
-    import tempfile
-
-    folder = arguments.folder or tempfile.mkdtemp(prefix="async_tp_")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(arguments.ranks),
-        "PYTHONWARNINGS": "ignore",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
-    command = [sys.executable, __file__, *sys.argv[1:], "--folder", folder]
-    ranks = [subprocess.Popen(command, env={**environment, "RANK": str(r)}) for r in range(arguments.ranks)]
-    codes = [process.wait() for process in ranks]
-    if any(codes):
-        raise SystemExit(f"ranks ended with {codes}")
-    print(f"{folder}/rows.json")
+def measure(name: str, rounds: int, everyone: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """One case: compiled by every contender, then steps in turn."""
+    make = CASES[name]()
+    steps = {}
+    for contender, options in everyone.items():
+        if dist.get_rank() == 0 and contender == "async_tp":
+            print(f"{name}:", flush=True)
+        torch.manual_seed(0)
+        steps[contender] = make(lambda f, o=options: torch.compile(f, options=o, fullgraph=True))
+    results = {c: step() for c, step in steps.items()}
+    row: dict[str, Any] = {"case": name, "difference": _largest(results["async_tp"], results["inductor"])}
+    for step in steps.values():
+        step()
+    times: dict[str, list[tuple[int, int, int]]] = {c: [] for c in steps}
+    for _ in range(rounds):
+        for contender, step in steps.items():
+            with emulated_link.step_clock() as clock:
+                step()
+            times[contender].append((clock.time.virtual_ns, clock.time.wall_ns, clock.time.exposed_ns))
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, times)
+    for contender in steps:
+        slowest = [max(one[contender][i] for one in ranks) for i in range(rounds)]
+        row[contender] = {
+            "virtual_ms": median(v for v, _, _ in slowest) / 1e6,
+            "wall_ms": median(w for _, w, _ in slowest) / 1e6,
+            "exposed_ms": median(e for _, _, e in slowest) / 1e6,
+        }
+    return row
 
 
 if __name__ == "__main__":
-    main()
+    work(json.loads(Path(sys.argv[1], "job.json").read_text(encoding="utf-8")), sys.argv[1])

@@ -1,0 +1,171 @@
+"""The benchmarks' shared parts and their entry, without measuring anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+import bench
+import bench_async_tp
+import bench_compile
+import bench_plot
+import bench_record
+import bench_redistribute
+import bench_scale
+import torch
+from bench_scale import Assumptions, Cell, ClusterProfile
+
+from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.profile import CostProfile
+
+WORLD = tuple(range(64))
+ACROSS = tuple(range(0, 64, 8))
+WITHIN = tuple(range(8))
+
+
+def test_every_subcommand_explains_itself() -> None:
+    runner = CliRunner()
+    listed = runner.invoke(bench.app, ["--help"]).output
+    for name in ("link", "plan", "compile", "async-tp", "redistribute", "gpu", "scale"):
+        assert name in listed
+        assert runner.invoke(bench.app, [name, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["link", "--model", "gpt"], "gpt"),
+        (["plan", "--scenario", "gpt"], "gpt"),
+        (["scale", "--ranks", "12"], "multiple of 8"),
+        (["compile", "--budget", "1"], "unlimited"),
+        (["async-tp", "--mode", "on"], "force"),
+        (["redistribute", "--mesh", "3"], "expected 8"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(bench.app, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_gpu_benchmark_says_so() -> None:
+    result = CliRunner().invoke(bench.app, ["gpu"])
+    assert result.exit_code == 0
+    assert "skipped: torch sees no GPU" in result.output
+
+
+def test_a_result_names_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tools/bench.py", "scale", "--out", str(tmp_path), "--at", "0"])
+    monkeypatch.setattr(bench_record, "_git", lambda *_: None)
+    page = bench_record.write("x", "Title", ["body"], {"a": 1}, lambda path: bench_plot.bars(
+        path, ["g"], {"s": [1.0]}, "y"
+    ), folder=tmp_path)
+    text = page.read_text()
+    assert text.startswith("# Title\n\n`tools/bench scale --at 0`, ")
+    assert str(tmp_path) not in text and "commit unknown" in text and f"torch {torch.__version__}" in text
+    stored = json.loads((tmp_path / "x.json").read_text())
+    assert stored["data"] == {"a": 1} and stored["provenance"]["commit"] == "unknown"
+    assert "CPU cores" in stored["provenance"]["machine"]["cores"]
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+    # What people wrote stays, the rest is written again.
+    page.write_text(text + "\n## Findings\n\nmine\n")
+    bench_record.write("x", "Title", ["other"], {}, folder=tmp_path)
+    text = page.read_text()
+    assert "body" not in text and "other" in text and text.endswith("## Findings\n\nmine\n")
+
+
+def test_charts_are_the_same_bytes_for_the_same_figures(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        panels = {"p": {"s": [(1.0, 2.0), (2.0, 3.0)]}, "q": {"s": [(1.0, 1.0)]}}
+        bench_plot.curves(tmp_path / name, panels, "x", "y")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_names_that_do_not_exist_are_refused() -> None:
+    bench_record.check(["a"], ["a", "b"], "thing")
+    with pytest.raises(typer.BadParameter, match="thing c is not known; expected some of a, b"):
+        bench_record.check(["a", "c"], ["a", "b"], "thing")
+
+
+def test_planning_rows() -> None:
+    rows = bench_compile.planning(["fsdp_forward"], [60, 120], "0")
+    assert rows[0]["exponent"] is None and rows[1]["tasks"] > rows[0]["tasks"]
+    assert all(r["plan_over_bound"] <= r["input_over_bound"] and r["peak_over_input"] <= 1 for r in rows)
+    assert bench_compile.plan_cells(rows[0])[0] == "fsdp_forward"
+
+
+def test_compile_rows() -> None:
+    default = {"layers": 2, "compiler": "default", "cpu_s": 3.0, "wall_s": 4.0, "passes_s": {}, "peak_bytes": 100}
+    ours = {**default, "compiler": "ours", "passes_s": {"bucket": 0.5, "reorder": 1.5}, "peak_bytes": 110}
+    cells = bench_compile.compile_cells(ours, default, 7)
+    assert cells == ["2", "7", "ours", "3.0", "4.0", "2.00", "50.0%", "reorder 1.50", "0", "1.100"]
+
+
+def test_redistribution_rows() -> None:
+    (row, *_) = bench_redistribute.summary([{"default": 4, "exact": 2, "best": 2}], "exact"), None
+    assert (row["pairs"], row["improved"], row["median"], row["worst_against_best"]) == (1, 1, 2.0, 1.0)
+
+
+def test_async_tp_rows() -> None:
+    times = {"virtual_ms": 4.0, "wall_ms": 6.0, "exposed_ms": 1.0}
+    row = {"case": "c", "difference": 0.0, "inductor": times, "planned": times}
+    cells = bench_async_tp.cells({**row, "async_tp": {**times, "virtual_ms": 2.0}})
+    assert cells == ["c", "4.0", "1.0", "4.0", "2.0", "1.0", "2.00", "1.00", "0e+00"]
+
+
+@pytest.mark.parametrize("world", [8, 64, 512, 4096])
+def test_groups_grow_with_the_cluster(world: int) -> None:
+    profile = ClusterProfile.of(world, Assumptions())
+    assert profile.layout(WORLD) == Layout(world, world // 8, 8)
+    assert profile.layout(ACROSS) == Layout(world // 8, world // 8, 1)
+    assert profile.layout(WITHIN) == Layout(8, 1, 8)
+
+
+def test_a_captured_collective_costs_what_it_would_in_the_cluster() -> None:
+    profile, plain = ClusterProfile.of(512, Assumptions()), CostProfile.default("cuda")
+    whole, ranks = 2**30, tuple(range(512))
+    # Captured with 64 ranks, a shard is larger than it would be; the whole is the same.
+    captured, real = whole // 64, whole // 512
+    gathered = profile.communication_ns("all_gather", captured, whole, WORLD)
+    assert gathered == plain.communication_ns("all_gather", real, whole, ranks)
+    scattered = profile.communication_ns("reduce_scatter", whole, captured, WORLD)
+    assert scattered == plain.communication_ns("reduce_scatter", whole, real, ranks)
+    assert profile.communication_ns("all_reduce", whole, whole, WITHIN) == plain.communication_ns(
+        "all_reduce", whole, whole, WITHIN
+    )
+
+
+def test_assumptions_move_prices_the_right_way() -> None:
+    base = ClusterProfile.of(512, Assumptions())
+    ask = ("all_gather", 2**21, 2**27, WORLD)
+    assert ClusterProfile.of(512, Assumptions(bandwidth=2.0)).communication_ns(*ask) < base.communication_ns(*ask)
+    assert ClusterProfile.of(512, Assumptions(latency=3.0)).communication_ns(*ask) > base.communication_ns(*ask)
+    slow = ClusterProfile.of(512, Assumptions(compute=0.5))
+    once, twice = (p.compute_ns(1e12, 0, "bfloat16", 0) for p in (base, slow))
+    assert twice == pytest.approx(2 * once, rel=1e-6)
+    assert Assumptions(latency=3.0).title() == "latency x 3" and Assumptions().title() == "as stated"
+
+
+def test_depth_is_a_line() -> None:
+    assert bench_scale.line((2, 4), (10.0, 16.0), 32) == 100.0
+
+
+def test_the_better_in_tree_variant_counts() -> None:
+    cell = Cell("m", 8, Assumptions(), bench_scale.INPUT, 4e6, 2e6, 1e6)
+    first, second = bench_scale.IN_TREE_SHOWN
+    cells = [
+        cell,
+        dataclasses.replace(cell, contender=first, step_ns=3e6),
+        dataclasses.replace(cell, contender=second, step_ns=1e6, error="E: no"),
+        dataclasses.replace(cell, contender=bench_scale.OURS_BUCKETED, step_ns=2e6),
+    ]
+    assert bench_scale.shown(cells)[3:] == ["4.0", "2.0", "3.0", "2.0", "2.0", "2.0", "2.000", "1.500", "2.000"]

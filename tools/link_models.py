@@ -1,0 +1,159 @@
+"""Models laid out over real ranks for the link benchmark: one small Llama (or its mixture of experts) per layout.
+
+A layout says how many ranks it takes, what each rank trains on, and how the model is spread; ``native`` asks for
+torch's own eager FSDP2 where that applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from inductor_passes.models import DEMO, LanguageModel, LlamaConfig, language_batch, language_model, tensor_parallel
+from inductor_passes.simple_fsdp import simple_fsdp
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A model on this rank.
+
+    Attributes:
+        model: (tokens, targets) -> loss.
+        batch: number of the step -> this rank's tokens and targets.
+        groups: process groups of the sizes that its collectives use, for calibration.
+    """
+
+    model: nn.Module
+    batch: Callable[[int], Batch]
+    groups: tuple[dist.ProcessGroup, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is spread.
+
+    Attributes:
+        name: key on the command line.
+        title: for tables.
+        ranks: how many it takes.
+        build: (config, native) -> the model and its batches; collective.
+        native: whether torch's eager FSDP2 can do the same.
+        sharded: data parallelism shards every parameter over all ranks, so that the first gather and the last reduction
+            are what no order hides, and the bytes of a step are known.
+        config: fields of ``LlamaConfig`` that differ from ``DEMO``.
+    """
+
+    name: str
+    title: str
+    ranks: int
+    build: Callable[[LlamaConfig, bool], Laid]
+    native: bool = False
+    sharded: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def sized(self, sizes: dict[str, Any]) -> LlamaConfig:
+        """The model's config with ``sizes`` on top."""
+        return replace(DEMO, **{**self.config, **sizes})
+
+
+@cache
+def _mesh(*sizes: int, names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=names)
+
+
+def _groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
+    """One process group per size among the mesh's dimensions."""
+    return tuple({group.size(): group for group in mesh.get_all_groups()}.values())
+
+
+def _batches(config: LlamaConfig, rank: int) -> Callable[[int], Batch]:
+    """Four batches in turn, different ones for every ``rank`` of data parallelism."""
+    return lambda step: language_batch(config, 1_000 * rank + step % 4)
+
+
+def _native(model: LanguageModel, mesh: DeviceMesh) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    whole: nn.Module = fully_shard(model, mesh=mesh)
+    return whole
+
+
+def _fsdp(config: LlamaConfig, native: bool) -> Laid:
+    mesh = _mesh(dist.get_world_size(), names=("dp",))
+    model = language_model(config)
+    spread = _native(model, mesh) if native else simple_fsdp(model, mesh)
+    return Laid(spread, _batches(config, dist.get_rank()), _groups(mesh))
+
+
+def _hybrid(config: LlamaConfig, native: bool) -> Laid:
+    mesh = _mesh(dist.get_world_size() // 2, 2, names=("replicate", "shard"))
+    model = language_model(config)
+    spread = _native(model, mesh) if native else simple_fsdp(model, mesh, mode="hybrid_shard")
+    return Laid(spread, _batches(config, dist.get_rank()), _groups(mesh))
+
+
+def _tensor(sequence_parallel: bool) -> Callable[[LlamaConfig, bool], Laid]:
+    def build(config: LlamaConfig, native: bool) -> Laid:
+        mesh = _mesh(dist.get_world_size(), names=("tp",))
+        model = tensor_parallel(language_model(config), mesh, sequence_parallel=sequence_parallel)
+        return Laid(model, _batches(config, 0), _groups(mesh))
+
+    return build
+
+
+def _fsdp_tensor(config: LlamaConfig, native: bool) -> Laid:
+    mesh = _mesh(dist.get_world_size() // 2, 2, names=("dp", "tp"))
+    model = tensor_parallel(language_model(config), mesh["tp"], sequence_parallel=True)
+    spread = _native(model, mesh["dp"]) if native else simple_fsdp(model, mesh["dp"])
+    return Laid(spread, _batches(config, mesh["dp"].get_local_rank()), _groups(mesh))
+
+
+def _experts(config: LlamaConfig, native: bool) -> Laid:
+    """Experts stay with their rank; everything else is sharded over all ranks."""
+    mesh = _mesh(dist.get_world_size(), names=("dp",))
+    model = language_model(config, expert_group=mesh.get_group("dp"))
+    for layer in model.layers:
+        for part in (layer.attention_norm, layer.attention, layer.experts.norm, layer.experts.gate):
+            simple_fsdp(part, mesh)
+    for part in (model.embed, model.norm, model.output):
+        simple_fsdp(part, mesh)
+    return Laid(model, _batches(config, dist.get_rank()), _groups(mesh))
+
+
+def _context(config: LlamaConfig, native: bool) -> Laid:
+    """Every rank has a slice of the same sequences."""
+    mesh = _mesh(dist.get_world_size(), names=("dp",))
+    group = mesh.get_group("dp")
+    model = simple_fsdp(language_model(config, sequence_group=group), mesh)
+    whole = _batches(config, 0)
+
+    def batch(step: int) -> Batch:
+        tokens, targets = (t.chunk(group.size(), dim=1)[group.rank()].contiguous() for t in whole(step))
+        return tokens, targets
+
+    return Laid(model, batch, _groups(mesh))
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        Layout("fsdp", "FSDP", 2, _fsdp, native=True, sharded=True),
+        Layout("hybrid", "hybrid shard 2x2", 4, _hybrid, native=True),
+        Layout("tp", "TP", 2, _tensor(False)),
+        Layout("tp_sp", "TP + SP", 2, _tensor(True)),
+        Layout("fsdp_tp", "FSDP 2 x TP 2", 4, _fsdp_tensor, native=True),
+        Layout("moe", "MoE", 2, _experts, config={"experts": 4, "capacity": 512, "hidden": 352}),
+        Layout("context", "context parallel", 2, _context),
+    )
+}
