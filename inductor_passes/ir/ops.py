@@ -96,6 +96,9 @@ HOST_SYNCHRONISATION = frozenset(
         "aten::equal",
     }
 )
+#: Operators that copy between devices. Towards the host a copy waits for the device, or, when it does not, relies on
+#: a later one that does.
+DEVICE_COPIES = frozenset({"aten::_to_copy", "aten::copy", "aten::copy_", "aten::to", "prims::device_put"})
 #: Higher-order ops whose body only computes, whatever it holds.
 PURE_HIGHER_ORDER = frozenset(
     {
@@ -188,7 +191,15 @@ def role(node: torch.fx.Node) -> Role:
     namespace, _, base = name.partition("::")
     if namespace == "higher_order":
         return _higher_order_role(node, base)
+    if name in DEVICE_COPIES and _copies_to_host(node):
+        return Role.FENCE
     return op_role(node.target)
+
+
+def _copies_to_host(node: torch.fx.Node) -> bool:
+    """Whether data go from an accelerator to the host."""
+    devices = [v.device.type for n in (node, *node.all_input_nodes) if isinstance(v := n.meta.get("val"), torch.Tensor)]
+    return bool(devices) and devices[0] == "cpu" and any(d not in ("cpu", "meta") for d in devices[1:])
 
 
 def op_role(target: object) -> Role:
