@@ -80,7 +80,7 @@ class Applications:
                 "+".join(sorted(step.subjects)),
                 tuple(step.removed),
                 tuple(step.added),
-                tuple((old, new) for old, new in step.replaced if old in step.removed),
+                tuple(step.replaced),
                 next(iter(step.claims)) if len(step.claims) == 1 else Claim.REPLACE,
             )
             for _, step in sorted(self._steps.items())

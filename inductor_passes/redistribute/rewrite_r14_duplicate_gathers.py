@@ -57,6 +57,7 @@ class ShareGathers:
             refuse(Reason.DATA_DEPENDENCY, "the earlier gather is waited for later")
         work.unwritten(source, first.start, gather.start)
         work.never_written(kept, wait)
+        work.may_stand_for(kept, wait)
 
         def apply() -> None:
             work.drop(self.name, gather.start, (wait, gather.start), kept)

@@ -56,6 +56,7 @@ class DropNeedless:
         work.never_written(wait)
         if wait.users:
             work.never_written(source)
+            work.may_stand_for(source, wait)
         return Match(
             work.price_ns(collective),
             why,

@@ -12,6 +12,11 @@ from .rewrite_r3_nested_scatters import MergeNestedScatters
 from .rewrite_r4_scatter_first import ReduceOnShards
 from .rewrite_r5_added_reductions import AddBeforeReducing
 from .rewrite_r7_cast_before_gather import CastBeforeGather
+from .rewrite_r8_uneven_packs import PackOnce
+from .rewrite_r9_permuted_rows import KeepRowsPermuted
+from .rewrite_r10_packs_that_are_views import ViewInsteadOfPack
+from .rewrite_r12_visible_exchange import VisibleExchange
+from .rewrite_r13_pinned_storage import ReleaseStorage
 from .rewrite_r14_duplicate_gathers import ShareGathers
 from .rewrite_r15_needless_collectives import DropNeedless
 from .rewriting import Rewrite
@@ -25,4 +30,9 @@ REWRITES: tuple[Rewrite, ...] = (
     MergeNestedScatters(),
     MergeNestedReductions(),
     MergeNestedGathers(),
+    VisibleExchange(),
+    ViewInsteadOfPack(),
+    PackOnce(),
+    KeepRowsPermuted(),
+    ReleaseStorage(),
 )

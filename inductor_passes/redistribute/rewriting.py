@@ -17,7 +17,8 @@ from inductor_passes import _torch
 from inductor_passes.bucket.emit import Emitter
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.view import Collective, describe
+from inductor_passes.ir.storages import FxStorage
+from inductor_passes.ir.view import Collective, GraphView, describe
 from inductor_passes.pipeline import Context
 from inductor_passes.report import Reason
 from inductor_passes.verify import Claim
@@ -29,6 +30,9 @@ from .spec import REDUCE_OPS
 Exactness = Literal["exact", "reassociate", "off"]
 #: Reductions that give the same bits however they are grouped.
 ORDER_FREE = ("min", "max")
+
+#: Operators that rewrites start from besides collectives.
+INDEXED = ("aten::cat", "_dtensor::shard_dim_alltoall")
 
 
 def check_exactness(value: str) -> None:
@@ -104,6 +108,10 @@ class Work:
         self._writers: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         self._gone: set[torch.fx.Node] = set()
         self._numbered = len(view.collectives)
+        self._named: dict[str, dict[torch.fx.Node, None]] = {name: {} for name in INDEXED}
+        self.results_by_storage = _results(view)
+        for node in view.nodes:
+            self._index(node)
         for storage in view.storages.all:
             if storage.writers:
                 for member in storage.members:
@@ -118,6 +126,10 @@ class Work:
         for start in list(self._by_start):
             if self.collective(start, *kinds) is not None:
                 yield start
+
+    def named(self, name: str) -> Iterator[torch.fx.Node]:
+        """Calls of an operator of :data:`INDEXED`, as the graph is now."""
+        return iter(list(self._named[name]))
 
     def collective(self, start: torch.fx.Node, *kinds: str) -> Collective | None:
         """The collective that ``start`` issues when it is simple: functional, one input, one wait, of these kinds."""
@@ -150,6 +162,32 @@ class Work:
         for node in nodes:
             if self.is_written(node):
                 refuse(Reason.DATA_DEPENDENCY, f"{node.name} is written to")
+
+    def may_stand_for(self, kept: torch.fx.Node, gone: torch.fx.Node) -> None:
+        """Refuse to let readers of ``gone`` read ``kept`` when results of the graph would newly share memory, with
+        each other or with an input: the caller may write to them."""
+        if self._escapes(gone) and (self._escapes(kept) or self._base(kept).op in ("placeholder", "get_attr")):
+            refuse(Reason.DATA_DEPENDENCY, "two results, or a result and an input, would share memory")
+
+    @staticmethod
+    def _escapes(node: torch.fx.Node) -> bool:
+        """Whether a result of the graph lives in the memory of ``node``."""
+        todo, seen = [node], {node}
+        while todo:
+            for user in todo.pop().users:
+                if user.op == "output":
+                    return True
+                if user not in seen and ops.role(user) in (Role.FREE, Role.WAIT):
+                    seen.add(user)
+                    todo.append(user)
+        return False
+
+    @staticmethod
+    def _base(node: torch.fx.Node) -> torch.fx.Node:
+        """The node whose memory ``node`` is."""
+        while node.op == "call_function" and node.all_input_nodes and ops.role(node) in (Role.FREE, Role.WAIT):
+            node = node.all_input_nodes[0]
+        return node
 
     def joint_group(self, outer: Collective, inner: Collective) -> tuple[tuple[int, ...], str]:
         """Ranks and name of the flat group over both groups."""
@@ -233,6 +271,21 @@ class Work:
         self.applications.add(subject, names, [n.name for n in emitter.made], redirected, claim)
         self._enter(emitter.made, [new for _, new in pairs])
 
+    def redirect(
+        self,
+        subject: str,
+        old: torch.fx.Node,
+        reader: torch.fx.Node,
+        build: Callable[[Emitter], torch.fx.Node],
+    ) -> None:
+        """``reader`` reads what ``build`` emits (behind ``old``) in the place of ``old``, which stays."""
+        emitter = Emitter(self.graph, old)
+        with emitter.standing_for(old):
+            new = build(emitter)
+        reader.replace_input_with(old, new)
+        self.applications.add(subject, [], [n.name for n in emitter.made], [(old.name, new.name)])
+        self._enter(emitter.made, [])
+
     def drop(self, subject: str, origin: torch.fx.Node, removed: Sequence[torch.fx.Node], kept: torch.fx.Node) -> None:
         """Users of the first of ``removed`` read ``kept``, which exists; ``removed`` is erased."""
         self.replace(subject, origin, removed, lambda _: kept, claim=Claim.REMOVE)
@@ -242,6 +295,7 @@ class Work:
         self._by_start.pop(node, None)
         self._of_wait.pop(node, None)
         self._gone.add(node)
+        self._index(node, forget=True)
         self.graph.erase_node(node)
 
     def _sweep(self, nodes: list[torch.fx.Node]) -> None:
@@ -261,6 +315,7 @@ class Work:
         self.fresh = []
         for node in made:
             self.visits += 1
+            self._index(node)
             if ops.role(node) is Role.START:
                 waits = tuple(user for user in node.users if ops.is_wait(user))
                 self._take(node, waits)
@@ -270,6 +325,14 @@ class Work:
                 known = self._by_start.get(user)
                 if known is not None:
                     self._take(user, known.waits)
+
+    def _index(self, node: torch.fx.Node, forget: bool = False) -> None:
+        name = _torch.op_name(node.target) if node.op == "call_function" else ""
+        if name in INDEXED:
+            if forget:
+                self._named[name].pop(node, None)
+            else:
+                self._named[name][node] = None
 
     def _take(self, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> None:
         self._numbered += 1
@@ -281,7 +344,16 @@ class Work:
         self.fresh.append(start)
 
 
-def one_reader(node: torch.fx.Node, reader: torch.fx.Node, what: str) -> None:
-    """Refuse when anything but ``reader`` reads ``node``."""
-    if list(node.users) != [reader]:
-        refuse(Reason.DATA_DEPENDENCY, f"{what} has other readers")
+def _results(view: GraphView) -> dict[torch.fx.Node, tuple[torch.fx.Node, int, list[torch.fx.Node]]]:
+    """Views that the graph returns, of memory that it made -> (producer, bytes of that memory, all results in it)."""
+    found: dict[FxStorage, list[torch.fx.Node]] = {}
+    for node in (n for output in view.nodes if output.op == "output" for n in output.all_input_nodes):
+        storages = view.storages.of(node)
+        if len(storages) == 1 and storages[0].size_bytes and view.roles[storages[0].producer] is not Role.INPUT:
+            found.setdefault(storages[0], []).append(node)
+    return {
+        node: (storage.producer, storage.size_bytes or 0, results)
+        for storage, results in found.items()
+        for node in results
+        if view.roles[node] is Role.FREE
+    }
