@@ -91,9 +91,48 @@ class MemoryBudget:
         return input_peak_bytes + int(input_peak_bytes * self.fraction)
 
 
+Tier = Literal["exact", "reassociate", "off"]
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """What may be rewritten, and which redistributions are refused.
+
+    Attributes:
+        tier: ``exact``, ``reassociate`` or ``off``.
+        limit_bytes: implicit redistributions that send more than this per rank are an error; None: none is.
+    """
+
+    tier: Tier = "exact"
+    limit_bytes: int | None = None
+
+    ALLOWED = (
+        '"exact", "reassociate" or "off", each alone or with an error limit as in "exact,error-above:64MiB"; '
+        '"error-above:64MiB" stands for "exact,error-above:64MiB"'
+    )
+
+    @staticmethod
+    def parse(value: object, key: str = "redistribute") -> Redistribution:
+        """Parse a tier, an error limit or both, separated by a comma.
+
+        Raises:
+            ConfigError: anything else, a part given twice included.
+        """
+        tier, limit = "", None
+        for part in value.split(",") if isinstance(value, str) else [""]:
+            part = part.strip()
+            size = _BYTES.fullmatch(part.removeprefix("error-above:").strip())
+            if part in get_args(Tier) and not tier:
+                tier = part
+            elif part.startswith("error-above:") and size and size[2].upper() in _UNITS and limit is None:
+                limit = int(Fraction(size[1]) * _UNITS[size[2].upper()])
+            else:
+                raise ConfigError(key, value, Redistribution.ALLOWED)
+        return Redistribution(tier or "exact", limit)  # type: ignore[arg-type]
+
+
 Codegen = Literal["inductor", "aot_eager"]
 Verify = Literal["on", "strict"]
-Redistribute = Literal["exact", "reassociate", "off"]
 AsyncTp = Literal["auto", "force", "off"]
 InTree = Literal["error", "warn"]
 RankCheck = Literal["off", "warn", "error"]
@@ -117,10 +156,12 @@ class PassConfig:
         "+5%",
     )
     schedule: Switch = _doc("Reorder collectives around compute.", "on")
-    redistribute: Redistribute = _doc(
+    redistribute: str = _doc(
         "Rewrite collectives that DTensor's one-dimension-at-a-time planning wastes: "
         '"exact" applies what keeps every bit, "reassociate" also what adds in another order (fewer all-reduces in '
-        'tensor parallel backwards, hybrid-shard gradients reduced at shard size), "off" nothing.',
+        'tensor parallel backwards, hybrid-shard gradients reduced at shard size), "off" nothing. '
+        'With ",error-above:64MiB" behind it, compilation fails where an operator redistributes more than that per '
+        "rank without having been asked to; the error names the source line.",
         "exact",
     )
     async_tp: AsyncTp = _doc(
@@ -186,6 +227,16 @@ class PassConfig:
         """``memory_budget``, parsed."""
         return MemoryBudget.parse(self.memory_budget)
 
+    @property
+    def redistribution(self) -> Redistribution:
+        """``redistribute``, parsed."""
+        return Redistribution.parse(self.redistribute)
+
+    @property
+    def tier(self) -> Tier:
+        """The exactness tier of ``redistribute``."""
+        return self.redistribution.tier
+
     @staticmethod
     def from_mapping(values: Mapping[str, Any], base: PassConfig | None = None) -> PassConfig:
         """Settings from a mapping of field names (without prefix), on top of ``base`` (default: the defaults).
@@ -222,7 +273,6 @@ class PassConfig:
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(PassConfig)}
 _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
-    "redistribute": get_args(Redistribute),
     "async_tp": get_args(AsyncTp),
     "bucket": get_args(Switch),
     "replay": get_args(Switch),
@@ -237,6 +287,8 @@ def allowed_values(key: str) -> str:
     """What a field accepts, as text for messages and for the reference page."""
     if key == "memory_budget":
         return MemoryBudget.ALLOWED
+    if key == "redistribute":
+        return Redistribution.ALLOWED
     if key in _LITERALS:
         return " or ".join(f'"{v}"' for v in _LITERALS[key])
     if key == "estimator":
@@ -256,6 +308,8 @@ def check_value(key: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is allowed for the field ``key``."""
     if key == "memory_budget":
         MemoryBudget.parse(value, key)
+    elif key == "redistribute":
+        Redistribution.parse(value, key)
     elif key in _LITERALS:
         if not isinstance(value, str) or value not in _LITERALS[key]:
             raise ConfigError(key, value, allowed_values(key))

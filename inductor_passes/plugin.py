@@ -11,17 +11,19 @@ from typing import Any
 
 import torch.fx
 
-from inductor_passes import _torch, config, identity, in_tree, rank_check
+from inductor_passes import _torch, config, identity, in_tree, joint, rank_check
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
+from inductor_passes.redistribute import audit
 from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.replay import hook
 
 _PASSES = "post_grad_custom_post_pass"
+_JOINT_PASSES = "joint_custom_post_pass"
 _REORDER = "reorder_for_compute_comm_overlap"
 _REORDER_PASSES = "reorder_for_compute_comm_overlap_passes"
 _PARTITIONS = "triton.reorder_for_reducing_graph_partitions"
@@ -30,8 +32,7 @@ _PARTITIONS = "triton.reorder_for_reducing_graph_partitions"
 def passes_of(settings: PassConfig) -> list[Pass]:
     """The FX passes that a configuration switches on, in order."""
     passes: list[Pass] = []
-    if settings.redistribute != "off":
-        passes.append(RewriteCollectives(settings.redistribute))
+    passes.append(RewriteCollectives(settings.tier))
     if settings.async_tp != "off":
         passes.append(AsyncTpPass(mode=settings.async_tp))
     if settings.bucket == "on":
@@ -121,6 +122,7 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
     Raises:
         ConfigError: Inductor's own communication passes are on and ``in_tree_passes`` is ``error``.
         VerificationError: with ``verify="strict"``, when a pass failed or broke a rule.
+        LargeRedistributionError: an operator redistributes more than ``redistribute="error-above:..."`` allows.
         RanksDifferError: with ``rank_check="error"``, when another rank has other collectives.
     """
     view = GraphView(graph)
@@ -131,7 +133,10 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
     profile = identity.load_profile(settings)
     report = new_report(graph, is_inference, settings, profile)
     context = Context(settings, profile, report, backward=report.phase == "backward", _view=view)
+    if not context.backward:
+        report.passes.extend(joint.taken(report.compile_id))
     run_passes(graph, passes_of(settings), context)
+    audit.close(report, settings)
     if settings.rank_check != "off":
         context.rank_steps = rank_check.check(GraphView(graph), report.phase, settings)
     module = graph.owning_module
@@ -229,6 +234,12 @@ def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: Pass
         result[_PASSES] = [*existing, GraphPass(settings)]
     else:
         result[_PASSES] = GraphPass(settings, existing)
+    if joint.wanted(settings or config.current()):
+        existing = [p for one in _torch.as_pass_list(lookup(_JOINT_PASSES)) for p in _unpacked(one)]
+        if _torch.accepts_pass_lists():
+            result[_JOINT_PASSES] = [*existing, joint.JointPass(settings)]
+        else:
+            result[_JOINT_PASSES] = joint.JointPass(settings, existing)
     foreign = [p for p in lookup(_REORDER_PASSES) or [] if not isinstance(p, SchedulerHook)]
     kept = foreign if lookup(_REORDER) else []
     result[_REORDER] = True
@@ -243,7 +254,7 @@ def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: Pass
 
 def _unpacked(one: Any) -> tuple[Any, ...]:
     """The user's passes in an entry of the option: a pass of ours only carries them."""
-    return one.before if isinstance(one, GraphPass) else (one,)
+    return one.before if isinstance(one, (GraphPass, joint.JointPass)) else (one,)
 
 
 def backend(

@@ -137,6 +137,32 @@ class CollectiveReport:
 
 
 @dataclass(frozen=True)
+class RedistributionReport:
+    """The collectives that one call of the user's program caused.
+
+    Attributes:
+        names: of the starts in the graph that came in.
+        call: what was called, e.g. ``redistribute`` or ``add (backward)``; "" when the graph does not say.
+        explicit: whether the call is one of DTensor's conversions; None when it is not known.
+        source: the user's ``file:line`` or "".
+        placements: per collective, e.g. ``S(1) -> R over 4 ranks``.
+        bytes_before / bytes_after: sent per rank (ring model) before and after the rewrites.
+        rewrites: those that were applied, e.g. ``R5``.
+        refused: why others were not.
+    """
+
+    names: tuple[str, ...]
+    call: str
+    explicit: bool | None
+    source: str
+    placements: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    rewrites: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ScheduleReport:
     """Before and after of one planned schedule (``level`` is ``fx`` or ``scheduler``).
 
@@ -182,6 +208,7 @@ class GraphReport:
     passes: list[PassReport] = field(default_factory=list)
     schedules: list[ScheduleReport] = field(default_factory=list)
     collectives: list[CollectiveReport] = field(default_factory=list)
+    redistributions: list[RedistributionReport] = field(default_factory=list)
     order_check: str = ""
     digest: str = ""
     from_cache: bool = False
@@ -214,12 +241,18 @@ class GraphReport:
             _build(CollectiveReport, {**c, "reason": Reason(c["reason"]), "ranks": tuple(c["ranks"])})
             for c in values.get("collectives", [])
         ]
+        values["redistributions"] = [_redistribution_from_json(r) for r in values.get("redistributions", [])]
         return GraphReport(**values)
 
 
 def _build(cls: Any, data: dict[str, Any]) -> Any:
     known = {f.name for f in dataclasses.fields(cls)}
     return cls(**{k: v for k, v in data.items() if k in known})
+
+
+def _redistribution_from_json(data: dict[str, Any]) -> RedistributionReport:
+    lists = ("names", "placements", "rewrites", "refused")
+    return _build(RedistributionReport, {**data, **{k: tuple(data.get(k, ())) for k in lists}})  # type: ignore[no-any-return]
 
 
 def _pass_from_json(data: dict[str, Any]) -> PassReport:

@@ -19,9 +19,11 @@ import torch.fx
 
 from inductor_passes import verify
 from inductor_passes.ir.ops import source_line
+from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 
+from . import audit
 from .rewrites import REWRITES
 from .rewriting import Exactness, Match, Refusal, Rewrite, Work, check_exactness
 
@@ -34,7 +36,7 @@ class RewriteCollectives:
 
     Attributes:
         exactness: which rewrites may be applied, see ``docs/redistribute.md``; ``off`` decides but applies nothing.
-        only: names of rewrites to run, e.g. ``("R1",)``; () for all.
+        only: names of rewrites to run, e.g. ``("R1",)``; () for all, and a list of all redistributions for the report.
     """
 
     exactness: Exactness = "exact"
@@ -56,6 +58,7 @@ class RewriteCollectives:
 
     def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
         """Apply rewrites until none matches. What lengthens lifetimes is undone when the memory budget says so."""
+        found = [] if self.only else audit.listed(context.view(graph))
         run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness)
         run.to_fixpoint()
         if run.extended and context.snapshot is not None and _over_budget(graph, context):
@@ -63,10 +66,14 @@ class RewriteCollectives:
             context.forget_view()
             run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend=False)
             run.to_fixpoint()
-        context.certificates.extend(run.work.applications.certificates())
+        certificates = run.work.applications.certificates()
+        context.certificates.extend(certificates)
         report = PassReport(self.name, changed=bool(run.applied))
         report.decisions = [*run.applied, *run.refused.values()]
         report.metrics = {"applied": len(run.applied), "rounds": run.rounds, "visits": run.work.visits}
+        if found:
+            after = GraphView(graph) if run.applied else context.view(graph)
+            context.report.redistributions = audit.settled(found, report.decisions, certificates, after)
         return report
 
 

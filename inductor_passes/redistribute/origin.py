@@ -1,0 +1,51 @@
+"""Which call of the user's program a node was traced from.
+
+Dynamo's graph has one node per call (``redistribute``, ``full_tensor``, ``add`` ...) and AOTAutograd notes on
+everything that it traces from it, forward and backward, which one it was. A redistribution that such a call caused is
+*explicit* when the call is one of DTensor's conversions and *implicit* when it is any other operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.fx
+
+#: Calls that say what layout they want.
+CONVERSIONS = frozenset({"redistribute", "full_tensor", "to_local", "from_local", "distribute_tensor"})
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A call of the traced program.
+
+    Attributes:
+        name: of dynamo's node, unique in its graph; "" when it is not known.
+        call: what was called, e.g. ``redistribute`` or ``add``.
+        backward: whether the node belongs to the call's gradient.
+    """
+
+    name: str
+    call: str
+    backward: bool
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the call is one of DTensor's conversions."""
+        return self.call in CONVERSIONS
+
+    def __str__(self) -> str:
+        return f"{self.call}{' (backward)' if self.backward else ''}"
+
+
+def origin_of(node: torch.fx.Node) -> Origin:
+    """The call that a node was traced from; an origin without name when the graph does not say."""
+    for key, backward in (("source_fn_stack", False), ("fwd_source_fn_stack", True)):
+        stack = node.meta.get(key)
+        if stack:
+            name, call = stack[-1]
+            return Origin(str(name), call if isinstance(call, str) else getattr(call, "__name__", str(call)), backward)
+    sources = node.meta.get("from_node")
+    if sources:
+        return Origin(str(sources[-1].name), str(sources[-1].target), False)
+    return Origin("", "", False)
