@@ -16,7 +16,9 @@ def torchrun(script: str, folder: str, ranks: int, timeout_s: int) -> tuple[int,
     Returns:
         Exit status (-1: out of time) and the end of the output.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    # AOTAutograd's cache does not see the names of process groups, which differ between the ranks of a 2-D mesh: one
+    # rank would load what another has compiled for its own groups. The FX-graph cache sees them.
+    environment = {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH", "")]))
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
