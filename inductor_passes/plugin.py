@@ -26,6 +26,7 @@ _PASSES = "post_grad_custom_post_pass"
 _JOINT_PASSES = "joint_custom_post_pass"
 _REORDER = "reorder_for_compute_comm_overlap"
 _REORDER_PASSES = "reorder_for_compute_comm_overlap_passes"
+_REUSE = "allow_buffer_reuse"
 _PARTITIONS = "triton.reorder_for_reducing_graph_partitions"
 
 
@@ -234,7 +235,7 @@ def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: Pass
         result[_PASSES] = [*existing, GraphPass(settings)]
     else:
         result[_PASSES] = GraphPass(settings, existing)
-    if joint.wanted(settings or config.current()):
+    if settings is None or joint.wanted(settings):
         existing = [p for one in _torch.as_pass_list(lookup(_JOINT_PASSES)) for p in _unpacked(one)]
         if _torch.accepts_pass_lists():
             result[_JOINT_PASSES] = [*existing, joint.JointPass(settings)]
@@ -249,6 +250,10 @@ def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: Pass
         result[_PARTITIONS] = False
     if in_tree.has_simple_overlap() and not own.get(in_tree.SIMPLE_OVERLAP):
         result[in_tree.SIMPLE_OVERLAP] = False
+    if _REUSE not in own:
+        # Generated code would keep freed buffers for later ones of equal size, up to what Inductor believes the peak
+        # to be; it counts buffers that never leave a kernel, so that peak is above the budget that we keep.
+        result[_REUSE] = False
     return result
 
 

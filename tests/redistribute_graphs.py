@@ -1,7 +1,7 @@
 """Graphs of DTensor programs as Inductor's last graph pass sees them, and running them for all ranks in lockstep.
 
 A captured graph belongs to one rank: it has that rank's slices baked in. :func:`run_in_lockstep` runs one graph per
-rank and carries out each collective when all of its group's ranks have reached it, so it also finds ranks that disagree.
+rank and carries out each collective when all ranks of its group have reached it: it also finds ranks that disagree.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ class _Step:
     subjects: dict[str, None] = field(default_factory=dict)
     removed: dict[str, None] = field(default_factory=dict)
     added: dict[str, None] = field(default_factory=dict)
-    replaced: dict[tuple[str, str], None] = field(default_factory=dict)
+    #: existing node -> those whose readers read it now
+    stands_for: dict[str, dict[str, None]] = field(default_factory=dict)
     claims: set[Claim] = field(default_factory=set)
 
     def __len__(self) -> int:
-        return len(self.removed) + len(self.added) + len(self.replaced)
+        return len(self.removed) + len(self.added) + len(self.stands_for)
 
 
 class Applications:
@@ -30,7 +31,8 @@ class Applications:
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}
-        self._of_added: dict[str, int] = {}
+        #: added or standing node -> its step
+        self._of: dict[str, int] = {}
         self._next = 0
 
     def add(
@@ -42,24 +44,35 @@ class Applications:
         claim: Claim = Claim.REPLACE,
     ) -> None:
         """One application. Users redirected to a node that an earlier one added become that one's."""
-        touched = {self._of_added[n] for n in removed if n in self._of_added}
-        touched |= {self._of_added[new] for _, new in replaced if new in self._of_added}
+        touched = {self._of[n] for n in removed if n in self._of}
+        touched |= {self._of[name] for pair in replaced for name in pair if name in self._of}
         number = self._next
         self._next += 1
         self._steps[number] = _Step({subject: None}, claims={claim})
         for other in sorted(touched):
             number = self._join(number, other)
         step = self._steps[number]
+        for old, new in replaced:
+            self._of[new] = number
+            olds = step.stands_for.pop(old, {})
+            step.stands_for.setdefault(new, {}).update({**olds, old: None})
         for name in removed:
             if name in step.added:
                 del step.added[name]
-                del self._of_added[name]
             else:
                 step.removed[name] = None
+            # Readers of what this node stood for read what was added for it: all of them are one step.
+            step.removed.update(step.stands_for.pop(name, {}))
+            self._of.pop(name, None)
         for name in added:
             step.added[name] = None
-            self._of_added[name] = number
-        step.replaced.update(dict.fromkeys(replaced))
+            self._of[name] = number
+
+    def forget(self, name: str) -> None:
+        """A node that nobody read any more is gone: if it was added here, it no longer is."""
+        number = self._of.pop(name, None)
+        if number is not None:
+            self._steps[number].added.pop(name, None)
 
     def _join(self, a: int, b: int) -> int:
         large, small = (a, b) if len(self._steps[a]) >= len(self._steps[b]) else (b, a)
@@ -67,10 +80,11 @@ class Applications:
         into.subjects.update(step.subjects)
         into.removed.update(step.removed)
         into.added.update(step.added)
-        into.replaced.update(step.replaced)
+        for name, olds in step.stands_for.items():
+            into.stands_for.setdefault(name, {}).update(olds)
         into.claims |= step.claims
-        for name in step.added:
-            self._of_added[name] = large
+        for name in (*step.added, *step.stands_for):
+            self._of[name] = large
         return large
 
     def certificates(self) -> list[Certificate]:
@@ -80,7 +94,7 @@ class Applications:
                 "+".join(sorted(step.subjects)),
                 tuple(step.removed),
                 tuple(step.added),
-                tuple(step.replaced),
+                tuple((old, new) for new, olds in step.stands_for.items() for old in olds),
                 next(iter(step.claims)) if len(step.claims) == 1 else Claim.REPLACE,
             )
             for _, step in sorted(self._steps.items())

@@ -17,11 +17,12 @@ from typing import ClassVar, Literal
 
 import torch.fx
 
-from inductor_passes import verify
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context
+from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.schedule.simulate import simulate
 
 from . import audit
 from .rewrites import REWRITES
@@ -59,9 +60,11 @@ class RewriteCollectives:
     def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
         """Apply rewrites until none matches. What lengthens lifetimes is undone when the memory budget says so."""
         found = [] if self.only else audit.listed(context.view(graph))
+        # Only what lengthens lifetimes is held to the budget, and only then is the peak worth its price.
+        before = _peak_bytes(graph, context) if _duplicates(context.view(graph)) else None
         run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness)
         run.to_fixpoint()
-        if run.extended and context.snapshot is not None and _over_budget(graph, context):
+        if run.extended and context.snapshot is not None and _over_budget(graph, context, before):
             context.snapshot.restore()
             context.forget_view()
             run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend=False)
@@ -69,7 +72,8 @@ class RewriteCollectives:
         certificates = run.work.applications.certificates()
         context.certificates.extend(certificates)
         report = PassReport(self.name, changed=bool(run.applied))
-        report.decisions = [*run.applied, *run.refused.values()]
+        # What another rewrite made away with is no candidate any more.
+        report.decisions = [*run.applied, *(d for (_, root), d in run.refused.items() if run.work.alive(root))]
         report.metrics = {"applied": len(run.applied), "rounds": run.rounds, "visits": run.work.visits}
         if found:
             after = GraphView(graph) if run.applied else context.view(graph)
@@ -77,12 +81,28 @@ class RewriteCollectives:
         return report
 
 
-def _over_budget(graph: torch.fx.Graph, context: Context) -> bool:
-    before = context.snapshot.reference.peak_bytes if context.snapshot is not None else None
-    after = verify.peak_bytes(graph)
+def _duplicates(view: GraphView) -> bool:
+    """Whether some tensor is gathered twice."""
+    gathers = [(c.inputs, c.group) for c in view.collectives if c.kind == "all_gather"]
+    return len(set(gathers)) < len(gathers)
+
+
+def _peak_bytes(graph: torch.fx.Graph, context: Context) -> int | None:
+    """The peak that the planner sees: sizes that differ between ranks count alike on all of them."""
+    try:
+        view = context.view(graph)
+        problem = build(view, context.profile, name="redistribute", estimator=context.config.estimator).problem
+    except NoHintError:
+        return None
+    return simulate(problem).peak_bytes
+
+
+def _over_budget(graph: torch.fx.Graph, context: Context, before: int | None) -> bool:
+    context.forget_view()
+    after = _peak_bytes(graph, context)
     if before is None or after is None:
         return False
-    limit = context.config.budget.limit_bytes(before)
+    limit = context.limit_bytes(before)
     return limit is not None and after > limit
 
 
@@ -93,7 +113,7 @@ class _Run:
     exactness: Exactness
     may_extend: bool = True
     applied: list[Decision] = field(default_factory=list)
-    refused: dict[tuple[str, str], Decision] = field(default_factory=dict)
+    refused: dict[tuple[str, torch.fx.Node], Decision] = field(default_factory=dict)
     queue: list[tuple[int, int, int, torch.fx.Node]] = field(default_factory=list)
     extended: bool = False
     rounds: int = 0
@@ -122,12 +142,14 @@ class _Run:
     def _matched(self, number: int, root: torch.fx.Node) -> Match | None:
         rewrite = self.rewrites[number]
         self.work.visits += 1
-        key = (rewrite.name, root.name)
+        key = (rewrite.name, root)
         self.refused.pop(key, None)
         try:
             match = rewrite.match(self.work, root)
             if match is None:
                 return None
+            if self.work.empty_pieces and not rewrite.local:
+                raise Refusal(Reason.UNSUPPORTED, "a rank may hold an empty piece, and would decide otherwise")
             if self.exactness == "off":
                 raise Refusal(Reason.DISABLED, match.detail, 'redistribute="exact"')
             if match.gain_ns < 0:

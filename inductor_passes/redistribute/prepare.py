@@ -81,6 +81,11 @@ def prepare_groups(mesh: Any, dims: Iterable[Iterable[int]] | None = None) -> tu
     return tuple(created)
 
 
+def prepared_partitions() -> list[tuple[tuple[int, ...], ...]]:
+    """Every partition of ranks into groups that :func:`prepare_groups` was asked for: known alike on all ranks."""
+    return sorted(_known_partitions())
+
+
 _registry: weakref.WeakKeyDictionary[Any, set[tuple[tuple[int, ...], ...]]] = weakref.WeakKeyDictionary()
 
 

@@ -32,6 +32,7 @@ class ViewInsteadOfPack:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R10"
+    local: ClassVar[bool] = True
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every cat."""

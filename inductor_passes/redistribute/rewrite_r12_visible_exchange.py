@@ -36,6 +36,7 @@ class VisibleExchange:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R12"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every shard_dim_alltoall."""

@@ -35,6 +35,7 @@ class ReleaseStorage:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R13"
+    local: ClassVar[bool] = True
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every result of the graph that is a view."""

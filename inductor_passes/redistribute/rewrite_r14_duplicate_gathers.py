@@ -31,6 +31,7 @@ class ShareGathers:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R14"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every all_gather."""

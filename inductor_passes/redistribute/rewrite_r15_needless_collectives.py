@@ -5,18 +5,17 @@ before::
     wait(all_reduce(x, a))                                  (no reader)
     z = wait(all_reduce(wait(all_reduce(x, max, a)), max, a))
     z = wait(all_reduce(wait(all_gather(x, a)), max, a))
-    z = wait(all_reduce(zeros, sum, a))
 
 after::
 
     z = wait(all_reduce(x, max, a))
     z = wait(all_gather(x, a))
-    z = zeros
 
-The first form is exact: no value changes. It covers every functional collective with one result; waits count as impure
-for dead-code elimination, so nothing else removes them. The others are exact because min and max of equal values is
-that value (data movement in between keeps values equal), and a sum, average, minimum or maximum of zeros is zero.
-Saves the whole collective.
+The first form is exact: no value changes. Waits count as impure for dead-code elimination, so nothing else removes
+them. An exchange with splits is left alone: a rank that receives nothing does not read what others do. The other forms
+are exact because min and max of equal values is that value (data movement in between keeps values equal).
+A reduction of zeros stays: a replicated value becomes a pending sum as zeros on all ranks but one, so that what is zero
+here need not be zero elsewhere. Saves the whole collective.
 """
 
 from __future__ import annotations
@@ -26,20 +25,19 @@ from typing import ClassVar
 
 import torch.fx
 
-from inductor_passes import _torch
 from inductor_passes.ir.view import Collective
 
-from .movement import movement_behind, name_of
+from .movement import movement_behind
 from .rewriting import ORDER_FREE, Match, Work
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-_ZEROS = frozenset({"aten::zeros", "aten::zeros_like", "aten::new_zeros"})
+KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 class DropNeedless:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R15"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every collective, from the last to the first, so that what only fed a removed one goes too."""
@@ -75,10 +73,4 @@ def _why(work: Work, collective: Collective) -> str:
         equal = before is not None and (before.kind == "all_gather" or before.reduce_op in ORDER_FREE)
         if before is not None and equal and before.group == collective.group:
             return "equal on all ranks already"
-    return "nothing but zeros" if collective.reduce_op in ("sum", "avg", *ORDER_FREE) and _is_zero(source) else ""
-
-
-def _is_zero(node: torch.fx.Node) -> bool:
-    if name_of(node) == "aten::full":
-        return _torch.op_arguments(node).get("fill_value") == 0
-    return name_of(node) in _ZEROS
+    return ""

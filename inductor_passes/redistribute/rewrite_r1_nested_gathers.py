@@ -10,7 +10,7 @@ after::
 
 Matches an all_gather whose input is the wait of another and that nothing else reads, when the two groups of a rank form
 a grid and their flat group exists. The collectives gather equal sizes along dimension 0 by definition; padding or
-slicing between them (uneven sharding) is a node between them, and then this does not match (R11 may).
+slicing between them (uneven sharding) is a node between them, and then this does not match.
 
 Bit-exact: data moves, nothing is computed. Saves one collective; bytes stay the same.
 """
@@ -33,6 +33,7 @@ class MergeNestedGathers:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R1"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every all_gather."""

@@ -35,6 +35,7 @@ class MergeNestedReductions:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R2"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every all_reduce."""

@@ -33,6 +33,7 @@ class MergeNestedScatters:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R3"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every reduce_scatter."""

@@ -40,6 +40,7 @@ class ReduceOnShards:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R4"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every reduce_scatter and all_reduce."""

@@ -66,6 +66,7 @@ class AddBeforeReducing:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R5"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every all_reduce and reduce_scatter."""

@@ -43,6 +43,7 @@ class CastBeforeGather:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R7"
+    local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every all_gather."""

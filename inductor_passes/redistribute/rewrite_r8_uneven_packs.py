@@ -37,6 +37,7 @@ class PackOnce:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R8"
+    local: ClassVar[bool] = True
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every cat."""

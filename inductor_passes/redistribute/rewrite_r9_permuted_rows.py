@@ -111,6 +111,7 @@ class KeepRowsPermuted:
     """See the module's docstring."""
 
     name: ClassVar[str] = "R9"
+    local: ClassVar[bool] = True
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every cat."""

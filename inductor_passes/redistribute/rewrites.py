@@ -11,10 +11,12 @@ from .rewrite_r2_nested_reductions import MergeNestedReductions
 from .rewrite_r3_nested_scatters import MergeNestedScatters
 from .rewrite_r4_scatter_first import ReduceOnShards
 from .rewrite_r5_added_reductions import AddBeforeReducing
+from .rewrite_r6_reduced_slices import ReduceWhatIsKept
 from .rewrite_r7_cast_before_gather import CastBeforeGather
 from .rewrite_r8_uneven_packs import PackOnce
 from .rewrite_r9_permuted_rows import KeepRowsPermuted
 from .rewrite_r10_packs_that_are_views import ViewInsteadOfPack
+from .rewrite_r11_planned_chains import PlanChains
 from .rewrite_r12_visible_exchange import VisibleExchange
 from .rewrite_r13_pinned_storage import ReleaseStorage
 from .rewrite_r14_duplicate_gathers import ShareGathers
@@ -27,9 +29,11 @@ REWRITES: tuple[Rewrite, ...] = (
     CastBeforeGather(),
     AddBeforeReducing(),
     ReduceOnShards(),
+    ReduceWhatIsKept(),
     MergeNestedScatters(),
     MergeNestedReductions(),
     MergeNestedGathers(),
+    PlanChains(),
     VisibleExchange(),
     ViewInsteadOfPack(),
     PackOnce(),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn, Protocol
 
+import torch
 import torch.fx
 
 from inductor_passes import _torch
@@ -75,9 +76,13 @@ class Match:
 
 
 class Rewrite(Protocol):
-    """One entry of the catalogue; stateless."""
+    """One entry of the catalogue; stateless.
+
+    ``local`` is true for one that leaves all collectives as they are: ranks need not agree about it.
+    """
 
     name: ClassVar[str]
+    local: ClassVar[bool]
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Nodes to ask about, in graph order."""
@@ -93,6 +98,7 @@ class Work:
         exactness: the tier.
         fresh: starts that the last replacement made, and those whose operand it changed.
         visits: nodes touched by keeping the maps up to date.
+        empty_pieces: some rank may hold no piece of a tensor that others slice: see :func:`_may_be_empty`.
     """
 
     def __init__(self, graph: torch.fx.Graph, context: Context, exactness: Exactness) -> None:
@@ -110,8 +116,11 @@ class Work:
         self._numbered = len(view.collectives)
         self._named: dict[str, dict[torch.fx.Node, None]] = {name: {} for name in INDEXED}
         self.results_by_storage = _results(view)
+        sizes = {len(ranks) for _, ranks in _torch.group_layout().items()}
+        self.empty_pieces = False
         for node in view.nodes:
             self._index(node)
+            self.empty_pieces = self.empty_pieces or _may_be_empty(node, sizes)
         for storage in view.storages.all:
             if storage.writers:
                 for member in storage.members:
@@ -267,9 +276,9 @@ class Work:
         inputs = [n for node in removed for n in node.all_input_nodes]
         for node in removed:
             self._erase(node)
-        self._sweep(inputs)
         self.applications.add(subject, names, [n.name for n in emitter.made], redirected, claim)
-        self._enter(emitter.made, [new for _, new in pairs])
+        self._sweep([*inputs, *emitter.made])
+        self._enter([n for n in emitter.made if n not in self._gone], [new for _, new in pairs])
 
     def redirect(
         self,
@@ -308,6 +317,7 @@ class Work:
             if role not in (Role.FREE, Role.COMPUTE) or ops.effect_channel(node, role) or ops.mutated_inputs(node):
                 continue
             nodes.extend(node.all_input_nodes)
+            self.applications.forget(node.name)
             self._erase(node)
 
     def _enter(self, made: list[torch.fx.Node], results: list[torch.fx.Node]) -> None:
@@ -342,6 +352,30 @@ class Work:
             others = tuple(c for c in self._of_wait.get(wait, ()) if c.start is not start)
             self._of_wait[wait] = (*others, collective)
         self.fresh.append(start)
+
+
+def _may_be_empty(node: torch.fx.Node, group_sizes: set[int]) -> bool:
+    """Evidence that a shard is empty on some rank.
+
+    That rank does not read the tensor that the others slice, so a rewrite that asks who reads a result would be decided
+    differently there. It sees a new tensor without elements; the others see a split into fewer pieces than a group has
+    ranks.
+    """
+    name = _torch.op_name(node.target) if node.op == "call_function" else ""
+    value = node.meta.get("val")
+    if name in _CREATIONS and isinstance(value, torch.Tensor):
+        return any(type(s) is int and s == 0 for s in value.shape)
+    if name not in ("aten::split", "aten::split_with_sizes", "aten::chunk") or not isinstance(value, (list, tuple)):
+        return False
+    dim = _torch.op_arguments(node).get("dim", 0)
+    rows = [piece.shape[dim] for piece in value]
+    if not rows or any(type(r) is not int for r in rows):
+        return False
+    total, step = sum(rows), max(rows)
+    return step > 0 and any(size > len(rows) and -(-total // size) == step for size in group_sizes)
+
+
+_CREATIONS = frozenset({"aten::full", "aten::zeros", "aten::empty", "aten::new_zeros", "aten::new_empty"})
 
 
 def _results(view: GraphView) -> dict[torch.fx.Node, tuple[torch.fx.Node, int, list[torch.fx.Node]]]:

@@ -1,0 +1,121 @@
+"""R6 and R11: chains of DTensor redistributions, replaced by the cheapest plan, on all ranks in lockstep."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from redistribute_graphs import assert_equal_on_all_ranks, duplicate, group_ranks, mesh_world, rewritten
+from redistribute_programs import Program, context_for
+from test_redistribute_copies import on_all_ranks
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from inductor_passes import _torch
+from inductor_passes.ir.view import GraphView
+from inductor_passes.redistribute.audit import sent_bytes
+from inductor_passes.report import Reason, Verdict
+
+R, P, S = Replicate(), Partial(), Shard
+
+
+def applied(report):
+    return [d.subject for d in report.decisions if d.verdict is Verdict.APPLIED]
+
+
+@pytest.mark.parametrize(
+    "layouts, before, after",
+    [
+        (([R, S(0)], [S(0), S(0)]), ["all_gather_into_tensor"], ["all_to_all_single"]),
+        (([S(0), S(1)], [S(1), S(0)]), ["all_gather_into_tensor"] * 2, ["all_to_all_single"]),
+        (([S(0), S(0)], [R, R]), ["all_gather_into_tensor"] * 2, ["all_gather_into_tensor"]),
+    ],
+)
+def test_chains_of_dtensor_become_one_collective(layouts, before, after):
+    was, now, report = on_all_ranks((2, 3), (36, 12), layouts)
+    assert [[op for op in ops if op.startswith("all_")] for ops in (was, now)] == [before, after]
+    assert applied(report) == ["R11"]
+
+
+def test_a_reduction_that_is_sliced_becomes_a_reduce_scatter():
+    layouts = ([P, R], [R, R], [S(0), R])
+    was, now, report = on_all_ranks((2, 3), (6, 12), layouts, "reassociate")
+    assert "all_reduce" in was and "reduce_scatter_tensor" in now and "all_reduce" not in now
+    assert applied(report) == ["R6"]
+    _, _, report = on_all_ranks((2, 3), (6, 12), layouts, "exact")
+    assert [(d.subject, d.reason) for d in report.decisions] == [("R6", Reason.NUMERICS)]
+
+
+def sliced_gather(rank, index, call, shape=(2, 3), pieces=2):
+    """A gather over the last mesh dimension and one piece of it, traced from ``call``."""
+    program = Program((6, 4))
+    name = next(n for n, ranks in group_ranks().items() if len(ranks) == shape[-1] and rank in ranks)
+    whole = program.collective("all_gather_into_tensor", program.inputs[0], shape[-1], name)
+    split = program.call(torch.ops.aten.split.Tensor, whole, 6 * shape[-1] // pieces)
+    split.meta["source_fn_stack"] = [("one", call)]
+    part = program.call(operator.getitem, split, index)
+    return torch.fx.GraphModule(torch.nn.Module(), program.output(program.call(torch.ops.aten.neg.default, part)))
+
+
+@pytest.mark.parametrize(
+    "call, index, matched", [("redistribute", 0, True), ("chunk", 0, False), ("redistribute", 1, False), ("", 0, False)]
+)
+def test_only_a_proven_own_slice_counts(call, index, matched):
+    """A piece that the user picks looks the same on this rank; on the others it is another piece than their own."""
+    with mesh_world((2, 3)):
+        gm = sliced_gather(0, index, call)
+        report = rewritten(gm, context_for(gm.graph))
+    assert (applied(report) == ["R11"]) is matched
+
+
+def test_two_mesh_dimensions_of_one_size_are_ambiguous():
+    with mesh_world((2, 2)):
+        gm = sliced_gather(0, 0, "redistribute", shape=(2, 2))
+        assert not rewritten(gm, context_for(gm.graph)).changed
+
+
+def test_a_user_chunk_keeps_all_ranks_together():
+    """All ranks take piece 0: a rewrite that took it for each rank's own would leave the others waiting."""
+    before, after, groups = {}, {}, {}
+    for rank in range(6):
+        with mesh_world((2, 3), rank):
+            groups[rank] = group_ranks()
+            before[rank] = sliced_gather(rank, 0, "chunk")
+            after[rank] = duplicate(before[rank])
+            rewritten(after[rank], context_for(after[rank].graph))
+    assert_equal_on_all_ranks(before, after, groups)
+
+
+def test_bytes_of_the_catalogue():
+    """(2, 4), float32 [64, 32]: [R, S0] -> [S0, S0] sends 1024 bytes instead of 6144."""
+    from test_redistribute_copies import capture, local_shape, redistribution
+
+    with mesh_world((2, 4)) as mesh:
+        layouts = ([R, S(0)], [S(0), S(0)])
+        x = torch.zeros(local_shape(mesh, (64, 32), layouts[0]))
+        (gm,) = capture(redistribution(mesh, (64, 32), *layouts), [x]).graphs
+        assert sum(sent_bytes(c) for c in GraphView(gm.graph).collectives) == 6144
+        report = rewritten(gm, context_for(gm.graph))
+        (start,) = (n for n in gm.graph.nodes if _torch.op_name(n.target).endswith("all_to_all_single"))
+    assert applied(report) == ["R11"] and "all_to_all (1024 bytes)" in report.decisions[0].detail
+    # This rank keeps its part and sends the rest of what others need; nobody sends or receives more than 1024 bytes.
+    assert 4 * sum(start.args[2]) <= 1024 and 4 * sum(start.args[1]) <= 1024
+
+
+def test_empty_shards_switch_off_what_ranks_could_decide_differently():
+    """5 rows on 4 ranks: rank 3 holds none, and its graph does not show who reads the gathered tensor elsewhere."""
+    for rank, (pieces, rows) in {0: (3, 2), 3: (None, 0)}.items():
+        with mesh_world((4,), rank) as mesh:
+            program = Program((5, 4))
+            name = mesh.get_group().group_name
+            once = program.collective("all_reduce", program.inputs[0], "max", name)
+            program.collective("all_reduce", once, "max", name)
+            if pieces:
+                split = program.call(torch.ops.aten.split.Tensor, once, 2)
+                part = program.call(operator.getitem, split, rank)
+            else:
+                part = program.call(torch.ops.aten.full.default, [rows, 4], 0.0)
+            gm = torch.fx.GraphModule(torch.nn.Module(), program.output(program.call(torch.ops.aten.neg.default, part)))
+            report = rewritten(gm, context_for(gm.graph))
+            assert not report.changed
+            assert Reason.UNSUPPORTED in {d.reason for d in report.decisions}

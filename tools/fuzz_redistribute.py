@@ -1,0 +1,419 @@
+"""Random chains of redistributions through the rewrites: same bits on all ranks, all ranks decide alike.
+
+    python tools/fuzz_redistribute.py --programs 10000 --seed 0
+
+A program is what DTensor would trace: gathers with their unpacking, own slices, packed reduce_scatters, all_reduces and
+exchanges between random layouts on a random mesh, with casts, sums, several readers, repeated gathers, writes and
+uneven padding in between. Every rank has its own graph (its slices are baked in). Each is rewritten on its own; the
+verifier must be content; then all ranks run in lockstep before and after, which also finds ranks that communicate
+differently. Program i of a seed is the same wherever it runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import operator
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import redistribute_graphs as graphs  # noqa: E402
+import redistribute_programs as programs  # noqa: E402
+
+from inductor_passes.redistribute.mesh import Mesh  # noqa: E402
+from inductor_passes.redistribute.prepare import group_name  # noqa: E402
+from inductor_passes.report import Verdict  # noqa: E402
+
+MESHES = ((4,), (2, 2), (2, 3), (3, 2), (2, 2), (2, 3), (2, 4), (2, 2, 2))
+BATCH = 50
+
+
+@dataclass
+class Value:
+    """A tensor of a program: its node, the mesh dims that cut each tensor dim (innermost last), pending reductions."""
+
+    node: Any
+    cuts: list[list[int]]
+    partial: dict[int, str] = field(default_factory=dict)
+
+    def copy(self, node: Any) -> Value:
+        """The same layout for another node."""
+        return Value(node, [list(c) for c in self.cuts], dict(self.partial))
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Equal for values that may be added."""
+        shape = tuple(self.node.meta["val"].shape)
+        return (shape, self.node.meta["val"].dtype, str(self.cuts), str(sorted(self.partial.items())))
+
+
+class Builder:
+    """One rank's graph of one program; every choice depends on the random numbers only, never on the rank."""
+
+    def __init__(self, rng: random.Random, mesh: Mesh, rank: int) -> None:
+        self.rng, self.mesh, self.rank = rng, mesh, rank
+        self.coordinates = mesh.coordinates(rank)
+        self.names = [group_name(mesh, (m,)) for m in range(mesh.ndim)]
+        self.calls = 0
+        unit = mesh.size * 2
+        count = rng.choice([1, 1, 2])
+        rank_of = rng.choice([1, 2, 2, 2, 3])
+        small = [rng.choice([1, 2, 3]), unit, rng.choice([2, unit])][:rank_of]
+        sizes = [unit] if rank_of == 1 else small
+        self.uneven = rng.random() < 0.1
+        if self.uneven:
+            sizes[-1] += 1
+        self.dtype = rng.choice([torch.float32, torch.float32, torch.int64])
+        self.program = programs.Program(*([tuple(sizes)] * count), dtype=self.dtype)
+        self.values = [self._input(node) for node in self.program.inputs]
+
+    def _input(self, node: Any) -> Value:
+        value = Value(node, [[] for _ in node.meta["val"].shape])
+        for m in range(self.mesh.ndim):
+            kind = self.rng.choice(["replicate", "partial", "shard", "shard"])
+            if kind == "partial":
+                value.partial[m] = self.rng.choice(["sum", "sum", "max", "min"])
+            elif kind == "shard":
+                # The local tensor is what it is; its cut by m is remembered from the outside in.
+                value.cuts[self.rng.randrange(len(value.cuts))].append(m)
+        if len(set(value.partial.values())) > 1:
+            value.partial = dict.fromkeys(value.partial, "sum")
+        return value
+
+    def call(self, target: Any, *args: Any, origin: str = "", **kwargs: Any) -> Any:
+        """One node, traced from the call ``origin``."""
+        node = self.program.call(target, *args, **kwargs)
+        if origin:
+            node.meta["source_fn_stack"] = [(f"{origin}_{self.calls}", origin)]
+        return node
+
+    def collective(self, name: str, *args: Any) -> Any:
+        """A start and its wait."""
+        start = self.call(programs._torch.collective_op(name), *args, origin="redistribute")
+        return self.call(programs._torch.collective_op("wait_tensor"), start, origin="redistribute")
+
+    def pieces(self, node: Any, count: int, dim: int) -> list[Any]:
+        """All pieces of a dimension."""
+        size = node.meta["val"].shape[dim] // count
+        split = self.call(torch.ops.aten.split.Tensor, node, size, dim, origin="redistribute")
+        return [self.call(operator.getitem, split, i, origin="redistribute") for i in range(count)]
+
+    def gather(self, value: Value) -> Value | None:
+        """The innermost cut of a dimension goes."""
+        dims = [d for d, cuts in enumerate(value.cuts) if cuts]
+        if not dims or value.node.meta["val"].numel() > 4096:
+            return None
+        d = self.rng.choice(dims)
+        result = value.copy(value.node)
+        m = result.cuts[d].pop()
+        size = self.mesh.shape[m]
+        result.node = self.collective("all_gather_into_tensor", value.node, size, self.names[m])
+        if d:
+            parts = self.pieces(result.node, size, 0)
+            result.node = self.call(torch.ops.aten.cat.default, parts, d, origin="redistribute")
+        return result
+
+    def slice(self, value: Value) -> Value | None:
+        """A replicated mesh dimension cuts a dimension that it divides."""
+        used = {m for cuts in value.cuts for m in cuts} | set(value.partial)
+        shape = value.node.meta["val"].shape
+        ways = [
+            (m, d)
+            for m in range(self.mesh.ndim)
+            for d in range(len(shape))
+            if m not in used and shape[d] and shape[d] % self.mesh.shape[m] == 0
+        ]
+        if not ways:
+            return None
+        m, d = self.rng.choice(ways)
+        result = value.copy(value.node)
+        size = self.mesh.shape[m]
+        result.node = self.pieces(value.node, size, d)[self.coordinates[m]]
+        if d or self.rng.random() < 0.5:
+            result.node = self.call(
+                torch.ops.aten.clone.default, result.node, memory_format=torch.contiguous_format, origin="redistribute"
+            )
+        result.cuts[d].append(m)
+        return result
+
+    def reduce(self, value: Value) -> Value | None:
+        """A pending reduction is done, whole or scattered over a dimension."""
+        if not value.partial:
+            return None
+        m = self.rng.choice(sorted(value.partial))
+        result = value.copy(value.node)
+        op = result.partial.pop(m)
+        size = self.mesh.shape[m]
+        shape = value.node.meta["val"].shape
+        ways = [d for d in range(len(shape)) if shape[d] % size == 0 and shape[d]]
+        if not ways or self.rng.random() < 0.5:
+            result.node = self.collective("all_reduce", value.node, op, self.names[m])
+        else:
+            d = self.rng.choice(ways)
+            packed = value.node
+            if d:
+                packed = self.call(
+                    torch.ops.aten.cat.default, self.pieces(packed, size, d), origin="redistribute"
+                )
+            result.node = self.collective("reduce_scatter_tensor", packed, op, size, self.names[m])
+            result.cuts[d].append(m)
+        # Sums stay small enough to be exact in every dtype.
+        result.node = self.call(torch.ops.aten.clamp.default, result.node, -3, 3) if self.rng.random() < 0.3 else (
+            result.node
+        )
+        return result
+
+    def exchange(self, value: Value) -> Value | None:
+        """An innermost cut moves to another dimension by DTensor's blocking operator."""
+        shape = value.node.meta["val"].shape
+        ways = [
+            (d, e)
+            for d, cuts in enumerate(value.cuts)
+            for e in range(len(shape))
+            if cuts and e != d and shape[e] % self.mesh.shape[cuts[-1]] == 0 and shape[e]
+        ]
+        if not ways:
+            return None
+        d, e = self.rng.choice(ways)
+        result = value.copy(value.node)
+        m = result.cuts[d].pop()
+        result.cuts[e].append(m)
+        result.node = self.call(
+            torch.ops._dtensor.shard_dim_alltoall.default, value.node, d, e, self.names[m], origin="redistribute"
+        )
+        return result
+
+    def compute(self, value: Value) -> Value | None:
+        """Something that keeps the layout (values of a pending maximum or minimum are only copied)."""
+        kinds = ["relu", "clamp", "double", "view", "cast"] if not value.partial else ["double", "view"]
+        kind = self.rng.choice(kinds)
+        node = value.node
+        if kind == "relu":
+            node = self.call(torch.ops.aten.relu.default, node)
+        elif kind == "clamp":
+            node = self.call(torch.ops.aten.clamp.default, node, -3, 3)
+        elif kind == "double" and not node.meta["val"].dtype.is_floating_point:
+            return None
+        elif kind == "double":
+            node = self.call(torch.ops.aten.mul.Tensor, node, 2)
+        elif kind == "view":
+            flat = self.call(torch.ops.aten.view.default, node, [node.meta["val"].numel()])
+            node = self.call(torch.ops.aten.view.default, flat, list(value.node.meta["val"].shape))
+        else:
+            wanted = self.rng.choice([torch.bfloat16, torch.float32])
+            if node.meta["val"].dtype == wanted or not node.meta["val"].dtype.is_floating_point:
+                return None
+            small = self.call(torch.ops.aten.clamp.default, node, -3, 3)
+            node = self.call(torch.ops.prims.convert_element_type.default, small, wanted)
+            if self.rng.random() < 0.5:
+                node = self.call(torch.ops.prims.convert_element_type.default, node, torch.float32)
+        return value.copy(node)
+
+    def narrowed(self, value: Value) -> Value | None:
+        """A cast right behind what came before."""
+        if value.node.meta["val"].dtype != torch.float32 or value.partial:
+            return None
+        small = self.call(torch.ops.aten.clamp.default, value.node, -3, 3) if self.rng.random() < 0.3 else value.node
+        return value.copy(self.call(torch.ops.prims.convert_element_type.default, small, torch.bfloat16))
+
+    def add(self, value: Value) -> Value | None:
+        """A sum with another value of this layout."""
+        if any(op != "sum" for op in value.partial.values()):
+            return None
+        others = [v for v in self.values if v.layout == value.layout and v.node is not value.node]
+        if not others:
+            return None
+        return value.copy(self.call(torch.ops.aten.add.Tensor, self.rng.choice(others).node, value.node))
+
+    def all_of_a_kind(self, value: Value) -> Value | None:
+        """Reductions or gathers one after the other, nothing in between."""
+        made: Value | None = None
+        if value.partial:
+            for m in self.rng.sample(sorted(value.partial), len(value.partial)):
+                current = made or value
+                made = current.copy(current.node)
+                made.node = self.collective("all_reduce", current.node, made.partial.pop(m), self.names[m])
+            return made
+        while (further := self.gather(made or value)) is not None:
+            made = further
+        return made
+
+    def summed(self, value: Value) -> Value | None:
+        """The sum of reductions of several tensors."""
+        ready = [m for m, op in value.partial.items() if op == "sum"]
+        if not ready:
+            return None
+        m = self.rng.choice(ready)
+        shape = value.node.meta["val"].shape
+        scatter = bool(shape) and shape[0] % self.mesh.shape[m] == 0 and shape[0] > 0 and self.rng.random() < 0.5
+        terms = []
+        for _ in range(self.rng.randint(2, 3)):
+            term = self.call(torch.ops.aten.mul.Tensor, value.node, self.rng.choice([1, 2]))
+            if scatter:
+                size = self.mesh.shape[m]
+                terms.append(self.collective("reduce_scatter_tensor", term, "sum", size, self.names[m]))
+            else:
+                terms.append(self.collective("all_reduce", term, "sum", self.names[m]))
+        total = terms[0]
+        for term in terms[1:]:
+            total = self.call(torch.ops.aten.add.Tensor, total, term)
+        result = value.copy(total)
+        del result.partial[m]
+        if scatter:
+            result.cuts[0].append(m)
+        return result
+
+    def write(self, value: Value) -> Value | None:
+        """A copy that is written to after it was read."""
+        if value.partial or self.rng.random() < 0.7:
+            return None
+        copy = self.call(torch.ops.aten.clone.default, value.node)
+        read = self.gather(value.copy(copy))
+        self.call(torch.ops.aten.add_.Tensor, copy, 1)
+        return read if read is not None else value.copy(copy)
+
+    def padded(self, value: Value) -> Value | None:
+        """Uneven sizes: a pending sum scattered over a dimension that does not divide, padded as DTensor pads."""
+        shape = value.node.meta["val"].shape
+        if not self.uneven or not value.partial:
+            return None
+        m = self.rng.choice(sorted(value.partial))
+        size, d = self.mesh.shape[m], len(shape) - 1
+        step = -(-shape[d] // size)
+        if step * (size - 1) >= shape[d] or shape[d] % size == 0:
+            return None
+        split = self.call(torch.ops.aten.split.Tensor, value.node, step, d, origin="redistribute")
+        parts = [self.call(operator.getitem, split, i, origin="redistribute") for i in range(size)]
+        missing = step * size - shape[d]
+        dense = torch.contiguous_format
+        parts = [self.call(torch.ops.aten.clone.default, p, memory_format=dense) for p in parts[:-1]] + [
+            self.call(torch.ops.aten.constant_pad_nd.default, parts[-1], [0, missing], 0.0)
+        ]
+        whole = self.call(torch.ops.aten.cat.default, parts, d, origin="redistribute")
+        packed = whole
+        if d:
+            packed = self.call(torch.ops.aten.cat.default, self.pieces(whole, size, d), origin="redistribute")
+        result = value.copy(value.node)
+        op = result.partial.pop(m)
+        shard = self.collective("reduce_scatter_tensor", packed, op, size, self.names[m])
+        back = self.collective("all_gather_into_tensor", shard, size, self.names[m])
+        if d:
+            back = self.call(torch.ops.aten.cat.default, self.pieces(back, size, 0), d, origin="redistribute")
+        result.node = self.call(torch.ops.aten.slice.Tensor, back, d, 0, shape[d], origin="redistribute")
+        result.node = self.call(
+            torch.ops.aten.clone.default, result.node, memory_format=torch.contiguous_format, origin="redistribute"
+        )
+        return result
+
+    def run(self) -> torch.fx.GraphModule:
+        """The program as a graph."""
+        steps = [self.gather, self.gather, self.slice, self.slice, self.reduce, self.reduce, self.exchange]
+        steps += [self.compute, self.add, self.add, self.narrowed, self.write, self.padded]
+        steps += [self.all_of_a_kind, self.all_of_a_kind, self.summed]
+        for _ in range(self.rng.randint(3, 12)):
+            self.calls += 1
+            # Mostly the newest value: chains; now and then an older one: other readers, repeated gathers.
+            value = self.values[-1] if self.rng.random() < 0.7 else self.rng.choice(self.values)
+            made = self.rng.choice(steps)(value)
+            if made is not None:
+                self.values.append(made)
+        results = {self.values[-1].node: None}
+        for value in self.values:
+            if not value.node.users or self.rng.random() < 0.15:
+                results[value.node] = None
+        return torch.fx.GraphModule(torch.nn.Module(), self.program.output(*results))
+
+
+def build(seed: int, number: int, mesh: Mesh, rank: int) -> torch.fx.GraphModule:
+    """One rank's graph of program ``number``."""
+    return Builder(random.Random(f"{seed}/{number}"), mesh, rank).run()
+
+
+def batch(seed: int, numbers: list[int], shape: tuple[int, ...], counts: collections.Counter[str]) -> list[str]:
+    """Run programs on one mesh; what went wrong, one line each."""
+    mesh = Mesh(shape)
+    before: dict[int, dict[int, Any]] = {n: {} for n in numbers}
+    after: dict[int, dict[int, Any]] = {n: {} for n in numbers}
+    said: dict[int, dict[int, Any]] = {n: {} for n in numbers}
+    wrong: dict[int, str] = {}
+    groups = {}
+    for rank in range(mesh.size):
+        with graphs.mesh_world(shape, rank):
+            groups[rank] = graphs.group_ranks()
+            for number in numbers:
+                try:
+                    gm = build(seed, number, mesh, rank)
+                    before[number][rank] = gm
+                    after[number][rank] = graphs.duplicate(gm)
+                    tier = random.Random(f"{seed}/{number}/tier").choice(["exact", "reassociate"])
+                    context = programs.context_for(gm.graph, memory_budget="unlimited")
+                    report = graphs.rewritten(after[number][rank], context, tier)
+                    said[number][rank] = report
+                except Exception as error:  # every kind of failure is a finding
+                    wrong.setdefault(number, f"rank {rank}: {type(error).__name__}: {error}")
+    for number in numbers:
+        counts["programs"] += 1
+        if number in wrong:
+            continue
+        applied = [d for d in said[number][0].decisions if d.verdict is Verdict.APPLIED]
+        counts["programs that a rewrite changed"] += bool(applied)
+        for decision in applied:
+            counts[f"  {decision.subject} applied"] += 1
+        try:
+            graphs.assert_equal_on_all_ranks(before[number], after[number], groups)
+        except Exception as error:
+            wrong[number] = f"{type(error).__name__}: {error}"
+    return [f"program {number} of seed {seed} on mesh {shape}: {text}" for number, text in sorted(wrong.items())]
+
+
+def _in_order(name: str) -> tuple[int, str]:
+    """Totals first, then rewrites by number."""
+    return (int(name.split()[0][1:]), name) if name.startswith(" ") else (0, name)
+
+
+def run(
+    programs: int = typer.Option(10_000, help="How many programs."),
+    seed: int = typer.Option(0, help="Program i depends on the seed and i only."),
+    first: int = typer.Option(0, help="Number of the first program."),
+    failures: int = typer.Option(5, help="Stop after so many failures."),
+) -> None:
+    """Run programs; exits with 1 when one failed."""
+    if programs < 1 or first < 0 or failures < 1:
+        raise typer.BadParameter("--programs and --failures are at least 1, --first is at least 0")
+    import torch.distributed.tensor._collective_utils  # registers the exchange
+
+    logging.getLogger("inductor_passes").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    counts: collections.Counter[str] = collections.Counter()
+    found: list[str] = []
+    # A batch has one mesh; it is the number of a program that says in which batch it is.
+    for start in range(first - first % BATCH, first + programs, BATCH):
+        numbers = list(range(max(start, first), min(start + BATCH, first + programs)))
+        shape = random.Random(f"{seed}/{start // BATCH}/mesh").choice(MESHES)
+        found += batch(seed, numbers, shape, counts)
+        if len(found) >= failures:
+            break
+        if (start // BATCH) % 20 == 0:
+            typer.echo(f"up to {numbers[-1]}: {len(found)} wrong, {time.monotonic() - began:.0f} s", err=True)
+    for line in found:
+        typer.echo(line)
+    for name in sorted(counts, key=_in_order):
+        typer.echo(f"{counts[name]:8d} {name.strip()}")
+    typer.echo(f"{len(found):8d} wrong")
+    typer.echo(f"{time.monotonic() - began:8.0f} seconds")
+    raise typer.Exit(1 if found else 0)
+
+
+if __name__ == "__main__":
+    typer.run(run)
