@@ -61,7 +61,7 @@ def _broken(kind: str) -> type:
                     graph.output_node().prepend(wait)
                 elif "all_reduce" in str(wait.args[0].target):
                     wait.args[0].update_arg(1, "min")
-            return PassReport(self.name)
+            return PassReport(self.name, changed=True)
 
     return Broken
 

@@ -3,12 +3,14 @@
     python tools/fuzz.py --programs 1000 --seed 0 --ranks 4
     python tools/fuzz.py --programs 1000 --seed 0 --no-async-tp
 
-Program number i of a seed is the same whenever and wherever it runs. A failure is shrunk and printed as a test.
+Program number i of a seed is the same whenever and wherever it runs. A failure is shrunk and printed as a test. An
+interrupt ends the run with its counts.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import random
 import time
@@ -36,7 +38,7 @@ def run(
     logging.getLogger("inductor_passes").setLevel(logging.ERROR)
     began = time.monotonic()
     counts: collections.Counter[str] = collections.Counter()
-    with fuzz_programs.world(ranks) as groups:
+    with fuzz_programs.world(ranks) as groups, contextlib.suppress(KeyboardInterrupt):
         for number in range(first, first + programs):
             case = fuzz_programs.random_case(random.Random(f"{seed}/{number}"), ranks)
             if not async_tp:
@@ -54,6 +56,8 @@ def run(
                 typer.echo(fuzz_programs.as_test(smaller, groups, why, f"seed_{seed}_program_{number}"))
                 if counts["failures"] >= failures:
                     break
+            if counts["programs"] % 1000 == 0:
+                typer.echo(f"# {counts['programs']} programs, {counts['failures']} failures")
             fuzz_programs.quiet()
     for name in ("programs", "programs that a pass changed", "passes that changed one", CAUTIOUS, "failures"):
         typer.echo(f"{counts[name]:8d} {name}")
