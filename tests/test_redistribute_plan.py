@@ -21,7 +21,7 @@ from inductor_passes.redistribute.plan import plan_redistribution
 from inductor_passes.redistribute.spec import Spec, SpecError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-import redistribute_table as table
+import bench_redistribute as table
 
 
 @pytest.fixture(scope="module")
