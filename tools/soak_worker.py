@@ -78,7 +78,7 @@ def batches(seed: int, rank: int, cycle: int) -> tuple[bool | None, list[torch.T
     """(``dynamic`` of torch.compile, batches of a cycle); sizes are equal on all ranks, values are not."""
     rng = random.Random(f"{seed}/{cycle}")
     sizes = rng.sample((3, 4, 6, 8), 2)
-    rows = [*sizes, *rng.choices(sizes, k=4)]
+    rows = [*sizes, *rng.choices(sizes, k=30)]
     values = torch.Generator().manual_seed(1000 * cycle + rank)
     return rng.choice([False, None]), [torch.randn(n, WIDTH, generator=values) for n in rows]
 
