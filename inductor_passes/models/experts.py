@@ -78,8 +78,8 @@ def moe(config: MoEConfig, group: dist.ProcessGroup | None = None) -> MoE:
             nn.init.normal_(parameter, std=config.std)
     if group is None:
         return whole.to(config.dtype)
-    part = MoE(config, group)
-    with torch.no_grad():
+    with seeded(config.seed), torch.no_grad():
+        part = MoE(config, group)
         part.norm.weight.copy_(whole.norm.weight)
         part.gate.weight.copy_(whole.gate.weight)
         part.w1.copy_(whole.w1.chunk(group.size())[group.rank()])
