@@ -214,3 +214,24 @@ def test_results_of_a_coalesced_collective_in_place_are_apart(groups):
     assert view.storages.of(second) == view.storages.of(y)
     next(n for n in graph.nodes if n.target is aten.mul_.Tensor).args = (x, 2)
     assert {f.rule for f in verify.check(graph)} == {"write-in-flight"}
+
+
+def test_a_report_says_what_is_proven_and_what_is_assumed(groups):
+    b = Builder(groups)
+    x = b.input(4, 4)
+    reduced = b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, x, "sum", groups["world"]))
+    b.outputs = [reduced, b.call(torch.ops.verify_tests.unknown.default, x)]
+    graph = b.finish().graph
+    proven, assumed = verify.statement(GraphView(graph), compared=False)
+    assert proven.startswith("Proven: every result is waited for") and "launch order, which has no cycle" in proven
+    assert "the order per group is equal on all ranks" in proven and "every rank runs this program" in assumed
+    assert "verify_tests::unknown does not wait for another rank" in assumed and "transfer" not in assumed
+    assumed = verify.statement(GraphView(graph), compared=True)[1]
+    assert "every rank runs this program" not in assumed and "rank_check" in assumed
+    with graph.inserting_before(graph.output_node()):
+        sent = graph.call_function(c10d.isend.default, (x, 1, 0, groups["world"]))
+        early = graph.call_function(c10d.all_reduce.default, (x, "sum", groups["world"]))
+    sent.meta["val"], early.meta["val"] = x.meta["val"].new_empty(0), x.meta["val"]
+    proven, assumed = verify.statement(GraphView(graph), compared=False)
+    assert "waited for" not in proven and "the program was right as it came (2 findings" in assumed
+    assert "every transfer has its counterpart" in assumed

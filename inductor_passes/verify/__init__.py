@@ -13,6 +13,7 @@ from inductor_passes.verify.memory import peak_bytes
 from inductor_passes.verify.ranks import check_ranks
 from inductor_passes.verify.snapshot import ReferenceSnapshot
 from inductor_passes.verify.snodes import check_snodes, snodes_peak_bytes
+from inductor_passes.verify.statement import statement
 
 __all__ = [
     "Certificate",
@@ -32,4 +33,5 @@ __all__ = [
     "save",
     "snapshot",
     "snodes_peak_bytes",
+    "statement",
 ]
