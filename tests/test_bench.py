@@ -20,6 +20,7 @@ import bench_plot
 import bench_record
 import bench_redistribute
 import bench_scale
+import gen_readme
 import torch
 from bench_scale import Assumptions, Cell, ClusterProfile
 
@@ -169,3 +170,12 @@ def test_the_better_in_tree_variant_counts() -> None:
         dataclasses.replace(cell, contender=bench_scale.OURS_BUCKETED, step_ns=2e6),
     ]
     assert bench_scale.shown(cells)[3:] == ["4.0", "2.0", "3.0", "2.0", "2.0", "2.0", "2.000", "1.500", "2.000"]
+
+
+def test_the_readme_quotes_the_results() -> None:
+    """What ``python tools/gen_readme.py`` writes is what stands there."""
+    stored = json.loads((bench_record.RESULTS / "link.json").read_text(encoding="utf-8"))
+    text = gen_readme.README.read_text(encoding="utf-8")
+    assert gen_readme.written(text, stored) == text
+    with pytest.raises(ValueError, match="has no block between"):
+        gen_readme.written("no markers", stored)

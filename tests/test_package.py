@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -48,3 +50,35 @@ def test_versions_agree() -> None:
     text = (check_release.ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert f'version = "{inductor_passes.__version__}"' in text
     assert f"## {inductor_passes.__version__}" in (check_release.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def _imports(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Foreign packages imported when a module is imported, and those imported later (in functions, or guarded)."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    at_once = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in names:
+            root = name.partition(".")[0]
+            if root not in sys.stdlib_module_names and not root.startswith("inductor_passes"):
+                found[id(node) in at_once].add(root)
+    return found[True], found[False]
+
+
+def test_what_is_imported_is_declared() -> None:
+    text = (check_release.ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    required = re.search(r"^dependencies = \[(.*?)^\]", text, re.M | re.S)
+    extras = re.search(r"^\[project.optional-dependencies\](.*?)^\[", text, re.M | re.S)
+    assert required and extras
+    # functorch is a part of torch, Triton comes with it where there is a GPU.
+    needed = set(re.findall(r'"([A-Za-z0-9_-]+)', required[1])) | {"functorch"}
+    optional = needed | set(re.findall(r'"([A-Za-z0-9_-]+)', extras[1])) | {"triton"}
+    for path in sorted((check_release.ROOT / "inductor_passes").rglob("*.py")):
+        now, later = _imports(ast.parse(path.read_text(encoding="utf-8")))
+        where = path.relative_to(check_release.ROOT).as_posix()
+        assert now <= needed | ({"triton"} if "kernels" in path.parts else set()), where
+        assert later <= optional, where

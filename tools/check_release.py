@@ -91,7 +91,8 @@ def sdist_errors(sdist: Path) -> list[str]:
 
 
 def _run(*command: str) -> None:
-    print("$", " ".join(Path(part).name if part.startswith("/") else part for part in command), flush=True)
+    shown = ("..." if "\n" in part else Path(part).name if part.startswith("/") else part for part in command)
+    print("$", " ".join(shown), flush=True)
     # Outside of the tree, so that what is imported is what was installed.
     subprocess.run(command, check=True, cwd=tempfile.gettempdir(), timeout=1800)
 

@@ -1,0 +1,61 @@
+"""Writes the README's table of measurements out of docs/results/link.json, so that both say the same.
+
+    python tools/gen_readme.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench_record import RESULTS, ROOT, Provenance, markdown_table
+from link_report import COLUMNS, lines
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- measured: python tools/gen_readme.py -->", "<!-- end -->"
+#: Columns of the results page that the README quotes, by position: step, then ratios, then peak memory.
+SHOWN = (0, 3, 4, 5, 7)
+
+
+def block(stored: dict[str, Any]) -> list[str]:
+    """The README's lines: the FSDP model on the balanced link, and the means over all that were measured."""
+    from bench_link import summary
+
+    source, everything = Provenance(**stored["provenance"]), stored["data"]
+    (results,) = [r for r in everything if (r["layout"], r["rate"]) == ("fsdp", "balanced")]
+    header = ["", "step ms", "to default Inductor", "to the best in-tree setting", "to the limit", "peak memory"]
+    rows = [[cells[0], *(cells[1 + k] for k in SHOWN)] for cells in lines(results)]
+    assert [COLUMNS[k] for k in SHOWN] == ["step ms", "/ default", "/ in-tree", "/ limit", "/ default"]
+    machine = ", ".join(source.machine.values())
+    layers, torch = results["sizes"]["layers"], source.versions["torch"]
+    apart = max(r["worst_loss_difference"] for r in results["rows"] if r["family"] == "ours")
+    losses = "are default Inductor's bit for bit" if apart == 0 else f"differ from default Inductor's by {apart:.0e}"
+    return [
+        f"Measured on 2 real gloo ranks over an emulated link, communication about equal to compute (a {layers}-layer "
+        f"Llama under `simple_fsdp`, {source.date}, commit {source.commit}, torch {torch}, {machine}; "
+        f"`{source.command}`):",
+        "",
+        *markdown_table(header, rows),
+        "",
+        f"The losses of our rows {losses}. {summary(everything)[-1]}",
+    ]
+
+
+def written(text: str, stored: dict[str, Any]) -> str:
+    """``text`` with the block between the markers replaced."""
+    head, _, rest = text.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not end:
+        raise ValueError(f"the text has no block between {BEGIN!r} and {END!r}")
+    return "\n".join([head + BEGIN, *block(stored), END]) + tail
+
+
+def main() -> None:
+    """Rewrite the README."""
+    stored = json.loads(Path(RESULTS, "link.json").read_text(encoding="utf-8"))
+    README.write_text(written(README.read_text(encoding="utf-8"), stored), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
