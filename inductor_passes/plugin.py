@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.fx
 
-from inductor_passes import _torch, config, identity, in_tree, joint, rank_check
+from inductor_passes import _torch, config, identity, in_tree, joint, rank_check, verify
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
@@ -140,6 +140,7 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
     audit.close(report, settings)
     if settings.rank_check != "off":
         context.rank_steps = rank_check.check(GraphView(graph), report.phase, settings)
+    report.notes += verify.statement(context.view(graph), compared=settings.rank_check != "off")
     module = graph.owning_module
     if hook.has_replay(settings) and settings.codegen == "inductor" and module is not None:
         module.meta[hook.META_KEY] = context
