@@ -67,6 +67,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so() -> None:
 def test_a_result_names_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tools/bench.py", "scale", "--out", str(tmp_path), "--at", "0"])
     monkeypatch.setattr(bench_record, "_git", lambda *_: None)
+    monkeypatch.setattr(bench_record, "provenance", bench_record.provenance.__wrapped__)
     page = bench_record.write("x", "Title", ["body"], {"a": 1}, lambda path: bench_plot.bars(
         path, ["g"], {"s": [1.0]}, "y"
     ), folder=tmp_path)

@@ -12,6 +12,7 @@ from bench_compile import compile_time
 from bench_gpu import gpu
 from bench_link import link
 from bench_plan import plan
+from bench_record import provenance
 from bench_redistribute import redistribute
 from bench_scale import scale
 
@@ -25,4 +26,5 @@ app.command()(gpu)
 app.command()(scale)
 
 if __name__ == "__main__":
+    provenance()
     app()

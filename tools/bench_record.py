@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,17 +52,14 @@ class Provenance:
         return f"`{self.command}`, {self.date}, commit {self.commit}; {versions}; {machine}."
 
 
-def provenance(packages: Sequence[str] = ("torch",)) -> Provenance:
-    """Of this process; the command is how it was called."""
-    versions = {"Python": platform.python_version(), **{name: _version(name) for name in packages}}
+@cache
+def provenance() -> Provenance:
+    """Of this process, as it was at the first call: the tree may change while a benchmark runs.
+
+    The command is how the process was called.
+    """
+    versions = {"Python": platform.python_version(), "torch": metadata.version("torch")}
     return Provenance(_command(), _commit(), date.today().isoformat(), versions, _machine())
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _command() -> str:

@@ -30,7 +30,7 @@ from inductor_passes.schedule.problem import Kind
 
 #: Ranks of the captured world, and of a host.
 CAPTURED, HOST = 64, 8
-DEPTHS = (2, 4)
+DEPTHS = (4, 8)
 BUDGET = "unlimited"
 #: The in-tree variants; the better one counts.
 IN_TREE_SHOWN = (IN_TREE[0], IN_TREE[2])
