@@ -216,3 +216,24 @@ def test_peak_memory_follows_the_order(groups):
         assert rules(verify.check_snodes(nodes, nodes, memory_budget=peak - 1)) == {"memory"}
 
     on_scheduler_nodes(step, [torch.randn(16, 16), torch.randn(16, 16)], check)
+
+
+def test_transfers_keep_their_place_among_collectives(groups):
+    def step(a, b):
+        gathered = funcol.all_gather_tensor(a, 0, groups["row"])
+        sent = torch.ops._c10d_functional.isend(b, 1, 0, groups["world"])
+        done = torch.ops._c10d_functional.wait_tensor(sent)
+        reduced = funcol.all_reduce(torch.mm(a, b), "sum", groups["column"])
+        return gathered + 1, done, reduced + 1
+
+    def check(nodes):
+        starts = {str(_torch.snode_op(n)): n for n in nodes if _torch.snode_kind(n) == "start"}
+        send = next(n for op, n in starts.items() if "isend" in op)
+        gather = next(n for op, n in starts.items() if "all_gather" in op)
+        assert verify.check_snodes(nodes, nodes) == []
+        order = [n for n in nodes if n is not send]
+        order.insert(order.index(gather), send)
+        # Inductor gives transfers artificial dependencies on the communication before them.
+        assert "dependency" in rules(verify.check_snodes(order, nodes, group_order="any"))
+
+    on_scheduler_nodes(step, inputs()[:2], check)
