@@ -33,8 +33,16 @@ class Captured:
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-def capture(function: Callable[..., Any], inputs: list[Any], **options: Any) -> Captured:
-    """Graphs of one call (and of the backward of its sum), under the current process group; nothing is generated."""
+def capture(
+    function: Callable[..., Any],
+    inputs: list[Any],
+    joint: Callable[[torch.fx.Graph], None] = lambda graph: None,
+    **options: Any,
+) -> Captured:
+    """Graphs of one call (and of the backward of its sum), under the current process group; nothing is generated.
+
+    ``joint`` may change the joint graph, which is recorded as it was before.
+    """
     import torch._inductor.config as inductor_config
 
     captured = Captured()
@@ -63,6 +71,7 @@ def capture(function: Callable[..., Any], inputs: list[Any], **options: Any) -> 
 
     def grab_joint(graph: torch.fx.Graph) -> None:
         captured.joint.append(copied(graph))
+        joint(graph)
 
     torch._dynamo.reset()
     with inductor_config.patch(joint_custom_post_pass=grab_joint):
@@ -142,9 +151,10 @@ def assert_equal_on_all_ranks(
     before: dict[int, torch.fx.GraphModule],
     after: dict[int, torch.fx.GraphModule],
     groups: dict[int, dict[str, tuple[int, ...]]],
+    inputs: dict[int, list[Any]] | None = None,
 ) -> None:
-    """Both give the same shapes and bits on every rank."""
-    inputs = {rank: integers(gm, rank) for rank, gm in before.items()}
+    """Both give the same shapes and bits on every rank; without ``inputs`` every rank has random ones of its own."""
+    inputs = inputs or {rank: integers(gm, rank) for rank, gm in before.items()}
     wanted, got = (run_in_lockstep(graphs, inputs, groups) for graphs in (before, after))
     for rank in before:
         for a, b in zip(tensors(wanted[rank]), tensors(got[rank]), strict=True):

@@ -54,7 +54,7 @@ class Applications:
         step = self._steps[number]
         for old, new in replaced:
             self._of[new] = number
-            olds = step.stands_for.pop(old, {})
+            olds = step.stands_for.get(old, {})
             step.stands_for.setdefault(new, {}).update({**olds, old: None})
         for name in removed:
             if name in step.added:

@@ -47,6 +47,18 @@ class Movement:
         return replay(emit, self.nodes, {self.source: source}).get(self.result, source)
 
 
+    @property
+    def signature(self) -> str:
+        """Equal for movements that do the same to tensors of one shape."""
+        number = {node: k for k, node in enumerate((self.source, *self.nodes))}
+        return repr(
+            [
+                (n.target, torch.fx.node.map_arg((n.args, n.kwargs), lambda o: number.get(o, -1)))
+                for n in self.nodes
+            ]
+        )
+
+
 def replay(
     emit: Emitter, nodes: tuple[torch.fx.Node, ...], known: Mapping[torch.fx.Node, torch.fx.Node]
 ) -> dict[torch.fx.Node, torch.fx.Node]:

@@ -9,7 +9,8 @@ after::
     z = t + wait(all_reduce(x + y, a))
 
 Matches ``sum`` and ``avg`` with equal group, op, shape and dtype in one tree of additions whose inner sums nothing else
-reads; all sides may pass through the same data movement. Other terms of the tree stay. reduce_scatters likewise.
+reads; all sides may pass through the same data movement. Other terms of the tree stay. reduce_scatters likewise; what
+packs each of their inputs packs the sum instead, once.
 
 Reassociates, and in a narrow dtype the addition now precedes the reduction. Saves all but one of the collectives: in
 tensor parallel backwards the input gradients of linears that share an input are such a sum.
@@ -53,13 +54,8 @@ class Side:
     def signature(self) -> tuple[object, ...]:
         """Equal for terms that may be reduced together."""
         value = self.collective.inputs[0].meta["val"]
-        number = {node: k for k, node in enumerate(self.chain)}
-        steps = tuple(
-            (n.target, torch.fx.node.map_arg((n.args, n.kwargs), lambda o: number.get(o, -1)))
-            for n in self.movement.nodes
-        )
         c = self.collective
-        return (c.kind, c.group, c.reduce_op, tuple(value.shape), value.dtype, repr(steps))
+        return (c.kind, c.group, c.reduce_op, tuple(value.shape), value.dtype, self.movement.signature)
 
 
 class AddBeforeReducing:
@@ -97,7 +93,9 @@ class AddBeforeReducing:
                 if not inside.issuperset(node.users):
                     refuse(Reason.DATA_DEPENDENCY, "the reduction has other readers")
             work.never_written(*side.chain)
-            work.unwritten(side.collective.inputs[0], side.collective.start, top)
+            pack = movement_behind(side.collective.inputs[0])
+            for node in (pack.source, *pack.nodes):
+                work.unwritten(node, min(node, side.collective.start), top)
         after = work.price_ns(collective)
         rest = [t for t in terms if t not in {s.term for s in alike}]
         return Match(
@@ -112,9 +110,14 @@ class AddBeforeReducing:
         last = max(sides, key=lambda s: s.collective.start)
 
         def build(emit: Emitter) -> torch.fx.Node:
-            total = sides[0].collective.inputs[0]
-            for side in sides[1:]:
-                total = emit.call(torch.ops.aten.add.Tensor, total, side.collective.inputs[0])
+            packs = [movement_behind(side.collective.inputs[0]) for side in sides]
+            if len({(p.signature, str(p.source.meta["val"].shape)) for p in packs}) > 1:
+                packs = [Movement(side.collective.inputs[0], (), side.collective.inputs[0]) for side in sides]
+            # What packs each of them packs the sum, once.
+            total = packs[0].source
+            for pack in packs[1:]:
+                total = emit.call(torch.ops.aten.add.Tensor, total, pack.source)
+            total = packs[-1].replayed(emit, total)
             c = last.collective
             if c.kind == "all_reduce":
                 result = reduced(emit, total, c.reduce_op, c.group.name)
