@@ -1,0 +1,59 @@
+"""The joint-graph rewrites through torch.compile: they run, are reported with the forward graph, and can be left out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from redistribute_graphs import mesh_world
+from redistribute_models import sequence_parallel_mlp
+
+import inductor_passes
+from inductor_passes import joint
+from inductor_passes.config import PassConfig
+from inductor_passes.report import Verdict
+from inductor_passes.trace.collector import collect
+
+
+def test_the_joint_pass_runs_in_torch_compile():
+    torch._dynamo.reset()
+    with mesh_world((4,)) as mesh:
+        torch.manual_seed(0)
+        model, inputs = sequence_parallel_mlp(mesh)
+        with collect() as reports:
+            options = inductor_passes.options(redistribute="reassociate", verify="strict")
+            torch.compile(model, options=options, fullgraph=True)(*inputs).sum().backward()
+    forward, backward = sorted(reports, key=lambda r: r.phase, reverse=True)
+    (first, *_) = forward.passes
+    assert first.name == "redistribute (joint)" and first.changed and first.rolled_back is None
+    assert [d.subject for d in first.decisions if d.verdict is Verdict.APPLIED] == ["R9"]
+    assert "redistribute (joint)" not in [p.name for p in backward.passes]
+    assert joint.taken(forward.compile_id) == []
+
+
+@pytest.mark.parametrize(
+    "fields, registered",
+    [
+        ({"redistribute": "reassociate"}, True),
+        ({"redistribute": "exact"}, False),
+        ({"redistribute": "reassociate", "async_tp": "auto"}, False),
+    ],
+)
+def test_it_is_registered_where_it_has_something_to_do(fields, registered):
+    assert ("joint_custom_post_pass" in inductor_passes.options(**fields)) is registered
+    assert joint.wanted(PassConfig(**fields)) is registered
+
+
+def test_the_users_own_joint_pass_is_kept():
+    def own(graph):
+        pass
+
+    options = inductor_passes.options(redistribute="reassociate", inductor={"joint_custom_post_pass": own})
+    found = options["joint_custom_post_pass"]
+    passes = found if isinstance(found, list) else [*found.before, found]
+    assert passes[0] is own and isinstance(passes[1], joint.JointPass)
+
+
+def test_its_key_depends_on_the_settings():
+    one, other = (joint.JointPass(PassConfig(redistribute="reassociate", memory_budget=b)) for b in ("0", "+5%"))
+    assert one.uuid() == joint.JointPass(one.settings).uuid() != other.uuid()
+    assert one.uuid() is not None
