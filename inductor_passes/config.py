@@ -136,6 +136,7 @@ Verify = Literal["on", "strict"]
 AsyncTp = Literal["auto", "force", "off"]
 InTree = Literal["error", "warn"]
 RankCheck = Literal["off", "warn", "error"]
+PlanMismatch = Literal["error", "replan"]
 Switch = Literal["on", "off"]
 
 
@@ -212,6 +213,20 @@ class PassConfig:
         "else compiled graphs are not cached.",
         None,
     )
+    plan: str = _doc(
+        "Path of a plan file, or of a directory of them: graphs that it knows get the buckets and orders written there, "
+        "verified like any plan. Every rank must load the same file. Empty: everything is planned.",
+        "",
+    )
+    plan_mismatch: PlanMismatch = _doc(
+        "What to do with a pinned plan that does not fit its graph any more or asks for what is not allowed: raise an "
+        'error that names the difference ("error"), or warn and plan the graph anew ("replan").',
+        "error",
+    )
+    dump_plan: str = _doc(
+        "Directory into which rank 0 writes the plan of every graph as a file for `plan`. Empty: none.",
+        "",
+    )
     dump_problem: str = _doc(
         "Directory into which every planned graph writes its scheduling problem as JSON, for "
         "`inductor-passes simulate`. Empty: none.",
@@ -280,6 +295,7 @@ _LITERALS: dict[str, tuple[str, ...]] = {
     "codegen": get_args(Codegen),
     "in_tree_passes": get_args(InTree),
     "rank_check": get_args(RankCheck),
+    "plan_mismatch": get_args(PlanMismatch),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from inductor_passes import _torch
 from inductor_passes.config import ConfigError, PassConfig
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.pin import file as plan_file
 
 
 @functools.cache
@@ -47,16 +48,27 @@ def load_profile(config: PassConfig) -> CostProfile:
     return _profile(str(path), path.stat().st_mtime_ns)
 
 
+def load_plan(config: PassConfig) -> plan_file.PlanFile | None:
+    """The plan file that ``config`` pins, None without one.
+
+    Raises:
+        PlanFileError: it does not exist or is no valid plan; the message names the file.
+    """
+    return plan_file.load(config.plan) if config.plan else None
+
+
 def cache_key(config: PassConfig, profile: CostProfile) -> str | None:
     """Key of everything that our passes depend on; None (do not cache) for an estimator without an id.
 
-    The package's source, the settings, the cost profile, torch's version and the process groups.
+    The package's source, the settings, the cost profile, the pinned plans, torch's version and the process groups.
     """
     if config.estimator is not None and not isinstance(
         getattr(config.estimator, "inductor_passes_uuid", None), str
     ):
         return None
+    plans = load_plan(config)
     content = {
+        "plan": plans.digest if plans is not None else "",
         "source": source_hash(),
         "config": config.to_json(),
         "profile": profile.hash(),

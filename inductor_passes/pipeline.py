@@ -21,6 +21,8 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
+from inductor_passes.pin.file import PlanFileError
+from inductor_passes.pin.pins import Pins
 from inductor_passes.reorder.problem import FxProblem, is_backward
 from inductor_passes.report import GraphReport, PassReport, Reason, ScheduleReport
 from inductor_passes.schedule.plan import Plan
@@ -54,6 +56,8 @@ class Context:
         plan / fx: the last FX plan and its problem, for the trace.
         rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
         snapshot: the graph before the pass that is running, for a pass that tries twice.
+        pins: the plan that is pinned for this graph, None when there is none.
+        buckets: start nodes that the bucketing pass merged.
     """
 
     config: PassConfig
@@ -66,6 +70,8 @@ class Context:
     input_peak_bytes: int | None = None
     snapshot: Snapshot | None = None
     rank_steps: dict[str, list[str]] = field(default_factory=dict)
+    pins: Pins | None = None
+    buckets: list[list[str]] = field(default_factory=list)
     _view: GraphView | None = None
 
     def view(self, graph: torch.fx.Graph) -> GraphView:
@@ -214,6 +220,8 @@ def _run_one(graph: torch.fx.Graph, one: Pass, context: Context, snapshot: Snaps
                 report.findings.extend(findings)
                 report.rolled_back = Reason.VERIFIER
                 report.detail = f"{findings[0].rule}: {findings[0].message}"
+    except PlanFileError:
+        raise
     except Exception as raised:
         error = raised
         log.debug("pass %s failed", one.name, exc_info=True)
@@ -234,7 +242,8 @@ def _run_one(graph: torch.fx.Graph, one: Pass, context: Context, snapshot: Snaps
 def complain(what: str, report: PassReport, config: PassConfig, error: BaseException | None) -> None:
     """Warn once about something undone, or raise under ``verify="strict"``."""
     message = f"inductor_passes: {what}: {report.rolled_back.value if report.rolled_back else ''} ({report.detail})"
-    if config.verify == "strict":
+    if config.verify == "strict" or (config.plan and config.plan_mismatch == "error"):
+        # A graph without a pass's result is not the graph that a pinned plan was made for.
         raise VerificationError(message) from error
     warn_once(f"{message}; the graph is as it was and compilation goes on")
 

@@ -17,6 +17,8 @@ from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
+from inductor_passes.pin import pins
+from inductor_passes.pin.file import GraphPlan
 from inductor_passes.redistribute import audit
 from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.reorder.pass_ import ReorderPass
@@ -124,6 +126,7 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
         ConfigError: Inductor's own communication passes are on and ``in_tree_passes`` is ``error``.
         VerificationError: with ``verify="strict"``, when a pass failed or broke a rule.
         LargeRedistributionError: an operator redistributes more than ``redistribute="error-above:..."`` allows.
+        PlanFileError: the pinned plan cannot be read, does not fit the graph or is not allowed.
         RanksDifferError: with ``rank_check="error"``, when another rank has other collectives.
     """
     view = GraphView(graph)
@@ -136,7 +139,15 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
     context = Context(settings, profile, report, backward=report.phase == "backward", _view=view)
     if not context.backward:
         report.passes.extend(joint.taken(report.compile_id))
+    collectives = pins.described(view)
+    plans = identity.load_plan(settings)
+    if plans is not None:
+        replan = settings.plan_mismatch == "replan"
+        context.pins = pins.find(
+            plans, report.phase, report.graph_index, collectives, rank=report.rank, replan=replan
+        )
     run_passes(graph, passes_of(settings), context)
+    _note_plan(context, collectives)
     audit.close(report, settings)
     if settings.rank_check != "off":
         context.rank_steps = rank_check.check(GraphView(graph), report.phase, settings)
@@ -150,6 +161,36 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
             warn_once(f"inductor_passes: {report.notes[-1]}")
         hook.finish_without_replay(context)
     return context
+
+
+def _note_plan(context: Context, collectives: Mapping[str, str]) -> None:
+    """Write down what was decided on FX, in the form of a plan file."""
+    report, fx, found = context.report, context.fx, context.plan
+    bucketed = any(p.name == "bucket" and p.changed and p.rolled_back is None for p in report.passes)
+    report.plan = GraphPlan(
+        phase=report.phase,
+        graph_index=report.graph_index,
+        compile_id=report.compile_id,
+        rank=report.rank,
+        world_size=report.world_size,
+        collectives=collectives,
+        buckets=tuple(tuple(b) for b in context.buckets) if bucketed else (),
+        order=None if fx is None or found is None else tuple(fx.problem.tasks[i].name for i in found.order),
+    ).to_json()
+    note_pins(context)
+
+
+def note_pins(context: Context) -> None:
+    """Say in the report whether the pinned plan was used."""
+    found = context.pins
+    if found is None:
+        if context.config.plan:
+            context.report.notes.append(f"{context.config.plan} says nothing about this graph: planned as usual")
+    elif found.given_up:
+        context.report.notes.append(f"pinned plan given up: {found.given_up}")
+        warn_once(f"inductor_passes: planning anew, {found.given_up}")
+    else:
+        context.report.notes.append(f"pinned by {found.path} ({found.digest})")
 
 
 def _refuse_to_combine(settings: PassConfig) -> bool:
@@ -210,6 +251,7 @@ def compile_options(
     if own.get(in_tree.SIMPLE_OVERLAP):
         _clash([f"{in_tree.SIMPLE_OVERLAP}=True"], resolved)
     identity.load_profile(resolved)
+    identity.load_plan(resolved)
     return _with_ours(own, lookup, resolved)
 
 

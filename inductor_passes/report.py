@@ -110,6 +110,15 @@ class PassReport:
     metrics: dict[str, float] = field(default_factory=dict)
     duration_ns: int = 0
 
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return _plain(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> PassReport:
+        """Inverse of :meth:`to_json`."""
+        return _pass_from_json(data)
+
 
 @dataclass(frozen=True)
 class CollectiveReport:
@@ -194,7 +203,8 @@ class GraphReport:
     """Everything about one compiled graph; the payload of the summary artifact.
 
     ``phase`` is ``forward``, ``backward`` or ``inference``; forward and backward share a compile id, so
-    (compile_id, phase, graph_index) identifies a graph within a rank's trace.
+    (compile_id, phase, graph_index) identifies a graph within a rank's trace. ``plan`` is the graph's plan in the form
+    of a plan file (``pin.file.GraphPlan``), empty when nothing was planned.
     """
 
     phase: str
@@ -209,6 +219,7 @@ class GraphReport:
     schedules: list[ScheduleReport] = field(default_factory=list)
     collectives: list[CollectiveReport] = field(default_factory=list)
     redistributions: list[RedistributionReport] = field(default_factory=list)
+    plan: dict[str, Any] = field(default_factory=dict)
     order_check: str = ""
     digest: str = ""
     from_cache: bool = False

@@ -80,7 +80,7 @@ def row(*items: dict[str, Any]) -> dict[str, Any]:
 
 
 def summary() -> dict[str, Any]:
-    schema = of_dataclass(report.GraphReport, without=("collectives", "config"))
+    schema = of_dataclass(report.GraphReport, without=("collectives", "config", "plan"))
     fields = schema["properties"]
     fields |= IDENTITY
     fields["passes"] = array(of_dataclass(report.PassReport, without=("decisions",)))
@@ -174,6 +174,18 @@ def schemas() -> dict[str, dict[str, Any]]:
         ),
         "chrome_trace": chrome_schema(),
         "problem": problem_schema(),
+        "plan": record(
+            {
+                **IDENTITY,
+                "world_size": COUNT,
+                "predicted": {"type": "object", "additionalProperties": INTEGER},
+                "collectives": {"type": "object", "additionalProperties": STRING},
+                "buckets": array(array(STRING)),
+                "order": array(STRING),
+                "kernels": array(STRING),
+            },
+            required=["phase", "graph_index", "collectives"],
+        ),
         "failure": record({**IDENTITY, "pass": of_dataclass(report.PassReport), "graph": array(STRING)}),
     }
 
@@ -196,6 +208,7 @@ ABOUT = {
     "collectives": "The verdict on every collective of the final schedule. Times in ns, sizes in bytes, ranks global.",
     "chrome_trace": "A planned timeline for Perfetto. ts and dur are microseconds with three digits.",
     "problem": "The scheduling problem, for `inductor-passes simulate`; rows are positional, see schedule/problem.py.",
+    "plan": "What was decided for a graph, by names; `report --plans` makes a plan file of it.",
     "failure": "A pass that was rolled back: why, and the graph that was refused, line by line.",
 }
 

@@ -28,8 +28,10 @@ from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.members import KINDS
 from inductor_passes.bucket.question import Partition
-from inductor_passes.bucket.rewrite import Form, merge
+from inductor_passes.bucket.rewrite import Form, MergeError, merge
 from inductor_passes.ir.ops import source_line
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pin.pins import Pins
 from inductor_passes.pipeline import Context
 from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
@@ -72,6 +74,10 @@ class BucketPass:
     def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
         """Merge what pays; the graph is unchanged when nothing does."""
         view = context.view(graph)
+        if context.pins is not None and context.pins.buckets is not None:
+            pinned = self._pinned(graph, view, context, context.pins)
+            if pinned is not None:
+                return pinned
         report = PassReport(self.name)
         found, report.decisions = candidates(view, uneven_all_to_all=self.uneven_all_to_all)
         off = [c for c in found if c.collective.kind not in self.kinds]
@@ -96,7 +102,43 @@ class BucketPass:
             forms: list[Form] = ["coalesced" if b[0].key.group in coalesced else "packed" for b in choice.buckets]
             merged = merge(graph, view, [[c.collective for c in b] for b in choice.buckets], forms=forms)
             context.certificates.extend(Certificate(SUBJECT, m.removed, m.added, claim=Claim.MERGE) for m in merged)
+            context.buckets = [list(m.members) for m in merged]
             report.changed = True
+        return report
+
+    def _pinned(self, graph: torch.fx.Graph, view: GraphView, context: Context, pins: Pins) -> PassReport | None:
+        """Merge what the pinned plan says; None when the plan was given up."""
+        report = PassReport(self.name)
+        by_name = {c.start.name: c for c in view.collectives}
+        groups = []
+        for number, bucket in enumerate(pins.buckets or ()):
+            unknown = [name for name in bucket if name not in by_name]
+            if unknown:
+                pins.refuse(f"`buckets[{number}]` names {', '.join(unknown)}, which the graph does not have")
+                return None
+            groups.append([by_name[name] for name in bucket])
+        forms: list[Form] = ["coalesced" if self._coalesces(g[0].group.name) else "packed" for g in groups]
+        facts = [(c.start.name, source_line(c.start), c.group.name) for c in view.collectives]
+        try:
+            merged = merge(graph, view, groups, forms=forms) if groups else []
+        except MergeError as error:
+            pins.refuse(f"`buckets` is not allowed: {error}")
+            return None
+        context.certificates.extend(Certificate(SUBJECT, m.removed, m.added, claim=Claim.MERGE) for m in merged)
+        context.buckets = [list(m.members) for m in merged]
+        report.changed = bool(merged)
+        together = {name for m in merged for name in m.members}
+        report.decisions = [
+            Decision(
+                SUBJECT,
+                name,
+                Verdict.APPLIED if name in together else Verdict.REFUSED,
+                Reason.PLAN_PINNED,
+                source=source,
+                group=group,
+            )
+            for name, source, group in facts
+        ]
         return report
 
     def _coalesces(self, group: str) -> bool:

@@ -44,6 +44,9 @@ def show(
     top: Annotated[
         int | None, typer.Option(min=1, help="Show only this many collectives per graph, most exposed first.")
     ] = None,
+    plans: Annotated[
+        Path | None, typer.Option(help="Write the plan of every graph into this directory, for the setting `plan`.")
+    ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
 ) -> None:
     """What happened to each graph of a run, and why each exposed collective is exposed.
@@ -55,8 +58,8 @@ def show(
         trace.graphs = [graph for graph in trace.graphs if graph.rank == rank]
     console = _console()
     try:
-        wrote = list(_write_files(trace, trace_dir, output, perfetto, tlparse))
-    except (OSError, RuntimeError, ModuleNotFoundError) as error:
+        wrote = list(_write_files(trace, trace_dir, output, perfetto, tlparse, plans))
+    except (OSError, RuntimeError, ModuleNotFoundError, ValueError) as error:
         raise _fail(str(error)) from error
     for line in wrote:
         _say(console, f"wrote {line}", err=as_json)
@@ -86,7 +89,12 @@ def diff(
 
 
 def _write_files(
-    trace: Trace, trace_dir: Path, output: Path | None, perfetto: Path | None, tlparse: Path | None
+    trace: Trace,
+    trace_dir: Path,
+    output: Path | None,
+    perfetto: Path | None,
+    tlparse: Path | None,
+    plans: Path | None,
 ) -> Iterator[str]:
     """Write what was asked for; yields what to tell the user about each file."""
     if output is not None:
@@ -94,6 +102,11 @@ def _write_files(
 
         write_page(trace, output, title=trace_dir.name)
         yield str(output)
+    if plans is not None:
+        from inductor_passes.trace.plans import write_plans
+
+        for path in write_plans(trace, plans):
+            yield str(path)
     if perfetto is not None:
         from inductor_passes.trace.perfetto import write_perfetto
 

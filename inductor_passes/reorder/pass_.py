@@ -50,7 +50,8 @@ class ReorderPass:
             return report
         before = simulate(fx.problem)
         limit = context.limit_bytes(before.peak_bytes)
-        result = plan(fx.problem, limit, effort=self.effort)
+        pinned = None if context.pins is None else context.pins.fx_plan(fx.problem, limit)
+        result = plan(fx.problem, limit, effort=self.effort) if pinned is None else pinned
         after = simulate(fx.problem, result.order)
         context.plan, context.fx = result, fx
         context.report.schedules.append(schedule_report("fx", fx.problem, result, before, after))
@@ -61,6 +62,8 @@ class ReorderPass:
         reason = Reason.PROFITABLE if report.changed else Reason.ALREADY_OPTIMAL
         if not result.feasible:
             reason = Reason.OVER_BUDGET
+        elif pinned is not None:
+            reason = Reason.PLAN_PINNED
         report.decisions = [
             Decision(
                 "reorder",

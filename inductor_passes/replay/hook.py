@@ -14,6 +14,8 @@ from typing import Any
 from inductor_passes import _torch, verify
 from inductor_passes.config import PassConfig
 from inductor_passes.ir.view import GraphView
+from inductor_passes.pin import file as plan_file
+from inductor_passes.pin.kernels import kernel_names
 from inductor_passes.pipeline import Context, VerificationError, complain, schedule_report, warn_once
 from inductor_passes.replay import order_check
 from inductor_passes.replay.problem import SchedulerProblem, build, donated_inputs
@@ -38,7 +40,7 @@ def replay(nodes: list[Any], context: Context) -> list[Any]:
     try:
         with spans.span("replay"):
             return _replay(nodes, context, report)
-    except VerificationError:
+    except (VerificationError, plan_file.PlanFileError):
         raise
     except Exception as error:
         log.debug("replay failed", exc_info=True)
@@ -59,7 +61,9 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
     )
     before = simulate(built.problem)
     limit = context.config.budget.limit_bytes(context.without_rewrites(before.peak_bytes))
-    result = plan(built.problem, limit)
+    names = kernel_names(nodes)
+    pinned = _pinned(built, names, limit, context)
+    result = plan(built.problem, limit) if pinned is None else pinned
     order = [nodes[i] for i in result.order]
     report.changed = result.method != "input"
     if report.changed:
@@ -74,6 +78,10 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
             order = list(nodes)
     after = simulate(built.problem, result.order)
     _record(built, result, before, after, limit, context, report)
+    context.report.plan |= {
+        "kernels": [names[i] for i in result.order],
+        "predicted": {"step_ns": after.makespan_ns, "peak_bytes": after.peak_bytes},
+    }
     _dump(built, context)
 
     def generated(statements: list[tuple[str, tuple[str, ...]]]) -> str:
@@ -88,6 +96,17 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
         context.report.order_check = f"{order_check.UNCHECKED}: this kind of generated code has no place to look"
         publish(context.report, built, result, before, after)
     return order
+
+
+def _pinned(built: SchedulerProblem, names: list[str], limit: int | None, context: Context) -> Plan | None:
+    pins = context.pins
+    if pins is None or pins.given_up:
+        return None
+    found = pins.kernel_plan(built.problem, names, limit)
+    if pins.given_up:
+        context.report.notes.append(f"pinned order of kernels given up: {pins.given_up}")
+        warn_once(f"inductor_passes: planning kernels anew, {pins.given_up}")
+    return found
 
 
 def _check(order: list[Any], nodes: list[Any], limit: int | None, before: Timeline, context: Context) -> list[Finding]:
@@ -128,6 +147,8 @@ def _record(
     graph = context.report
     graph.schedules.append(schedule_report("scheduler", built.problem, result, before, after))
     graph.digest = graph.schedules[-1].digest
+    if context.pins is not None and not context.pins.given_up:
+        graph.digest = context.pins.combined(graph.digest)
     groups = {c.group.name: c.group.ranks for c in built.collectives.values()}
     graph.collectives = explain(
         built.problem, result.order, before, after, limit, ranks=groups, what_if=_somebody_looks()
@@ -139,7 +160,11 @@ def _record(
             "replay",
             built.problem.tasks[start].name,
             Verdict.APPLIED if applied else Verdict.REFUSED,
-            Reason.PROFITABLE if applied else Reason.ALREADY_OPTIMAL if result.feasible else Reason.OVER_BUDGET,
+            Reason.PLAN_PINNED
+            if context.pins is not None and not context.pins.given_up and result.feasible
+            else Reason.PROFITABLE
+            if applied
+            else Reason.ALREADY_OPTIMAL if result.feasible else Reason.OVER_BUDGET,
             result.method,
             source=built.problem.tasks[start].source,
             group=collective.group.name,
@@ -163,10 +188,25 @@ def _dump(built: SchedulerProblem, context: Context) -> None:
         warn_once(f"inductor_passes: cannot write the problem to dump_problem={directory}: {error}")
 
 
+def _write_plan(report: GraphReport) -> None:
+    """The graph's plan as a file, by rank 0: what it decided on FX is what all ranks decided."""
+    directory = report.config.get("dump_plan")
+    if not directory or report.rank or not report.plan:
+        return
+    try:
+        graph = plan_file.GraphPlan.from_json(report.plan, report.phase)
+        folder = Path(str(directory))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{graph.title}.json").write_text(plan_file.text_of([graph]), encoding="utf-8")
+    except (OSError, plan_file.PlanFileError) as error:
+        warn_once(f"inductor_passes: cannot write the plan to dump_plan={directory}: {error}")
+
+
 def publish(
     report: GraphReport, built: SchedulerProblem, result: Plan, before: Timeline, after: Timeline
 ) -> None:
     """Write the finished report into the trace."""
+    _write_plan(report)
     deliver(report)
     emit(
         report,
@@ -181,6 +221,7 @@ def publish(
 def finish_without_replay(context: Context) -> None:
     """Publish what the FX passes did, for graphs whose order is not planned on scheduler nodes."""
     report = context.report
+    _write_plan(report)
     deliver(report)
     if context.fx is None or context.plan is None:
         emit(report, problem=None, order_before=None, order_after=None)
@@ -188,6 +229,8 @@ def finish_without_replay(context: Context) -> None:
     problem, result = context.fx.problem, context.plan
     before, after = simulate(problem), simulate(problem, result.order)
     report.digest = problem.digest(result.order)
+    if context.pins is not None and not context.pins.given_up:
+        report.digest = context.pins.combined(report.digest)
     groups = {c.group.name: c.group.ranks for c in GraphView(context.fx.graph).collectives}
     report.collectives = explain(
         problem, result.order, before, after, result.budget_bytes, ranks=groups, what_if=_somebody_looks()

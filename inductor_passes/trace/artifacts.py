@@ -29,7 +29,9 @@ PLANNED = ("schedule", "chrome_trace_before", "chrome_trace_after")
 #: Only at debug level, i.e. when the logger ``inductor_passes`` is: ``TORCH_LOGS=+inductor_passes``.
 DEBUG = ("problem", "graph_before", "graph_after")
 FAILURE = "failure"
-KINDS = (*ALWAYS, *PLANNED, *DEBUG, FAILURE)
+#: Of every graph with collectives; what ``inductor-passes report --plans`` writes and ``plan=...`` pins.
+PLAN = "plan"
+KINDS = (*ALWAYS, *PLANNED, PLAN, *DEBUG, FAILURE)
 
 _log = logging.getLogger("inductor_passes")
 _warned = False
@@ -72,6 +74,8 @@ def emit(
         _write("summary", report, "json", lambda: dumps(_summary(report)))
         _write("decisions", report, "json", lambda: dumps(_decisions(report, identity)))
         _write("collectives", report, "json", lambda: dumps(_collectives(report, identity)))
+        if report.plan:
+            _write(PLAN, report, "json", lambda: dumps({**report.plan, **identity}))
         if problem is not None and order_before is not None and order_after is not None:
             _planned(report, identity, problem, order_before, order_after, timeline_before, timeline_after)
         if _log.isEnabledFor(logging.DEBUG):
@@ -152,7 +156,7 @@ def _config(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any]:
 def _summary(report: GraphReport) -> dict[str, Any]:
     """The report without what has an artifact of its own."""
     data = report.to_json()
-    del data["collectives"], data["config"]
+    del data["collectives"], data["config"], data["plan"]
     for one in data["passes"]:
         del one["decisions"]
     for schedule in data["schedules"]:

@@ -71,6 +71,7 @@ def _graph(group: RankGroup, lines: dict[str, Any]) -> dict[str, Any]:
     report = group.graph.report
     assert isinstance(report, GraphReport)
     data = report.to_json()
+    del data["plan"]
     for schedule in data["schedules"]:
         del schedule["schedule_before"], schedule["schedule_after"]
     return {

@@ -1,0 +1,186 @@
+"""One graph's pinned plan: does it still fit, and which order does it ask for.
+
+A plan fits when the graph that came in has the collectives that it was made for (names, kinds, sizes, group sizes). It
+is applied level by level: buckets, order of the FX tasks, order of the fused kernels. A level that is not written is
+planned. Everything asked for is checked against the graph's own dependencies and the memory budget, and the verifier
+looks at the result as at any other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.pin.file import GraphPlan, PlanFile, PlanFileError
+from inductor_passes.schedule.bounds import lower_bound
+from inductor_passes.schedule.plan import Plan
+from inductor_passes.schedule.problem import Problem, ProblemError
+from inductor_passes.schedule.simulate import simulate
+
+METHOD = "pinned"
+#: How many names of each kind of difference an error lists.
+_SHOWN = 4
+
+
+@dataclass
+class Pins:
+    """What is pinned for the graph that is being compiled.
+
+    Attributes:
+        replan: give up the plan where it does not fit, instead of raising.
+        given_up: why it was given up, "" while it holds.
+    """
+
+    graph: GraphPlan
+    path: str
+    digest: str
+    rank: int
+    replan: bool = False
+    given_up: str = ""
+
+    @property
+    def buckets(self) -> tuple[tuple[str, ...], ...] | None:
+        """Pinned buckets, None when the plan was given up."""
+        return None if self.given_up else self.graph.buckets
+
+    def refuse(self, message: str) -> None:
+        """The plan cannot be used: give it up, or raise :class:`PlanFileError`, as the setting says."""
+        text = f"{self.path}: {self.graph.title}: {message}"
+        if not self.replan:
+            raise PlanFileError(f'{text}. plan_mismatch="replan" plans such graphs anew')
+        self.given_up = text
+
+    def fx_plan(self, problem: Problem, limit_bytes: int | None) -> Plan | None:
+        """The pinned order of the FX tasks as a plan; None when it is not pinned or was given up."""
+        hint = "; after a change of buckets remove `order` and `kernels` to have them planned"
+        return self._plan(problem, [t.name for t in problem.tasks], self.graph.order, limit_bytes, "order", hint)
+
+    def kernel_plan(self, problem: Problem, names: Sequence[str], limit_bytes: int | None) -> Plan | None:
+        """The pinned order of the fused kernels as a plan; None when it is not pinned or was given up.
+
+        Kernels may differ between ranks (one pads its shard, its neighbour does not); collectives do not, and their
+        order is pinned on FX. So kernels of another rank that do not fit are planned here.
+        """
+        pinned = self.graph.kernels
+        if pinned is not None and self.rank != self.graph.rank and {*pinned} != {*names}:
+            return None
+        hint = "; after a change of `order` remove `kernels` to have them planned"
+        return self._plan(problem, names, pinned, limit_bytes, "kernels", hint)
+
+    def _plan(
+        self,
+        problem: Problem,
+        names: Sequence[str],
+        pinned: Sequence[str] | None,
+        limit_bytes: int | None,
+        what: str,
+        hint: str,
+    ) -> Plan | None:
+        if pinned is None or self.given_up:
+            return None
+        number = {name: i for i, name in enumerate(names)}
+        difference = _difference(dict.fromkeys(pinned, ""), dict.fromkeys(names, ""))
+        if difference:
+            self.refuse(f"`{what}` does not fit the graph: {difference}{hint}")
+            return None
+        order = tuple(number[name] for name in pinned)
+        broken = _broken_rule(problem, order, names)
+        if broken:
+            self.refuse(f"`{what}` is not allowed: {broken}{hint}")
+            return None
+        before, after = simulate(problem), simulate(problem, order)
+        if limit_bytes is not None and after.peak_bytes > max(limit_bytes, before.peak_bytes):
+            self.refuse(
+                f"`{what}` needs {after.peak_bytes} bytes at its peak, the memory budget allows {limit_bytes}; "
+                "raise memory_budget or move collectives later"
+            )
+            return None
+        bound = lower_bound(problem)
+        return Plan(
+            order=order,
+            makespan_ns=after.makespan_ns,
+            peak_bytes=after.peak_bytes,
+            lower_bound_ns=bound,
+            gap=after.makespan_ns / bound - 1 if bound else 0.0,
+            # An order that changes nothing is the input's, whoever asked for it.
+            method=METHOD if order != problem.input_order else "input",
+            input_makespan_ns=before.makespan_ns,
+            input_peak_bytes=before.peak_bytes,
+            budget_bytes=limit_bytes,
+            feasible=limit_bytes is None or after.peak_bytes <= limit_bytes,
+        )
+
+    def combined(self, digest: str) -> str:
+        """A plan's digest that also tells which file it was pinned by: ranks with other files have other digests."""
+        return hashlib.sha256(f"{digest}|{self.digest}".encode()).hexdigest()[:16]
+
+
+def described(view: GraphView) -> dict[str, str]:
+    """Start node -> what it does, for every collective of a graph; equal on ranks that run the same program."""
+    return {c.start.name: _described(c) for c in view.collectives}
+
+
+def _described(collective: Collective) -> str:
+    size = max(collective.input_bytes or 0, collective.output_bytes or 0)
+    kind = f"{collective.kind} {collective.reduce_op}".strip()
+    return f"{kind} {size} bytes, {len(collective.group.ranks)} ranks"
+
+
+def find(
+    plans: PlanFile, phase: str, graph_index: int, collectives: Mapping[str, str], *, rank: int, replan: bool
+) -> Pins | None:
+    """The plan for a graph; None when the file says nothing about it.
+
+    A graph is recognised by phase and collectives, so that a model that is compiled a second time in a process gets the
+    plan of its first graph; then by phase and number, and the only plan of a phase is meant for every graph of it.
+
+    Raises:
+        PlanFileError: the file's plan of that number was made for other collectives (unless ``replan``).
+    """
+    same_phase = [g for g in plans.graphs if g.phase == phase]
+    fitting = [g for g in same_phase if dict(g.collectives) == dict(collectives)]
+    numbered = [g for g in same_phase if g.graph_index == graph_index] or (same_phase if len(same_phase) == 1 else [])
+    graph = next((g for g in fitting if g in numbered), next(iter([*fitting, *numbered]), None))
+    if graph is None:
+        return None
+    pins = Pins(graph, plans.path, plans.digest, rank, replan)
+    if graph not in fitting:
+        pins.refuse(
+            "the graph has changed since the plan was made: " + _difference(graph.collectives, collectives)
+        )
+    return pins
+
+
+def _difference(planned: Mapping[str, str], found: Mapping[str, str]) -> str:
+    """What is missing, new or changed in the graph against the plan; "" when nothing is."""
+    parts = []
+    missing = [n for n in planned if n not in found]
+    new = [n for n in found if n not in planned]
+    changed = [f"{n} ({planned[n]} -> {found[n]})" for n in planned if n in found and planned[n] != found[n]]
+    for what, names in (("missing", missing), ("new", new), ("changed", changed)):
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            parts.append(f"{what}: {', '.join(names[:_SHOWN])}{more}")
+    return "; ".join(parts)
+
+
+def _broken_rule(problem: Problem, order: Sequence[int], names: Sequence[str]) -> str:
+    """The first dependency that an order breaks, in words; "" when it is legal."""
+    position = {i: k for k, i in enumerate(order)}
+    for i in order:
+        task = problem.tasks[i]
+        if task.start >= 0 and position[task.start] > position[i]:
+            return f"{names[i]} waits for {names[task.start]}, which starts later"
+    for i, preds in enumerate(problem.edges()):
+        for p in preds:
+            if position[p] > position[i]:
+                fence = next((names[k] for k in (i, p) if problem.tasks[k].fence), "")
+                why = f" ({fence} is a fence: nothing that communicates crosses it)" if fence else ""
+                return f"{names[i]} runs before {names[p]}, which it depends on{why}"
+    try:
+        problem.check_order(order)
+    except ProblemError as error:
+        return str(error)
+    return ""
