@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from inductor_passes import config as config
     from inductor_passes.config import ConfigError as ConfigError
     from inductor_passes.config import PassConfig as PassConfig
+    from inductor_passes.explanation import explain as explain
     from inductor_passes.plugin import compile_options as options
     from inductor_passes.redistribute.plan import plan_redistribution as plan_redistribution
     from inductor_passes.redistribute.prepare import prepare_groups as prepare_groups
@@ -27,6 +28,7 @@ _PUBLIC = {
     "ConfigError": ("inductor_passes.config", "ConfigError"),
     "PassConfig": ("inductor_passes.config", "PassConfig"),
     "config": ("inductor_passes.config", ""),
+    "explain": ("inductor_passes.explanation", "explain"),
     "options": ("inductor_passes.plugin", "compile_options"),
     "plan_redistribution": ("inductor_passes.redistribute.plan", "plan_redistribution"),
     "prepare_groups": ("inductor_passes.redistribute.prepare", "prepare_groups"),
@@ -38,6 +40,7 @@ __all__ = [
     "ConfigError",
     "PassConfig",
     "config",
+    "explain",
     "options",
     "plan_redistribution",
     "prepare_groups",

@@ -1,0 +1,144 @@
+"""What the passes would do to a model, without taking a step: ``inductor_passes.explain(model, *inputs)``.
+
+The model is compiled as ``torch.compile`` would, forward and, where gradients are needed, backward; the compiled code
+is not run. Dynamo traces the model's Python; each graph that it hands over is compiled and then stands in by zeros of
+the right shape, so that the Python between two graphs can go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inductor_passes import _torch
+from inductor_passes.plugin import compile_options
+from inductor_passes.report import GraphReport
+from inductor_passes.trace.collector import collect
+
+#: Width of the text forms: a table of verdicts folded at 80 columns cannot be read.
+WIDTH = 160
+
+
+class _Stop(Exception):
+    """Everything that can be compiled without running has been."""
+
+
+@dataclass
+class Explanation:
+    """The reports of all graphs of a model, as ``inductor-passes report`` shows them; text, HTML or JSON.
+
+    Attributes:
+        reports: in the order of compilation; empty when no graph has collectives.
+        notes: what was left out, for people.
+    """
+
+    reports: list[GraphReport] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __rich__(self) -> Any:
+        """For ``rich.print``."""
+        from rich.console import Group
+        from rich.text import Text
+
+        from inductor_passes.trace.text import render_graph
+
+        parts: list[Any] = [render_graph(report) for report in self.reports]
+        if not parts:
+            parts.append(Text("No graph with collectives: there is nothing for inductor_passes to do."))
+        return Group(*parts, *(Text(f"note: {note}") for note in self.notes))
+
+    def __str__(self) -> str:
+        return self._recorded().export_text()
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        code = '<pre style="line-height:1.3;overflow-x:auto">{code}</pre>'
+        return self._recorded().export_html(inline_styles=True, code_format=code)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same form as ``inductor-passes report --json``."""
+        return {
+            "schema_version": 1,
+            "graphs": [report.to_json() for report in self.reports],
+            "notes": list(self.notes),
+        }
+
+    def _recorded(self) -> Any:
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False)
+        console.print(self)
+        return console
+
+
+def explain(
+    model: Callable[..., Any],
+    *inputs: Any,
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """The report of ``model(*inputs, **keywords)`` without running it.
+
+    What is executed: the model's Python code, once, by dynamo; compilation of every graph, generated code included.
+    What is not: no kernel of the model, no collective, no backward, no optimizer. Between graphs (after a graph break)
+    values are zeros, so Python that branches on values may take another way than in training. Compilation itself may
+    measure kernels when ``max_autotune`` is on, and compares ranks through the store when ``rank_check`` is. In a
+    distributed program call it on all ranks; a fake process group does as well.
+
+    Args:
+        model: a module or function, compiled already or not; it is not changed.
+        inputs, keywords: what it is called with.
+        options: settings of ours (fields of :class:`PassConfig`), ``mode`` and ``inductor`` included, as for
+            :func:`inductor_passes.options`.
+
+    Returns:
+        An object that prints as text, shows as HTML in a notebook and has ``to_json()``.
+
+    Raises:
+        ConfigError: a setting that does not exist or is not allowed.
+        Exception: what compiling the model raises.
+    """
+    settings = dict(options or {})
+    inductor = {"fx_graph_cache": False, **(settings.pop("inductor", None) or {})}
+    resolved = compile_options(inductor=inductor, **settings)
+    function = getattr(model, "_torchdynamo_orig_callable", None) or getattr(model, "_orig_mod", model)
+    result = Explanation()
+
+    def backend(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        with _torch.everything_compiled_at_once():
+            _torch.compile_fx(module, examples, resolved)
+        values = _torch.output_examples(module)
+        if not _torch.plain_values(values):
+            result.notes.append("a graph returns tensor subclasses: what runs after it is not shown")
+            return _stop
+
+        def stand_in(*_: Any) -> Any:
+            return tuple(_zeros(value) for value in values)
+
+        return stand_in
+
+    compiled = torch.compile(function, backend=backend)
+    with collect() as reports, contextlib.suppress(_Stop):
+        compiled(*inputs, **keywords)
+    result.reports = list(reports)
+    return result
+
+
+def _stop(*_: Any) -> Any:
+    raise _Stop
+
+
+def _zeros(value: Any) -> Any:
+    """A value like the fake one, made of zeros."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    size = [_torch.size_hint(s) or 0 for s in value.shape]
+    made = torch.zeros(size, dtype=value.dtype, device=value.device)
+    return made.requires_grad_() if value.requires_grad else made

@@ -1,0 +1,82 @@
+"""``explain``: the report of forward and backward without a step, in one process and on two ranks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import MLPConfig, fake_world, mlp, mlp_batch
+from ranks import Ranks
+from torch.distributed.device_mesh import init_device_mesh
+
+import inductor_passes
+from inductor_passes import ConfigError
+from inductor_passes.report import GraphReport
+from inductor_passes.simple_fsdp import simple_fsdp
+
+CONFIG = MLPConfig(width=16, layers=3)
+
+
+def sharded() -> tuple[Any, torch.Tensor]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return simple_fsdp(mlp(CONFIG), mesh), mlp_batch(CONFIG)[0]
+
+
+def test_forward_and_backward_are_explained_and_nothing_runs() -> None:
+    torch._dynamo.reset()
+    with fake_world(2):
+        model, x = sharded()
+        before = [p.detach().clone() for p in model.parameters()]
+        found = inductor_passes.explain(model, x, options={"memory_budget": "+100%"})
+        assert [p.grad for p in model.parameters()] == [None] * len(before)
+    assert [r.phase for r in found.reports] == ["forward", "backward"]
+    assert all(r.collectives and r.order_check == "as planned" for r in found.reports)
+    assert all(r.config["memory_budget"] == "+100%" for r in found.reports)
+    text = str(found)
+    assert text == repr(found) and "forward_" in text and "all_gather" in text and "exposed communication" in text
+    html = found._repr_html_()
+    assert html.startswith("<pre") and "all_gather" in html and "<script" not in html
+    data = json.loads(json.dumps(found.to_json()))
+    assert GraphReport.from_json(data["graphs"][1]).collectives == found.reports[1].collectives
+    with pytest.raises(ConfigError, match="memory_budgte"):
+        inductor_passes.explain(model, x, options={"memory_budgte": "0"})
+
+
+def test_graph_breaks_and_compiled_models_and_no_collectives() -> None:
+    torch._dynamo.reset()
+    calls = []
+
+    @torch.compiler.disable
+    def outside(x: torch.Tensor) -> torch.Tensor:
+        calls.append(float(x.abs().sum()))
+        return x + 1
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return outside(torch.relu(x) + 1) @ x
+
+    with torch.no_grad():
+        found = inductor_passes.explain(torch.compile(function, backend="eager"), torch.ones(3, 3))
+    assert found.reports == [] and "No graph with collectives" in str(found)
+    assert calls == [0.0], "zeros stand in for what was not computed"
+
+
+def explained(rank: int, world_size: int) -> tuple[list[str], int]:
+    model, x = sharded()
+    launched = []
+    group = dist.group.WORLD
+    assert group is not None
+    before = group._get_sequence_number_for_group()
+    found = inductor_passes.explain(model, x)
+    launched.append(group._get_sequence_number_for_group() - before)
+    return [r.digest for r in found.reports], launched[0]
+
+
+@pytest.mark.ranks
+def test_two_ranks_explain_alike_and_launch_nothing() -> None:
+    with Ranks(2) as ranks:
+        answers = ranks.run(explained, timeout=300)
+    assert answers[0] == answers[1]
+    assert len(answers[0][0]) == 2 and answers[0][1] == 0
