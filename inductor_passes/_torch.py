@@ -944,3 +944,33 @@ def is_pointwise(target: object) -> bool:
     """Whether an operator overload acts on every element alone (its operands broadcast)."""
     tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     return tagged or op_name(target) == "prims::convert_element_type"
+
+
+# -- compiling without running -------------------------------------------------------------------------------
+
+
+def everything_compiled_at_once() -> contextlib.AbstractContextManager[Any]:
+    """While it is entered a backward is compiled together with its forward, and neither comes out of AOT's cache."""
+    from torch._functorch import config
+
+    return config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)  # type: ignore[no-any-return]
+
+
+def output_examples(module: torch.fx.GraphModule) -> list[Any]:
+    """What a graph that dynamo captured returns: fake tensors and plain values, in order."""
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    found = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    return [n.meta.get("example_value", n.meta.get("val")) if isinstance(n, torch.fx.Node) else n for n in found]
+
+
+def plain_values(values: Sequence[Any]) -> bool:
+    """Whether all tensors among fake values are plain ones: no DTensor or other subclass."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return all(
+        not isinstance(v, torch.Tensor)
+        or (isinstance(v, FakeTensor) or type(v) in (torch.Tensor, torch.nn.Parameter))
+        and not is_traceable_wrapper_subclass(v)
+        for v in values
+    )
