@@ -30,7 +30,8 @@ from models import fake_world
 from torch.utils import checkpoint as checkpointing
 
 import inductor_passes
-from inductor_passes import ConfigError, pipeline, plugin
+from inductor_passes import ConfigError, identity, pipeline, plugin
+from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import MAX_FILE_BYTES, CostProfile, ProfileError
 from inductor_passes.report import GraphReport, Reason
 from inductor_passes.trace import artifacts, cached
@@ -223,16 +224,34 @@ def test_a_trace_directory_that_cannot_be_made(tmp_path: Path) -> None:
         base64.b85encode(b"not compressed").decode(),
         base64.b85encode(zlib.compress(b"[1, 2]")).decode(),
         base64.b85encode(zlib.compress(b'{"report": {"phase": 7}, "problem": {}, "order": []}')).decode(),
+        base64.b85encode(
+            zlib.compress(json.dumps({"report": {"phase": "forward", "graph_index": 0, "schema_version": 99}}).encode())
+        ).decode(),
         base64.b85encode(zlib.compress(b"[" * 200_000)).decode(),
         base64.b85encode(zlib.compress(b" " * (2**28 + 1))).decode(),
     ],
-    ids=["empty", "text", "bytes", "list", "no report", "deep", "bomb"],
+    ids=["empty", "text", "bytes", "list", "no report", "other version", "deep", "bomb"],
 )
 def test_a_stored_report_that_is_none(packed: str, said: Callable[[], list[str]]) -> None:
     with collect() as reports:
         cached.loaded("0" * 16, packed)
     assert not reports
     assert len(said()) == 1 and "cannot replay a stored report" in said()[0]
+
+
+def test_another_version_never_meets_an_old_cache_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this package, of torch, of the settings, the costs or the groups: another key each."""
+    settings, profile = PassConfig(), CostProfile.default("cpu")
+    seen = {identity.cache_key(settings, profile)}
+    seen.add(identity.cache_key(PassConfig(memory_budget="0"), profile))
+    seen.add(identity.cache_key(settings, CostProfile.default("cuda")))
+    dist.new_group([0])
+    seen.add(identity.cache_key(settings, profile))
+    monkeypatch.setattr(identity, "source_hash", lambda: "another version")
+    seen.add(identity.cache_key(settings, profile))
+    monkeypatch.setattr(torch, "__version__", "99.0")
+    seen.add(identity.cache_key(settings, profile))
+    assert len(seen) == 6 and None not in seen
 
 
 # -- passes ------------------------------------------------------------------------------------------------------------
@@ -354,6 +373,28 @@ def test_graph_breaks_in_a_module() -> None:
         for module in (plain, ours):
             module(make()[0]).backward()
     assert plain.seen == ours.seen and len(reports) >= 4
+    for p, o in zip(plain.parameters(), ours.parameters()):
+        assert torch.equal(p.grad, o.grad)
+
+
+def test_layers_compiled_one_by_one() -> None:
+    """Regions with eager code between them; equal layers share what was compiled."""
+
+    class Layer(torch.nn.Module):
+        def __init__(self, weight: torch.Tensor) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight.detach().clone())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return layer(x, self.weight)
+
+    plain, ours = (torch.nn.Sequential(*map(Layer, make()[1])) for _ in range(2))
+    for one in ours:
+        one.compile(fullgraph=False, **eager_codegen(verify="strict"))
+    with collect() as reports:
+        for modules in (plain, ours):
+            modules(make()[0].requires_grad_()).sum().backward()
+    assert [r.phase for r in reports] and {r.phase for r in reports} == {"forward", "backward"}
     for p, o in zip(plain.parameters(), ours.parameters()):
         assert torch.equal(p.grad, o.grad)
 
@@ -507,6 +548,38 @@ def test_a_group_that_is_gone() -> None:
         torch.compile(reduced, **eager_codegen())(*make())
     assert type(ours.value) is type(plain.value)
     assert str(ours.value).splitlines()[0] == str(plain.value).splitlines()[0]
+
+
+def test_a_group_that_goes_between_forward_and_backward() -> None:
+    """Backward is compiled when it is first needed: whatever torch says then, it says with us."""
+
+    def said(**compile_args: Any) -> tuple[type[BaseException] | None, str]:
+        torch._dynamo.reset()
+        ranks = dist.new_group([0, 1])
+
+        class GatherThere(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+                return funcol.all_gather_tensor(weight, 0, ranks)
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                return funcol.reduce_scatter_tensor(gradient, "sum", 0, ranks)
+
+        def function(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+            return (x @ GatherThere.apply(weights[0])).sum()
+
+        out = torch.compile(function, **compile_args)(*make())
+        dist.destroy_process_group(ranks)
+        try:
+            out.backward()
+        except Exception as error:
+            return type(error), str(error).splitlines()[0]
+        return None, ""
+
+    plain, ours = said(backend="aot_eager"), said(**eager_codegen())
+    assert plain[0] is ours[0]
+    assert "inductor_passes" not in ours[1]
 
 
 # -- Inductor's modes --------------------------------------------------------------------------------------------------

@@ -111,6 +111,26 @@ def subgroups(rank: int, world_size: int) -> tuple[str, list[str], float]:
     return observed(lambda: call(*inputs()))
 
 
+def stages(rank: int, world_size: int) -> tuple[str, list[str], float]:
+    """Two stages of a pipeline: the first compiles a graph of its own before the one that both have."""
+    own = [dist.new_group([r]) for r in range(world_size)][rank]
+    rank_check.TIMEOUT_S = 0.5
+    settings = {"inductor_passes.codegen": "aot_eager", "inductor_passes.rank_check": "error"}
+
+    def compile_and_run(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        torch.compile(function, backend="inductor_passes", options=settings)(torch.ones(4, 4))
+
+    def call() -> None:
+        if rank == 0:
+            compile_and_run(lambda x: funcol.all_reduce(x + 1, "sum", own))
+        compile_and_run(lambda x: funcol.all_reduce(x @ x, "sum", dist.group.WORLD))
+
+    try:
+        return observed(call)
+    finally:
+        rank_check.TIMEOUT_S = 30.0
+
+
 def through_cache(rank: int, world_size: int, folder: str, warm: int) -> tuple[str, list[str], float, int]:
     """Inductor with a cache folder per rank; ranks below ``warm`` have compiled before."""
     from torch._dynamo.utils import counters
@@ -163,6 +183,14 @@ def test_a_rank_that_does_not_answer_is_a_warning(ranks: Ranks) -> None:
     (error, said, _), partner = ranks.run(silent)
     assert not error and len(said) == 1 and "did not answer" in said[0]
     assert not partner[0] and not partner[1]
+
+
+def test_stages_of_a_pipeline_are_no_error() -> None:
+    """They compile other graphs, and equal ones at other times: at most a warning, and nobody waits long."""
+    with Ranks(2) as pool:
+        for error, said, _ in pool.run(stages):
+            assert not error
+            assert all("did not answer" in text for text in said)
 
 
 def test_a_rank_with_a_warm_cache_answers(tmp_path: Path) -> None:
