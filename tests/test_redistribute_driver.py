@@ -8,6 +8,7 @@ from redistribute_programs import Program, context_for, text, world
 
 from inductor_passes import pipeline, verify
 from inductor_passes.ir import view as ir_view
+from inductor_passes.redistribute.applications import Applications
 from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.redistribute.rewriting import Work
 from inductor_passes.report import Reason, Verdict
@@ -168,3 +169,20 @@ def test_maps_follow_the_graph():
             s: (c.inputs, c.waits) for s, c in fresh.by_start.items()
         }
         assert set(work._of_wait) == set(fresh.collectives_of_wait)
+
+
+def test_certificates_of_rewritten_rewrites_are_one_step():
+    """a becomes b, b becomes c, c turns out to be d, which exists: readers of a may read d."""
+    steps = Applications()
+    steps.add("R1", ["a"], ["b"], [("a", "b")])
+    steps.add("R2", ["x"], ["y"], [("x", "y")])
+    steps.add("R4", ["b"], ["c"], [("b", "c")])
+    steps.add("R14", ["c"], [], [("c", "d")])
+    first, second = sorted(steps.certificates(), key=lambda c: c.removed)
+    assert first.rewrite == "R1+R14+R4" and first.removed == ("a",) and first.added == ()
+    assert ("a", "d") in first.replaced
+    assert (second.removed, second.added) == (("x",), ("y",))
+    # d goes in turn: what was a, c and d is e.
+    steps.add("R3", ["d"], ["e"], [("d", "e")])
+    joined = next(c for c in steps.certificates() if "a" in c.removed)
+    assert set(joined.removed) >= {"a", "d"} and joined.added == ("e",)

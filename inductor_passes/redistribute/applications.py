@@ -18,7 +18,7 @@ class _Step:
     subjects: dict[str, None] = field(default_factory=dict)
     removed: dict[str, None] = field(default_factory=dict)
     added: dict[str, None] = field(default_factory=dict)
-    #: existing node -> those whose readers read it now
+    #: node -> those whose readers read it now
     stands_for: dict[str, dict[str, None]] = field(default_factory=dict)
     claims: set[Claim] = field(default_factory=set)
 
@@ -33,6 +33,8 @@ class Applications:
         self._steps: dict[int, _Step] = {}
         #: added or standing node -> its step
         self._of: dict[str, int] = {}
+        #: everything ever added: the verifier has never seen it as something to be replaced
+        self._made: set[str] = set()
         self._next = 0
 
     def add(
@@ -43,7 +45,11 @@ class Applications:
         replaced: list[tuple[str, str]],
         claim: Claim = Claim.REPLACE,
     ) -> None:
-        """One application. Users redirected to a node that an earlier one added become that one's."""
+        """One application; ``replaced`` says whose readers read which node now.
+
+        What touches a node of an earlier application becomes one step with it: the graph that the verifier knows has
+        only the first and the last of a row of replacements.
+        """
         touched = {self._of[n] for n in removed if n in self._of}
         touched |= {self._of[name] for pair in replaced for name in pair if name in self._of}
         number = self._next
@@ -54,8 +60,10 @@ class Applications:
         step = self._steps[number]
         for old, new in replaced:
             self._of[new] = number
-            olds = step.stands_for.get(old, {})
-            step.stands_for.setdefault(new, {}).update({**olds, old: None})
+            olds = dict(step.stands_for.get(old, {}))
+            if old not in self._made:
+                olds[old] = None
+            step.stands_for.setdefault(new, {}).update(olds)
         for name in removed:
             if name in step.added:
                 del step.added[name]
@@ -67,6 +75,7 @@ class Applications:
         for name in added:
             step.added[name] = None
             self._of[name] = number
+            self._made.add(name)
 
     def forget(self, name: str) -> None:
         """A node that nobody read any more is gone: if it was added here, it no longer is."""

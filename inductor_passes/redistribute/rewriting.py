@@ -264,15 +264,13 @@ class Work:
         pairs = [(result, built)] if isinstance(built, torch.fx.Node) else list(built)
         names = [node.name for node in removed]
         redirected = []
-        made = set(emitter.made)
         for old, new in pairs:
             if old in self._writers:
                 # Whoever writes to the old result writes to the new one: nothing may look unwritten that is not.
                 for node in (new, *emitter.made):
                     self._writers.setdefault(node, []).extend(self._writers[old])
             old.replace_all_uses_with(new)
-            if new not in made:
-                redirected.append((old.name, new.name))
+            redirected.append((old.name, new.name))
         inputs = [n for node in removed for n in node.all_input_nodes]
         for node in removed:
             self._erase(node)
