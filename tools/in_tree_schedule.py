@@ -103,3 +103,17 @@ def schedule(gm: torch.fx.GraphModule, profile: CostProfile, variant: str, budge
     schedule_overlap_bucketing(
         gm, custom_runtime_estimation=estimator(profile), compute_estimator="analytical", **options
     )
+
+
+def compile_options(profile: CostProfile) -> dict[str, Any]:
+    """Inductor's options that switch its overlap scheduling on, with bucketing, our durations and its own limits."""
+    from triton.runtime import driver
+
+    driver.set_active(DescribedGPU())
+    prefix = "aten_distributed_optimizations."
+    return {
+        f"{prefix}enable_overlap_scheduling": True,
+        f"{prefix}collective_bucketing": True,
+        f"{prefix}compute_estimator": "analytical",
+        f"{prefix}custom_runtime_estimation": estimator(profile),
+    }

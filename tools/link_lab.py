@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import in_tree_schedule
 import torch
 import torch.distributed as dist
 from link_models import Layout
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import inductor_passes
 from inductor_passes import _torch, emulated_link
+from inductor_passes.cost.profile import CostProfile
 from inductor_passes.link_model import Record, StepTime
 from inductor_passes.models import LlamaConfig
 
@@ -51,6 +53,7 @@ class Contender:
         family: ``eager``, ``inductor``, ``in-tree`` or ``ours``.
         options: of ``torch.compile``; None: not compiled.
         settings: of ours.
+        scheduler: Inductor's own overlap scheduling on FX, given our measured durations.
     """
 
     name: str
@@ -58,9 +61,17 @@ class Contender:
     family: str
     options: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    scheduler: bool = False
+
+    @property
+    def planned(self) -> bool:
+        """Whether what it compiles depends on the cost profile."""
+        return self.family == "ours" or self.scheduler
 
     def compile_options(self, profile: str) -> dict[str, Any] | None:
-        """Options for ``torch.compile``; ours get the cost profile in file ``profile``."""
+        """Options for ``torch.compile``; who plans gets the cost profile in file ``profile``."""
+        if self.scheduler:
+            return {**(self.options or {}), **in_tree_schedule.compile_options(CostProfile.load(profile))}
         if self.family != "ours":
             return self.options
         return inductor_passes.options(cost_profile=profile, **self.settings)
@@ -75,6 +86,7 @@ CONTENDERS = {
         Contender("reorder", "in-tree reorder", "in-tree", _IN_TREE_ORDER),
         Contender("bucket", "in-tree bucketing", "in-tree", _IN_TREE_BUCKETS),
         Contender("both", "in-tree both", "in-tree", {**_IN_TREE_ORDER, **_IN_TREE_BUCKETS}),
+        Contender("overlap", "in-tree overlap scheduling", "in-tree", scheduler=True),
         Contender("schedule", "ours, schedule alone", "ours", None, {**_ALONE, "schedule": "on"}),
         Contender("buckets", "ours, buckets alone", "ours", None, {**_ALONE, "bucket": "on"}),
         Contender("redistribute", "ours, rewrites alone", "ours", None, {**_ALONE, "redistribute": "reassociate"}),

@@ -157,7 +157,7 @@ class Bench:
 
     def replace_planned(self) -> None:
         """Compile the contenders: those that a cost profile steers again for every rate, the others once."""
-        for name in [name for name, trial in self.trials.items() if trial.contender.family == "ours"]:
+        for name in [name for name, trial in self.trials.items() if trial.contender.planned]:
             del self.trials[name]
         for name in self.job.contenders:
             if name not in self.trials and name not in self.failed:
