@@ -214,8 +214,8 @@ class PassConfig:
         None,
     )
     plan: str = _doc(
-        "Path of a plan file, or of a directory of them: graphs that it knows get the buckets and orders written there, "
-        "verified like any plan. Every rank must load the same file. Empty: everything is planned.",
+        "Path of a plan file, or of a directory of them: graphs that it knows get the buckets and orders written "
+        "there, verified like any plan. Every rank must load the same file. Empty: everything is planned.",
         "",
     )
     plan_mismatch: PlanMismatch = _doc(

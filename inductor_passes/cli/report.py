@@ -47,6 +47,14 @@ def show(
     plans: Annotated[
         Path | None, typer.Option(help="Write the plan of every graph into this directory, for the setting `plan`.")
     ] = None,
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(help="torch.profiler Chrome trace of a real step of this run; one per rank, may be repeated."),
+    ] = None,
+    write_cost_profile: Annotated[
+        Path | None,
+        typer.Option(help="With --profile: write a cost profile corrected by it, for the setting `cost_profile`."),
+    ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
 ) -> None:
     """What happened to each graph of a run, and why each exposed collective is exposed.
@@ -57,6 +65,11 @@ def show(
     if rank is not None:
         trace.graphs = [graph for graph in trace.graphs if graph.rank == rank]
     console = _console()
+    if profile:
+        _measure(trace, profile, write_cost_profile, console)
+        return
+    if write_cost_profile is not None:
+        raise _fail("--write-cost-profile needs --profile: there is nothing to correct a cost profile by")
     try:
         wrote = list(_write_files(trace, trace_dir, output, perfetto, tlparse, plans))
     except (OSError, RuntimeError, ModuleNotFoundError, ValueError) as error:
@@ -73,6 +86,32 @@ def show(
         _print(console, trace, top)
     if not any(graph.report for graph in trace.graphs):
         raise typer.Exit(1)
+
+
+def _measure(trace: Trace, profiles: list[Path], output: Path | None, console: Console) -> None:
+    """Predicted and measured side by side, and the corrected cost profile."""
+    from inductor_passes.cost.profile import CostProfile
+    from inductor_passes.trace.profiled import match
+    from inductor_passes.trace.reprofile import updated_profile
+    from inductor_passes.trace.text import render_measured
+
+    try:
+        measured = match(trace, profiles)
+        for one in measured:
+            console.print(render_measured(one))
+        if output is not None:
+            report = measured[0].graph.report
+            named = str(report.config.get("cost_profile", "")) if report is not None else ""
+            base = CostProfile.load(named) if named else CostProfile.default("cpu")
+            if report is not None and not report.cost_profile.endswith(base.hash()):
+                raise ValueError(
+                    f"the trace was planned with cost profile {report.cost_profile!r}, but {named or base.name!r} is "
+                    f"another one now ({base.hash()}); expected the profile of that run in its place"
+                )
+            updated_profile(base, measured).save(output)
+            _say(console, f"wrote {output}", err=False)
+    except (OSError, ValueError) as error:
+        raise _fail(str(error)) from error
 
 
 @app.command()

@@ -10,8 +10,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from inductor_passes.report import CollectiveReport, GraphReport, Reason, ScheduleReport
+from inductor_passes.report import CollectiveReport, GraphReport, Reason, RedistributionReport, ScheduleReport
 from inductor_passes.trace.compare import Change, GraphDiff, RankGroup
+from inductor_passes.trace.profiled import Measured
 from inductor_passes.trace.units import change, duration, percent, size
 
 
@@ -43,7 +44,43 @@ def render_graph(report: GraphReport, *, title: str = "", top: int | None = None
     parts += [Text(note, style="dim") for note in report.notes]
     if report.collectives:
         parts += [_collectives(report.collectives, top), *_help(report.collectives)]
+    if report.redistributions:
+        parts.append(_redistributions(report.redistributions, top))
     return Group(*parts, Text(""))
+
+
+def render_measured(one: Measured) -> RenderableType:
+    """One graph against a profile: each collective, then how far off each kind of quantity is."""
+    steps = f"{one.steps} profiled step{'s' * (one.steps > 1)}"
+    parts: list[RenderableType] = [Text(f"{one.graph.title}  rank {one.graph.rank}, {steps}", style="bold")]
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    heads = ("", "kind", "size", "exposed, predicted", "measured", "transfer, predicted", "measured")
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("", "kind") else "right")
+    transfers = {p.label: p for p in one.pairs if p.what == "transfer"}
+    for pair in one.pairs:
+        if pair.what != "exposed":
+            continue
+        transfer = transfers.get(pair.label)
+        table.add_row(
+            escape(pair.label),
+            escape(pair.kind),
+            size(pair.size_bytes),
+            duration(pair.predicted_ns),
+            duration(pair.measured_ns),
+            "" if transfer is None else duration(transfer.predicted_ns),
+            "hidden" if transfer is None else duration(transfer.measured_ns),
+        )
+    parts.append(table)
+    errors = Table(box=box.SIMPLE, pad_edge=False)
+    for head in ("relative error", "measured", "median", "90%", "worst"):
+        errors.add_column(head, justify="left" if head == "relative error" else "right")
+    for what in ("step", "transfer", "exposed", "issue", "block", "library"):
+        found = one.errors(what)
+        if found:
+            at = [found[min(len(found) - 1, round(q * (len(found) - 1)))] for q in (0.5, 0.9, 1.0)]
+            errors.add_row(what, str(len(found)), *(percent(e) for e in at))
+    return Group(*parts, errors, Text(""))
 
 
 def render_diff(diffs: Sequence[GraphDiff], names: tuple[str, str]) -> RenderableType:
@@ -167,6 +204,24 @@ def _collectives(collectives: Sequence[CollectiveReport], top: int | None) -> Ta
         )
     if len(shown) < len(collectives):
         table.caption = f"{len(shown)} of {len(collectives)} collectives, most exposed first"
+    return table
+
+
+def _redistributions(found: Sequence[RedistributionReport], top: int | None) -> Table:
+    shown = sorted(found, key=lambda r: -r.bytes_before)[:top]
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    for head in ("redistribution", "layouts", "kind", "sent, before", "after", "rewrites", "source"):
+        table.add_column(head, justify="right" if head in ("sent, before", "after") else "left")
+    for one in shown:
+        table.add_row(
+            escape(one.call or "unknown call"),
+            escape(", ".join(one.placements)),
+            "" if one.explicit is None else "asked for" if one.explicit else "implicit",
+            size(one.bytes_before),
+            size(one.bytes_after),
+            escape(", ".join(one.rewrites)),
+            escape(one.source),
+        )
     return table
 
 

@@ -1,0 +1,354 @@
+"""Measured against predicted: a torch.profiler trace of a real step, matched task by task with the planned timeline.
+
+The profiler shows, on the thread that runs a compiled graph, each collective's start, each wait and each library call.
+Generated code runs in the planned order, so the n-th start in the profile is the n-th start of the plan; a graph is
+recognised by its sequence of starts and waits. Fused kernels of CPU code leave no events: what lies between two
+neighbouring communication events is measured as one block.
+
+What can be measured of a transfer depends on whether somebody waited for it: then it ended when the wait did, and it
+began when it was issued or when the transfer before it on the same lane had ended. A transfer that nobody waited for
+shows nothing by itself. Waiting for a slower rank counts as transfer on the faster one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from inductor_passes.report import CollectiveReport
+from inductor_passes.trace.reader import GraphTrace, Trace
+
+#: Larger profiles are refused before they are parsed.
+MAX_BYTES = 2**30
+#: A wait up to this long, in ns, is the cost of asking, not a stall.
+WAIT_NS = 50_000
+
+_REGION = "## Call CompiledFxGraph"
+_OP = re.compile(r"_c10d_functional::(\w+)")
+_KINDS = (
+    ("all_gather", "all_gather"),
+    ("reduce_scatter", "reduce_scatter"),
+    ("all_reduce", "all_reduce"),
+    ("all_to_all", "all_to_all"),
+    ("broadcast", "broadcast"),
+)
+WAIT = "wait"
+
+
+class ProfileTraceError(ValueError):
+    """A profile that cannot be read or matched; the message says what was expected."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One communication call or library call on the compute thread, in ns; ``kind`` is "" for a library call."""
+
+    kind: str
+    name: str
+    begin_ns: int
+    end_ns: int
+
+    @property
+    def ns(self) -> int:
+        """Its length."""
+        return self.end_ns - self.begin_ns
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One quantity, predicted and measured in ns. ``what``: ``transfer``, ``exposed``, ``issue``, ``block``, ``step``,
+    or ``library`` (a library call such as a matmul).
+    """
+
+    what: str
+    label: str
+    predicted_ns: int
+    measured_ns: int
+    kind: str = ""
+    size_bytes: int = 0
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def error(self) -> float | None:
+        """``|predicted - measured| / measured``; None when nothing was measured."""
+        return abs(self.predicted_ns - self.measured_ns) / self.measured_ns if self.measured_ns else None
+
+
+@dataclass
+class Measured:
+    """One graph with the medians over the steps that the profile shows."""
+
+    graph: GraphTrace
+    steps: int
+    pairs: list[Pair] = field(default_factory=list)
+
+    def errors(self, what: str) -> list[float]:
+        """Relative errors of one kind of quantity, sorted."""
+        return sorted(e for p in self.pairs if p.what == what and (e := p.error) is not None)
+
+
+def read_profile(path: Path) -> tuple[int | None, list[list[Event]]]:
+    """The rank that a profile names (None: it does not) and the events of each call of a compiled graph, in order.
+
+    Raises:
+        ProfileTraceError: too large, no Chrome trace, or without any compiled graph.
+    """
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ProfileTraceError(f"{path}: too large for a profile; expected at most {MAX_BYTES} bytes")
+        data = json.loads(path.read_text(encoding="utf-8"))
+        raw = data["traceEvents"]
+        rank = data.get("distributedInfo", {}).get("rank")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, ProfileTraceError):
+            raise
+        raise ProfileTraceError(f"{path}: not a Chrome trace of torch.profiler: {type(error).__name__}") from error
+    slices = sorted(_slices(raw), key=lambda e: (e[0], e[1], -e[2]))
+    regions = [e for e in slices if e[3].startswith(_REGION)]
+    if not regions:
+        raise ProfileTraceError(f"{path}: no call of a compiled graph; profile a step after the first one")
+    calls = [_calls_inside(region, slices) for region in sorted(regions, key=lambda e: e[1])]
+    return rank if isinstance(rank, int) else None, calls
+
+
+def _slices(raw: Any) -> Iterator[tuple[str, int, int, str]]:
+    """(thread, begin, end, name) of host events."""
+    for e in raw if isinstance(raw, list) else ():
+        try:
+            if e["ph"] == "X" and e.get("cat") in ("cpu_op", "user_annotation"):
+                begin = round(float(e["ts"]) * 1000)
+                yield f"{e['pid']}/{e['tid']}", begin, begin + round(float(e["dur"]) * 1000), str(e["name"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            continue
+
+
+def _calls_inside(region: tuple[str, int, int, str], slices: Sequence[tuple[str, int, int, str]]) -> list[Event]:
+    """Outermost communication and library calls inside a region."""
+    thread, first, last, _ = region
+    found: list[Event] = []
+    reached = first
+    for where, begin, end, name in slices:
+        if where != thread or begin < reached or end > last or name.startswith(_REGION):
+            continue
+        kind = _kind(name)
+        if kind or name.startswith("aten::"):
+            found.append(Event(kind, name.partition("::")[2], begin, end))
+            reached = end
+    return found
+
+
+def _kind(name: str) -> str:
+    match = _OP.match(name)
+    if match is None:
+        return ""
+    if match[1].startswith("wait_tensor"):
+        return WAIT
+    return next((kind for prefix, kind in _KINDS if match[1].startswith(prefix)), "")
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A slice of the planned compute lane; ``kind`` as in :class:`Event`, "" for compute."""
+
+    kind: str
+    label: str
+    ns: int
+    begin_ns: int
+    library: bool = False
+
+
+def _plan(graph: GraphTrace) -> tuple[list[_Planned], dict[str, int]]:
+    """The compute lane of the compiled order, and the planned transfer times by label."""
+    payload = graph.payload("chrome_trace_after")
+    kinds = {c.label: c.kind for c in graph.report.collectives} if graph.report is not None else {}
+    lane: list[_Planned] = []
+    transfers: dict[str, int] = {}
+    for e in payload["traceEvents"] if payload is not None else ():
+        if e.get("ph") != "X":
+            continue
+        ns, begin, name = round(e["dur"] * 1000), round(e["ts"] * 1000), str(e["name"])
+        if e["cat"] == "transfer":
+            transfers[name] = ns
+        elif e["cat"] == "issue":
+            label = name.removeprefix("issue ")
+            lane.append(_Planned(kinds.get(label, "?"), label, ns, begin))
+        elif e["cat"] == "wait":
+            lane.append(_Planned(WAIT, name.removeprefix("wait "), ns, begin))
+        else:
+            label = str(e["args"].get("label", ""))
+            lane.append(_Planned("", label or name, ns, begin, library=bool(label)))
+    return lane, transfers
+
+
+def match(trace: Trace, profiles: Sequence[Path]) -> list[Measured]:
+    """Measured graphs of all profiles, by rank; graphs that no profile shows are left out.
+
+    A profile that names no rank belongs to the rank of its position.
+
+    Raises:
+        ProfileTraceError: a profile cannot be read, or none of its calls belongs to a graph of the trace.
+    """
+    result = []
+    for position, path in enumerate(profiles):
+        rank, calls = read_profile(path)
+        own = [g for g in trace.graphs if g.rank == (position if rank is None else rank) and g.report is not None]
+        plans = [(graph, *_plan(graph)) for graph in own]
+        by_graph: dict[int, list[list[Event]]] = {}
+        for call in calls:
+            signature = [e.kind for e in call if e.kind]
+            for k, (_, lane, _) in enumerate(plans):
+                if signature and signature == [p.kind for p in lane if p.kind]:
+                    by_graph.setdefault(k, []).append(call)
+                    break
+        if not by_graph:
+            raise ProfileTraceError(
+                f"{path}: none of its {len(calls)} graph calls has the collectives of a graph of the trace; expected a "
+                "profile of the run that wrote the trace, same rank"
+            )
+        for k, found in sorted(by_graph.items()):
+            graph, lane, transfers = plans[k]
+            result.append(_measured(graph, lane, transfers, found))
+    return result
+
+
+def _measured(
+    graph: GraphTrace, lane: Sequence[_Planned], transfers: Mapping[str, int], calls: Sequence[Sequence[Event]]
+) -> Measured:
+    assert graph.report is not None
+    reports = {c.label: c for c in graph.report.collectives}
+    # Steps are lined up by position: equal sequences of communication events give equal lists of quantities.
+    rows = [list(_quantities(lane, transfers, reports, call)) for call in calls]
+    merged: dict[tuple[str, str, int], list[Pair]] = {}
+    for row in rows:
+        seen: dict[tuple[str, str], int] = {}
+        for pair in row:
+            number = seen[pair.what, pair.label] = seen.get((pair.what, pair.label), 0) + 1
+            merged.setdefault((pair.what, pair.label, number), []).append(pair)
+    pairs = [
+        Pair(
+            p[0].what,
+            p[0].label,
+            p[0].predicted_ns,
+            round(median(one.measured_ns for one in p)),
+            p[0].kind,
+            p[0].size_bytes,
+            p[0].ranks,
+        )
+        for p in merged.values()
+    ]
+    return Measured(graph, len(calls), pairs)
+
+
+def _quantities(
+    lane: Sequence[_Planned],
+    transfers: Mapping[str, int],
+    reports: Mapping[str, CollectiveReport],
+    call: Sequence[Event],
+) -> Iterator[Pair]:
+    events = [e for e in call if e.kind]
+    planned = [p for p in lane if p.kind]
+    for event, plan in zip(events, planned):
+        what, ns = ("exposed", max(0, event.ns - WAIT_NS)) if plan.kind == WAIT else ("issue", event.ns)
+        yield Pair(what, plan.label, plan.ns, ns, *_about(reports.get(plan.label)))
+    for label, measured_ns in _transfers(events, planned, reports, transfers):
+        yield Pair("transfer", label, transfers[label], measured_ns, *_about(reports.get(label)))
+    yield from _blocks(lane, call)
+    if events and planned:
+        last = planned[-1].begin_ns + planned[-1].ns
+        yield Pair("step", "", last - planned[0].begin_ns, events[-1].end_ns - events[0].begin_ns)
+
+
+def _about(report: CollectiveReport | None) -> tuple[str, int, tuple[int, ...]]:
+    return ("", 0, ()) if report is None else (report.kind, report.size_bytes, report.ranks)
+
+
+def _transfers(
+    events: Sequence[Event],
+    planned: Sequence[_Planned],
+    reports: Mapping[str, CollectiveReport],
+    transfers: Mapping[str, int],
+) -> Iterator[tuple[str, int]]:
+    """(label, ns) of the transfers whose time can be told, in order of issue on each lane.
+
+    A lane serves in order of issue. Where a stall shows when one transfer ended, it and those before it whose end
+    nobody saw filled the lane together and share that time as they were predicted to, provided that each of them was
+    issued before its turn came.
+    """
+    issues: dict[str, list[tuple[str, int]]] = {}
+    waits: dict[str, Event] = {}
+    for event, plan in zip(events, planned):
+        if plan.kind == WAIT:
+            waits.setdefault(plan.label, event)
+        elif plan.label in transfers:
+            report = reports.get(plan.label)
+            issues.setdefault(report.lane if report is not None else "", []).append((plan.label, event.end_ns))
+    for lane in issues.values():
+        run: list[tuple[str, int]] = []
+        free = 0
+        for position, (label, issued) in enumerate(lane):
+            run.append((label, issued))
+            wait = waits.get(label)
+            if wait is None:
+                continue
+            later = [waits[other].end_ns for other, _ in lane[position + 1 :] if other in waits]
+            if wait.ns <= WAIT_NS or any(end <= wait.begin_ns for end in later):
+                if all(wait.end_ns <= when for _, when in lane[position + 1 :]):
+                    # Over before the next one was issued: the lane was idle then.
+                    run, free = [], wait.begin_ns
+                continue
+            begin = max(run[0][1], free)
+            total, share = wait.end_ns - begin, sum(transfers[one] for one, _ in run)
+            reached, fits = float(begin), True
+            parts = []
+            for one, when in run:
+                fits = fits and when <= reached + 1
+                part = total * transfers[one] / share if share else total / len(run)
+                reached += part
+                parts.append((one, round(part)))
+            if fits or len(run) == 1:
+                yield from parts
+            run, free = [], wait.end_ns
+
+
+def _blocks(lane: Sequence[_Planned], call: Sequence[Event]) -> Iterator[Pair]:
+    """Compute between neighbouring communication events; library calls one by one where their number fits."""
+    for number, (ours, theirs) in enumerate(zip(_split(lane), _split_events(call))):
+        inside, begin, end = theirs
+        if begin < 0 or end < 0 or not ours:
+            continue
+        yield Pair("block", f"block {number}", sum(p.ns for p in ours), max(0, end - begin))
+        library = [p for p in ours if p.library]
+        calls = [e for e in inside if any(e.name == p.label for p in library)]
+        if [p.label for p in library] == [e.name for e in calls]:
+            for plan, event in zip(library, calls):
+                yield Pair("library", f"{plan.label} in block {number}", plan.ns, event.ns)
+
+
+def _split(lane: Sequence[_Planned]) -> list[list[_Planned]]:
+    blocks: list[list[_Planned]] = [[]]
+    for p in lane:
+        if p.kind:
+            blocks.append([])
+        else:
+            blocks[-1].append(p)
+    return blocks
+
+
+def _split_events(call: Sequence[Event]) -> list[tuple[list[Event], int, int]]:
+    """(library calls, begin, end) between communication events; -1 where the graph's own ends are not known."""
+    blocks: list[tuple[list[Event], int, int]] = []
+    inside: list[Event] = []
+    begin = -1
+    for e in call:
+        if e.kind:
+            blocks.append((inside, begin, e.begin_ns))
+            inside, begin = [], e.end_ns
+        else:
+            inside.append(e)
+    blocks.append((inside, begin, inside[-1].end_ns if inside else -1))
+    return blocks
