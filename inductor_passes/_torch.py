@@ -970,7 +970,6 @@ def plain_values(values: Sequence[Any]) -> bool:
 
     return all(
         not isinstance(v, torch.Tensor)
-        or (isinstance(v, FakeTensor) or type(v) in (torch.Tensor, torch.nn.Parameter))
-        and not is_traceable_wrapper_subclass(v)
+        or (type(v) in (torch.Tensor, torch.nn.Parameter, FakeTensor) and not is_traceable_wrapper_subclass(v))
         for v in values
     )
