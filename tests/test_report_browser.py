@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from inductor_passes.report import Decision, PassReport, Reason, RedistributionReport, Verdict
 from inductor_passes.trace.compare import across_ranks
 from inductor_passes.trace.html import render_page
 from inductor_passes.trace.reader import read_trace
 from tests.test_report import TraceDir, evil_trace
+from tests.trace_samples import fsdp_problem, planned
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -58,6 +60,7 @@ DRIVER = """
   seen.canvases = document.querySelectorAll("canvas").length;
   seen.graphs = [...byId("graph").options].map((o) => o.textContent);
   seen.cards = byId("cards").textContent;
+  seen.redistributed = byId("redistributions").textContent; seen.asyncTp = byId("async-tp").textContent;
   seen.byExposed = labels();
   byId("collectives").querySelectorAll("th button")[0].click();
   seen.byLabel = labels();
@@ -143,3 +146,30 @@ def test_what_the_page_shows_is_never_run(tmp_path: Path, monkeypatch: pytest.Mo
     trace = read_trace(traces.path)
     seen = drive(render_page(across_ranks(trace.graphs), trace.notes, title="<b>run"), tmp_path)
     assert seen["errors"] == [] and seen["evil"] is True and seen["canvases"] == 2
+
+
+def test_redistributions_and_async_tp_have_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = TraceDir(tmp_path / "trace", monkeypatch)
+    problem = fsdp_problem(3)
+    report, answer = planned(problem)
+    report.redistributions = [
+        RedistributionReport(
+            names=("all_reduce_3",),
+            call="add (backward)",
+            explicit=False,
+            source="model.py:31",
+            placements=("P(sum) -> R over 4 ranks",),
+            bytes_before=8 << 20,
+            bytes_after=4 << 20,
+            rewrites=("R5",),
+        )
+    ]
+    refused = Decision("gather-matmul", "mm_4", Verdict.REFUSED, Reason.NOT_PROFITABLE, setting='async_tp="force"')
+    report.passes.append(PassReport("async_tp", decisions=[refused]))
+    traces.add(report, problem, answer.order)
+    traces.sample(phase="backward")
+    seen = drive(render_page(across_ranks(read_trace(traces.path).graphs), [], title="run"), tmp_path)
+    assert seen["errors"] == []
+    for expected in ("add (backward)", "model.py:31", "P(sum) -> R over 4 ranks", "implicit", "8 MiB", "4 MiB", "R5"):
+        assert expected in seen["redistributed"], expected
+    assert "gather-matmul" in seen["asyncTp"] and 'async_tp="force"' in seen["asyncTp"]

@@ -182,8 +182,8 @@ const ranksText = (ranks) => {
   return even && ranks.length > 2 ? `ranks ${ranks[0]}-${ranks[ranks.length - 1]}` + (step === 1 ? "" : ` step ${step}`) : "ranks " + ranks.join(", ");
 };
 
-const decisions = (g) => {
-  const parts = g.report.passes.filter((p) => p.decisions.length).map((pass) => {
+const ASYNC_TP = "async_tp";
+const decisionList = (passes) => passes.filter((p) => p.decisions.length).map((pass) => {
     const applied = pass.decisions.filter((d) => d.verdict === "applied").length;
     const box = el("details", { open: pass.decisions.length <= 60 },
       el("summary", {}, `${pass.name}: ${applied} applied, ${pass.decisions.length - applied} refused`));
@@ -202,7 +202,27 @@ const decisions = (g) => {
     content();
     return box;
   });
+const decisions = (g) => {
+  const parts = decisionList(g.report.passes.filter((p) => p.name !== ASYNC_TP));
   fill("decisions", parts.length ? parts : empty("No decisions were recorded."));
+};
+const asyncTp = (g) => {
+  const own = g.report.passes.filter((p) => p.name === ASYNC_TP), parts = decisionList(own);
+  fill("async-tp", parts.length ? parts : empty(own.length ? "No matmul next to a collective that could be cut."
+    : "Switched off; the setting async_tp=\"auto\" cuts matmuls and their collectives where it pays."));
+};
+const redistributions = (g) => {
+  const rows = g.report.redistributions || [];
+  const asked = (r) => (r.explicit === null ? "" : r.explicit ? "asked for" : "implicit");
+  fill("redistributions", rows.length ? sortable([
+    { head: "Caused by", value: (r) => r.call, show: (r) => [r.call || "unknown call", r.source ? el("span", { class: "sub line" }, r.source) : null] },
+    { head: "Layouts", value: (r) => r.placements.join(), show: (r) => r.placements.map((p) => el("div", {}, p)) },
+    { head: "Kind", value: asked },
+    { head: "Collectives", value: (r) => r.names.join(), show: (r) => r.names.join(", ") },
+    { head: "Sent per rank, before", number: true, value: (r) => r.bytes_before, show: (r) => size(r.bytes_before) },
+    { head: "After", number: true, value: (r) => r.bytes_after, show: (r) => [size(r.bytes_after), el("span", { class: "sub" }, change(r.bytes_before, r.bytes_after))] },
+    { head: "Rewrites", value: (r) => r.rewrites.join(), show: (r) => [r.rewrites.join(", "), ...r.refused.map((t) => el("span", { class: "sub" }, t))] },
+  ], rows, { sortBy: 4, descending: true }) : empty("No redistribution was recorded for this graph."));
 };
 
 const passes = (g) => {
@@ -482,7 +502,7 @@ const select = (index) => {
   byId("graph").value = String(index);
   overview();
   const g = data.graphs[index];
-  for (const section of [summary, help, collectives, decisions, passes, ranks, config]) section(g);
+  for (const section of [summary, help, collectives, redistributions, asyncTp, decisions, passes, ranks, config]) section(g);
   buildTimelines(index);
 };
 fill("notes", data.notes.map((note) => el("p", { class: "hint" }, "Note: " + note)));
