@@ -7,6 +7,7 @@ everything that it traces from it, forward and backward, which one it was. A red
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch.fx
@@ -44,8 +45,15 @@ def origin_of(node: torch.fx.Node) -> Origin:
         stack = node.meta.get(key)
         if stack:
             name, call = stack[-1]
-            return Origin(str(name), call if isinstance(call, str) else getattr(call, "__name__", str(call)), backward)
+            return Origin(str(name), _called(call), backward)
     sources = node.meta.get("from_node")
     if sources:
-        return Origin(str(sources[-1].name), str(sources[-1].target), False)
+        return Origin(str(sources[-1].name), _called(str(sources[-1].target)), False)
     return Origin("", "", False)
+
+
+def _called(call: object) -> str:
+    """The name of what was called: torch 2.11 traces a method of DTensor as a local function of dynamo's own."""
+    name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
+    method = re.search(r"method_(\w+)\.<locals>", call if isinstance(call, str) else getattr(call, "__qualname__", ""))
+    return method[1] if method else name.removeprefix("prim_")

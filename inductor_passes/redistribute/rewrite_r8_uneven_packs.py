@@ -94,7 +94,8 @@ class PackOnce:
             return emit.call(torch.ops.aten.cat.default, kept, dim)
 
         return Match(
-            work.copy_ns(_bytes(slicing)),
+            # Without a copy behind the slice only the rows beyond it are saved.
+            work.copy_ns(_bytes(slicing)) if len(removed) == 3 else 0,
             f"rows from {stop} on are not copied",
             lambda: work.replace(self.name, cat, removed, build),
         )
