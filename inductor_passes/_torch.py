@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -266,19 +266,29 @@ def all_reduce_sum(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Te
     return torch.ops._c10d_functional.wait_tensor(started)
 
 
+#: What marks nodes that a partitioner of ours may save although they are tagged for recomputation.
+_LEFT_TO_PARTITIONER = "inductor_passes_keep"
+
+
 @contextlib.contextmanager
-def recomputed_in_backward() -> Iterator[None]:
+def recomputed_in_backward(left_to_partitioner: bool = False) -> Iterator[None]:
     """Operations traced by AOTAutograd inside are never saved for backward but run again there.
 
     Tags the nodes as activation checkpointing does, as the innermost region of its own: its number is above all
     others', so that a checkpointed consumer does not turn the last operation into a saved boundary. Without effect
     outside of tracing.
+
+    Args:
+        left_to_partitioner: mark the nodes for :func:`is_left_to_partitioner`, unless they are in a region of
+            activation checkpointing: its owner has decided already.
     """
     from torch.fx import traceback
     from torch.utils.checkpoint import CheckpointPolicy
 
-    tags = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": sys.maxsize}
+    tags: dict[str, Any] = {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": sys.maxsize}
     meta = traceback.current_meta
+    if left_to_partitioner and "recompute" not in meta:
+        tags["custom"] = {**meta.get("custom", {}), _LEFT_TO_PARTITIONER: True}
     before = {key: meta[key] for key in tags if key in meta}
     meta.update(tags)
     try:
@@ -287,6 +297,31 @@ def recomputed_in_backward() -> Iterator[None]:
         for key in tags:
             meta.pop(key, None)
         meta.update(before)
+
+
+def is_left_to_partitioner(node: torch.fx.Node) -> bool:
+    """Whether a node was traced under ``recomputed_in_backward(left_to_partitioner=True)``."""
+    return bool((node.meta.get("custom") or {}).get(_LEFT_TO_PARTITIONER))
+
+
+def allow_saving(node: torch.fx.Node) -> None:
+    """Take what :func:`recomputed_in_backward` put on a node off it."""
+    for key in ("recompute", "ac_graph_id"):
+        node.meta.pop(key, None)
+
+
+def partitioner_base() -> type:
+    """Base class of what Inductor takes as ``custom_partitioner_fn``."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    return CustomPartitionerFn
+
+
+def default_partitioner() -> Callable[..., Any]:
+    """Inductor's own partitioner: ``(joint module, joint inputs, **kwargs) -> (forward module, backward module)``."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition
 
 
 def concatenate_meshes(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
@@ -445,12 +480,14 @@ def compile_fx(module: Any, example_inputs: Any, options: dict[str, Any]) -> Any
 
 
 def compile_aot_eager(
-    module: Any, example_inputs: Any, graph_pass: Callable[[torch.fx.Graph, bool], None]
+    module: Any,
+    example_inputs: Any,
+    graph_pass: Callable[[torch.fx.Graph, bool], None],
+    partition: Callable[..., Any],
 ) -> Any:
     """Trace forward and backward ahead of time as Inductor would, run a pass on each, execute them op by op."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     def compiler(is_inference: bool) -> Callable[[Any, Any], Any]:
@@ -466,7 +503,7 @@ def compile_aot_eager(
         bw_compiler=compiler(False),
         inference_compiler=compiler(True),
         decompositions=select_decomp_table(),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
     return backend(module, example_inputs)
@@ -637,7 +674,7 @@ def snode_buffers(node: Any) -> list[tuple[str, int, list[str], str]]:
     for buffer in node.get_outputs():
         shared = [str(n) for n in (*buffer.get_mutations(), *buffer.get_aliases())]
         layout = buffer.node.layout
-        if shared or isinstance(layout, (NoneLayout, MultiOutputLayout)):
+        if shared or isinstance(layout, (NoneLayout, MultiOutputLayout)) or _stays_in_kernel(node, buffer):
             size = 0
         else:
             size = _hint(V.graph.sizevars, layout.storage_size()) * layout.dtype.itemsize
@@ -652,6 +689,84 @@ def _hint(sizevars: Any, expression: Any) -> int:
     if hasattr(sizevars, "optimization_hint"):
         return int(sizevars.optimization_hint(expression, fallback=0))
     return int(sizevars.size_hint(expression, fallback=0))
+
+
+def _stays_in_kernel(node: Any, buffer: Any) -> bool:
+    """Whether a buffer is read by the kernel that computes it only: it never gets memory of its own."""
+    if snode_kind(node) != "fused":
+        return False
+    own = {part.get_name() for part in node.get_nodes()}
+    return bool(node.scheduler.can_buffer_be_removed_through_fusion(buffer.get_name(), own))
+
+
+def snode_overwrites(node: Any, done: Collection[str] = ()) -> list[tuple[str, str]]:
+    """(input, output) buffers of a fused kernel of which the output will be stored in the input's memory.
+
+    Holds when everything else that reads the input has run: what the node depends on, and the operations ``done``.
+    Inductor looks at uses in its own graph: it does not know how long a collective reads.
+
+    Source: ``SchedulerNode.decide_inplace_update`` in torch/_inductor/scheduler.py.
+    """
+    from torch._inductor import config
+    from torch._inductor.codegen.common import BackendFeature
+    from torch._inductor.ir import MultiOutputLayout, MutationLayoutSHOULDREMOVE, NoneLayout
+    from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
+    from torch._inductor.virtualized import V
+
+    if snode_kind(node) != "fused" or not config.inplace_buffers:
+        return []
+    if not V.graph.has_feature(node.get_device(), BackendFeature.INPLACE_BUFFERS):
+        return []
+    scheduler = node.scheduler
+    parts = node.get_nodes()
+    found: list[tuple[str, str]] = []
+    taken: set[str] = set()
+    for part in parts:
+        if not isinstance(part, SchedulerNode):
+            continue
+        for output in part.get_outputs():
+            if not output.node.should_allocate() or output.get_aliases() or output.get_mutations():
+                continue
+            for read in part.read_writes.reads:
+                name = str(read.name)
+                source = scheduler.name_to_donated_buffer.get(name) or scheduler.name_to_buf.get(name)
+                if source is None or source.node is None or name in taken or name in V.graph.never_reuse_buffers:
+                    continue
+                if isinstance(getattr(source, "defining_op", None), NopKernelSchedulerNode):
+                    continue
+                layout = source.node.get_output_spec()
+                if isinstance(layout, (NoneLayout, MultiOutputLayout, MutationLayoutSHOULDREMOVE)):
+                    continue
+                rest = [
+                    u for u in source.users if u.node.get_name() not in part.ancestors and u.node.get_name() not in done
+                ]
+                if len(rest) != 1 or rest[0].node is not part or not rest[0].can_inplace:
+                    continue
+                accesses = {
+                    access for other in parts for access in other.read_writes.reads_and_writes() if access.name == name
+                }
+                if len(accesses) == 1 and _same_memory(source.node, output.node):
+                    found.append((name, str(output.get_name())))
+                    taken.add(name)
+                    break
+    return found
+
+
+def _same_memory(a: Any, b: Any) -> bool:
+    """Whether two IR buffers have equal device, dtype and size in memory, also symbolically."""
+    if a.get_device() != b.get_device() or a.get_dtype() != b.get_dtype():
+        return False
+    return str(a.get_layout().storage_size()) == str(b.get_layout().storage_size())
+
+
+def snode_operations(node: Any) -> list[str]:
+    """Names of the operations that a scheduler node carries out."""
+    return [str(part.get_name()) for part in node.get_nodes()]
+
+
+def snode_follows(node: Any, other: Any) -> bool:
+    """Whether a scheduler node depends on another one, directly or not."""
+    return any(part.get_name() in node.ancestors for part in other.get_nodes())
 
 
 def lowered_inputs() -> dict[str, int]:

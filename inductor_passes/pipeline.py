@@ -28,6 +28,7 @@ from inductor_passes.report import GraphReport, PassReport, Reason, ScheduleRepo
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import Timeline
+from inductor_passes.step.facts import StepFacts
 from inductor_passes.trace import spans
 from inductor_passes.trace.artifacts import emit_failure
 
@@ -58,6 +59,7 @@ class Context:
         snapshot: the graph before the pass that is running, for a pass that tries twice.
         pins: the plan that is pinned for this graph, None when there is none.
         buckets: start nodes that the bucketing pass merged.
+        step: what is known about the training step that the graph belongs to, None for inference.
     """
 
     config: PassConfig
@@ -72,6 +74,7 @@ class Context:
     rank_steps: dict[str, list[str]] = field(default_factory=dict)
     pins: Pins | None = None
     buckets: list[list[str]] = field(default_factory=list)
+    step: StepFacts | None = None
     _view: GraphView | None = None
 
     def view(self, graph: torch.fx.Graph) -> GraphView:
@@ -88,14 +91,30 @@ class Context:
         """The cap on an FX graph's peak. Every pass asks with the peak of the graph it got; the first one counts."""
         if self.input_peak_bytes is None:
             self.input_peak_bytes = peak_bytes
-        return self.config.budget.limit_bytes(self.input_peak_bytes)
+        return self.config.budget.limit_bytes(self._of_step(self.input_peak_bytes))
 
-    def without_rewrites(self, peak_bytes: int) -> int:
+    def fused_limit_bytes(self, peak_bytes: int) -> int | None:
+        """The cap for fused kernels that peak at ``peak_bytes`` in the order in which they came."""
+        return self.config.budget.limit_bytes(self._of_step(self._without_rewrites(peak_bytes)))
+
+    def _without_rewrites(self, peak_bytes: int) -> int:
         """A peak among fused kernels, less the share by which the FX passes raised it: what a budget is relative to."""
         planned = self.report.schedules[-1].peak_after_bytes if self.report.schedules else 0
         if not planned or self.input_peak_bytes is None or planned <= self.input_peak_bytes:
             return peak_bytes
         return peak_bytes * self.input_peak_bytes // planned
+
+    def _of_step(self, peak_bytes: int) -> int:
+        """The step's peak, given that of this graph: forward may use what backward's peak leaves.
+
+        What fusion saves is known of one graph only, so "0" stays with each graph's own peak, unless that includes
+        parameters kept for backward: these come out of the step's budget.
+        """
+        step = self.step
+        if step is None or not step.own_peak_bytes:
+            return peak_bytes
+        of_step = peak_bytes * step.step_peak_bytes // step.own_peak_bytes
+        return min(peak_bytes, of_step) if self.config.budget.fraction == 0 else of_step
 
 
 class Pass(Protocol):

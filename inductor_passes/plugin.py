@@ -16,16 +16,20 @@ from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
 from inductor_passes.pin import pins
 from inductor_passes.pin.file import GraphPlan
+from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
 from inductor_passes.redistribute import audit
 from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.replay import hook
+from inductor_passes.report import PassReport
+from inductor_passes.step.facts import facts_of
+from inductor_passes.step.partitioner import StepPartitioner, split_with
 
 _PASSES = "post_grad_custom_post_pass"
 _JOINT_PASSES = "joint_custom_post_pass"
+_PARTITIONER = "custom_partitioner_fn"
 _REORDER = "reorder_for_compute_comm_overlap"
 _REORDER_PASSES = "reorder_for_compute_comm_overlap_passes"
 _REUSE = "allow_buffer_reuse"
@@ -136,7 +140,10 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
         return None
     profile = identity.load_profile(settings)
     report = new_report(graph, is_inference, settings, profile)
-    context = Context(settings, profile, report, backward=report.phase == "backward", _view=view)
+    step = facts_of(graph)
+    context = Context(settings, profile, report, backward=report.phase == "backward", step=step, _view=view)
+    if step is not None and step.keep:
+        report.passes.append(PassReport.from_json(step.keep))
     if not context.backward:
         report.passes.extend(joint.taken(report.compile_id))
     collectives = pins.described(view)
@@ -284,6 +291,8 @@ def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: Pass
             result[_JOINT_PASSES] = [*existing, joint.JointPass(settings)]
         else:
             result[_JOINT_PASSES] = joint.JointPass(settings, existing)
+    inner = lookup(_PARTITIONER)
+    result[_PARTITIONER] = StepPartitioner(settings, inner.inner if isinstance(inner, StepPartitioner) else inner)
     foreign = [p for p in lookup(_REORDER_PASSES) or [] if not isinstance(p, SchedulerHook)]
     kept = foreign if lookup(_REORDER) else []
     result[_REORDER] = True
@@ -334,7 +343,7 @@ def backend(
     if settings.codegen == "aot_eager":
         if inductor or mode not in (None, "default"):
             raise ConfigError("codegen", "aot_eager", "no mode and no Inductor options beside it")
-        return _torch.compile_aot_eager(module, example_inputs, GraphPass(settings))
+        return _torch.compile_aot_eager(module, example_inputs, GraphPass(settings), split_with(settings))
     merged = compile_options(settings, mode=mode, inductor=inductor)
     return _torch.compile_fx(module, example_inputs, merged)
 

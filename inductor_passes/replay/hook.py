@@ -60,7 +60,7 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
         estimator=context.config.estimator,
     )
     before = simulate(built.problem)
-    limit = context.config.budget.limit_bytes(context.without_rewrites(before.peak_bytes))
+    limit = context.fused_limit_bytes(before.peak_bytes)
     names = kernel_names(nodes)
     pinned = _pinned(built, names, limit, context)
     result = plan(built.problem, limit) if pinned is None else pinned

@@ -263,6 +263,18 @@ class _Builder:
         freed = donated_inputs(self.backward)
         pinned = {find(n) for n in _torch.lowered_outputs()}
         pinned.update(n for n in inputs if n not in freed)
+        for i, node in enumerate(self.nodes):
+            for before, after in _torch.snode_overwrites(node):
+                source, target = find(before), find(after)
+                if source in pinned or source == target or alloc.get(target) != i or size.get(source) != size[target]:
+                    continue
+                if all(r == i or _torch.snode_follows(node, self.nodes[r]) for r in readers[source]):
+                    # Whatever the order, the kernel is the last reader and its result takes over the memory.
+                    root[target] = source
+                    readers[source] |= readers.pop(target)
+                    if target in pinned:
+                        pinned.add(source)
+                    del size[target]
         out = []
         for name, bytes_ in size.items():
             if bytes_:

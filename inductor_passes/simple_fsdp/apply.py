@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ def simple_fsdp(
     *,
     mode: Mode = "fully_shard",
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | Literal["auto"] = True,
     shard_dim: int = 0,
 ) -> nn.Module:
     """Make a module data-parallel in a way that ``torch.compile(fullgraph=True)`` sees.
@@ -56,7 +56,9 @@ def simple_fsdp(
             are reduced in (default: as backward produces them); ``cast_forward_inputs`` and ``output_dtype`` concern
             ``module``'s own arguments and results. Stored parameters and gradients keep their dtype.
         reshard_after_forward: whether the compiled backward gathers again (True) or keeps the gathered parameters
-            (False). Without ``torch.compile`` they are always kept until backward.
+            (False). ``"auto"`` has our compiler passes keep those that save most time per byte as long as the step
+            stays within ``memory_budget`` (relative to gathering all of them again); compiled without our passes it
+            means True. Without ``torch.compile`` they are always kept until backward.
         shard_dim: tensor dimension to shard; tensors with fewer dimensions use dimension 0, tensors without any are
             replicated. Sizes need not be divisible. Any other than 0 costs a transposing copy of each gradient.
 

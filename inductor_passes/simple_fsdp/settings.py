@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
+Reshard = Literal["always", "never", "auto"]
 
 #: Dimensions that the mesh must have: hybrid_shard replicates over the first and shards over the second.
 MESH_DIMS: dict[str, int] = {"fully_shard": 1, "hybrid_shard": 2, "replicate": 1}
@@ -29,7 +30,7 @@ class Settings:
         mesh_dims: number of data-parallel mesh dimensions.
         compute_dtype: what parameters are cast to before they travel; None keeps their own.
         reduce_dtype: what gradients are reduced in; None reduces them as backward produces them.
-        reshard_after_forward: whether backward gathers again instead of keeping gathered parameters.
+        reshard: whether backward gathers again instead of keeping gathered parameters: ``always``, ``never``, ``auto``.
         shard_dim: the tensor dimension to shard.
     """
 
@@ -37,7 +38,7 @@ class Settings:
     mesh_dims: int
     compute_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
-    reshard_after_forward: bool
+    reshard: Reshard
     shard_dim: int
 
     @staticmethod
@@ -72,8 +73,8 @@ class Settings:
             dtype = getattr(policy, key)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise SimpleFSDPError(f"mp_policy.{key}={dtype!r}; expected a floating-point dtype or None")
-        if not isinstance(reshard_after_forward, bool):
-            raise SimpleFSDPError(f"reshard_after_forward={reshard_after_forward!r}; expected True or False")
+        if not isinstance(reshard_after_forward, bool) and reshard_after_forward != "auto":
+            raise SimpleFSDPError(f'reshard_after_forward={reshard_after_forward!r}; expected True, False or "auto"')
         if isinstance(shard_dim, bool) or not isinstance(shard_dim, int) or shard_dim < 0:
             raise SimpleFSDPError(f"shard_dim={shard_dim!r}; expected a tensor dimension, 0 or greater")
         settings = Settings(
@@ -81,7 +82,7 @@ class Settings:
             mesh_dims=mesh.ndim,
             compute_dtype=policy.param_dtype,
             reduce_dtype=policy.reduce_dtype,
-            reshard_after_forward=reshard_after_forward,
+            reshard="auto" if reshard_after_forward == "auto" else "always" if reshard_after_forward else "never",
             shard_dim=shard_dim,
         )
         return settings, policy

@@ -32,7 +32,7 @@ from inductor_passes import _torch
 _LIBRARY = torch.library.Library("inductor_passes", "DEF")
 _LIBRARY.define(
     "unshard(Tensor parameter, int mesh_dims, int[] shard_shape, ScalarType? compute_dtype, "
-    "ScalarType? reduce_dtype, bool reshard_after_forward) -> Tensor"
+    "ScalarType? reduce_dtype, str reshard) -> Tensor"
 )
 
 
@@ -166,7 +166,7 @@ def _unshard(
     shard_shape: Sequence[int],
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
-    reshard_after_forward: bool,
+    reshard: str,
 ) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         raise TypeError(
@@ -180,11 +180,11 @@ def _unshard(
             f"{list(shard_shape)}. It was laid out anew after simple_fsdp was applied."
         )
     layout = Layout.of(parameter, mesh_dims, reduce_dtype)
-    if reshard_after_forward:
-        with _torch.recomputed_in_backward():
-            whole = _Unshard.apply(local, layout, compute_dtype)
-    else:
+    if reshard == "never":
         whole = _Unshard.apply(local, layout, compute_dtype)
+    else:
+        with _torch.recomputed_in_backward(left_to_partitioner=reshard == "auto"):
+            whole = _Unshard.apply(local, layout, compute_dtype)
     if parameter.device_mesh.ndim == mesh_dims:
         return whole
     return DTensor.from_local(
@@ -216,7 +216,7 @@ def unshard(
     shard_shape: Sequence[int],
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
-    reshard_after_forward: bool,
+    reshard: str,
 ) -> torch.Tensor:
     """The tensor to compute with: a plain one, or a DTensor on the inner mesh dimensions when there are any.
 
@@ -227,8 +227,9 @@ def unshard(
             argument it keeps their entries apart in a compile cache that they share.
         compute_dtype: dtype of the result (floating-point parameters only), or None.
         reduce_dtype: dtype in which gradients are reduced, or None.
-        reshard_after_forward: whether compiled backward gathers again instead of keeping the result.
+        reshard: whether compiled backward gathers again instead of keeping the result: ``always``, ``never``, or
+            ``auto``, which leaves that to our partitioner and else is ``always``.
     """
     return torch.ops.inductor_passes.unshard.default(
-        parameter, mesh_dims, shard_shape, compute_dtype, reduce_dtype, reshard_after_forward
+        parameter, mesh_dims, shard_shape, compute_dtype, reduce_dtype, reshard
     )

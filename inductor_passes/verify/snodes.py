@@ -264,9 +264,19 @@ class _Order:
             delta[0] += size
             if name not in kept and name in last:
                 delta[last[name] + 1] -= size
+        held = dict(donated)
+        done: set[str] = set()
         for i, own in enumerate(self.buffers):
+            for before, after in _torch.snode_overwrites(self.nodes[i], done):
+                size = held.get(before, 0)
+                if before not in kept and last.get(before) == i and (after, size) in {(n, s) for n, s, *_ in own}:
+                    # The result is stored where the operand was: the two are never there at the same time.
+                    delta[i] -= size
+                    delta[i + 1] += size
+            done.update(_torch.snode_operations(self.nodes[i]))
             for name, size, shared, packed in own:
                 if not shared and size:
+                    held[name] = size
                     delta[self.producer.get(packed, i)] += size
                     if name not in kept:
                         delta[last[name] + 1] -= size

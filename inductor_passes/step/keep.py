@@ -1,0 +1,244 @@
+"""Which gathered parameters backward reuses instead of gathering again (selective unsharding).
+
+A kept parameter saves a gather in backward and costs its gathered bytes from its gather in forward to its last use in
+backward. Parameters are ranked by link time saved per byte held, among equal ones those that are held shortest first
+(forward gathers them last); the longest prefix of that ranking whose plans of both graphs stay within the budget is
+looked for by bisection, then the shortest prefix that is as fast. Plans come from the planner, so what hides behind
+compute anyway is not paid for with memory.
+
+Source of the idea: DeepCompile (Tanaka et al., 2025), which unshards by the same ratio until memory is full, without
+planning what follows from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.config import MemoryBudget
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.ops import source_line
+from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.reorder.problem import FxProblem, build
+from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.schedule.plan import Plan, plan
+from inductor_passes.schedule.problem import INPUT, Kind, Problem, Task
+
+NAME = "keep"
+#: A prefix counts as fast as a longer one when it is at most this share slower: memory is worth more than that.
+_AS_FAST = 1000
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A parameter whose gather appears in forward and again in backward.
+
+    Attributes:
+        start: name of the gather in both graphs.
+        held_bytes: what keeping it costs.
+        link_ns: what gathering it again costs the link.
+        position: of the gather among forward's nodes.
+    """
+
+    start: str
+    held_bytes: int
+    link_ns: int
+    position: int
+    source: str
+    group: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What came of it: the starts to keep, and the report."""
+
+    kept: frozenset[str]
+    report: PassReport
+
+
+@dataclass(frozen=True)
+class _Step:
+    forward: Plan
+    backward: Plan
+
+    @property
+    def step_ns(self) -> int:
+        return self.forward.makespan_ns + self.backward.makespan_ns
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.forward.peak_bytes, self.backward.peak_bytes)
+
+    @property
+    def feasible(self) -> bool:
+        return self.forward.feasible and self.backward.feasible
+
+
+def marked(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """Nodes of gathers whose keeping is ours to decide."""
+    return [node for node in graph.nodes if _torch.is_left_to_partitioner(node)]
+
+
+def candidates(forward: GraphView, backward: GraphView, profile: CostProfile) -> list[Gathered]:
+    """Gathers that are ours to decide and that backward repeats, best first."""
+    again = {c.start.name: c for c in backward.collectives if _torch.is_left_to_partitioner(c.start)}
+    found = [
+        Gathered(
+            start=c.start.name,
+            held_bytes=c.output_bytes or 0,
+            link_ns=_link_ns(c, profile),
+            position=forward.position[c.start],
+            source=source_line(c.start),
+            group=c.group.name,
+        )
+        for c in forward.collectives
+        if c.kind == "all_gather" and c.start.name in again and c.output_bytes
+    ]
+    return sorted(found, key=lambda g: (-(g.link_ns * 10**6 // g.held_bytes), -g.position))
+
+
+def _link_ns(c: Collective, profile: CostProfile) -> int:
+    return profile.communication_ns(c.kind, c.input_bytes or 0, c.output_bytes or 0, c.group.ranks or (0,))
+
+
+def choose(
+    forward: FxProblem, backward: FxProblem, found: Sequence[Gathered], budget: MemoryBudget, step_peak_bytes: int
+) -> Choice:
+    """The prefix of ``found`` to keep.
+
+    Args:
+        forward, backward: problems of the graphs when everything is gathered again.
+        found: see :func:`candidates`.
+        step_peak_bytes: what the budget is relative to.
+    """
+    limit = budget.limit_bytes(step_peak_bytes)
+    tried: dict[int, _Step] = {}
+
+    def step(count: int) -> _Step:
+        if count not in tried:
+            names = {g.start for g in found[:count]}
+            tried[count] = _Step(
+                plan(holding(forward.problem, names), limit, effort=0),
+                plan(without_gathers(backward.problem, names), limit, effort=0),
+            )
+        return tried[count]
+
+    none = step(0)
+    most = _last(len(found), lambda count: step(count).feasible)
+    best = min([none.step_ns, *(s.step_ns for count, s in tried.items() if count <= most and s.feasible)])
+    enough = best + best // _AS_FAST
+    fewest = most - _last(most, lambda less: step(most - less).step_ns <= enough)
+    if none.step_ns <= enough:
+        fewest = 0
+    report = _report(found, fewest, most, none, step(fewest), limit)
+    return Choice(frozenset(g.start for g in found[:fewest]), report)
+
+
+def _last(count: int, holds: Callable[[int], bool]) -> int:
+    """The largest number up to ``count`` for which ``holds``, which is true of small ones and false of large ones."""
+    if holds(count):
+        return count
+    low, high = 0, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def holding(problem: Problem, starts: set[str]) -> Problem:
+    """The forward problem when the results of the gathers ``starts`` live to its end."""
+    storages = tuple(
+        dataclasses.replace(s, pinned=True) if s.name in starts else s for s in problem.storages
+    )
+    return dataclasses.replace(problem, storages=storages)
+
+
+def without_gathers(problem: Problem, starts: set[str]) -> Problem:
+    """The backward problem when the results of the gathers ``starts`` are there from the beginning."""
+    gone = {i for i, t in enumerate(problem.tasks) if t.kind is Kind.START and t.name in starts}
+    waits = {i for i, t in enumerate(problem.tasks) if t.kind is Kind.WAIT and t.start in gone}
+    tasks = tuple(
+        Task(t.name, Kind.COMPUTE, 0, label=t.label, source=t.source) if i in gone or i in waits else t
+        for i, t in enumerate(problem.tasks)
+    )
+    storages = []
+    for s in problem.storages:
+        if s.producer in gone and s.name in starts:
+            storages.append(dataclasses.replace(s, producer=INPUT))
+            continue
+        # What only prepared a message is not there; the parameter itself is the caller's.
+        if s.producer in gone:
+            continue
+        storages.append(dataclasses.replace(s, readers=tuple(r for r in s.readers if r not in gone and r not in waits)))
+    return dataclasses.replace(problem, tasks=tasks, storages=tuple(storages))
+
+
+def _report(
+    found: Sequence[Gathered], kept: int, most: int, before: _Step, after: _Step, limit: int | None
+) -> PassReport:
+    gain = before.step_ns - after.step_ns
+    total = sum(g.link_ns for g in found[:kept])
+    decisions = []
+    for i, g in enumerate(found):
+        if i < kept:
+            verdict, reason, setting = Verdict.APPLIED, Reason.PROFITABLE, ""
+            detail = f"held from forward to backward: {g.held_bytes} bytes instead of {g.link_ns} ns on the link"
+        elif i >= most:
+            verdict, reason, setting = Verdict.REFUSED, Reason.MEMORY_BUDGET, "memory_budget"
+            detail = f"gathered again: {g.held_bytes} bytes more are above the cap of {limit} bytes"
+        else:
+            verdict, reason, setting = Verdict.REFUSED, Reason.NOT_PROFITABLE, ""
+            detail = "gathered again: the planned step is no faster when it is kept"
+        share = gain * g.link_ns // total if i < kept and total else 0
+        decisions.append(
+            Decision(NAME, g.start, verdict, reason, detail, source=g.source, group=g.group, gain_ns=share,
+                     setting=setting)
+        )
+    metrics: dict[str, float] = {
+        "kept": kept,
+        "kept_bytes": sum(g.held_bytes for g in found[:kept]),
+        "gathered_again": len(found) - kept,
+        "step_gathered_again_ns": before.step_ns,
+        "step_ns": after.step_ns,
+        "peak_gathered_again_bytes": before.peak_bytes,
+        "peak_bytes": after.peak_bytes,
+    }
+    return PassReport(NAME, changed=kept > 0, decisions=decisions, metrics=metrics)
+
+
+def problems(
+    forward: GraphView, backward: GraphView, profile: CostProfile, estimator: Any
+) -> tuple[FxProblem, FxProblem]:
+    """Problems of both graphs.
+
+    Raises:
+        NoHintError: a symbolic size has no hint.
+    """
+    return (
+        build(forward, profile, name="forward", estimator=estimator),
+        build(backward, profile, name="backward", estimator=estimator),
+    )
+
+
+def keep(nodes: Sequence[torch.fx.Node], kept: Collection[str]) -> None:
+    """Take the recompute tags off the gathers ``kept`` and off what prepares and unpacks them."""
+    mine = set(nodes)
+    for node in nodes:
+        if node.name not in kept:
+            continue
+        stack, seen = [node], {node}
+        while stack:
+            one = stack.pop()
+            _torch.allow_saving(one)
+            for near in (*one.all_input_nodes, *one.users):
+                if near in mine and near not in seen:
+                    seen.add(near)
+                    stack.append(near)
