@@ -185,6 +185,16 @@ def _plan(graph: GraphTrace) -> tuple[list[_Planned], dict[str, int]]:
     return lane, transfers
 
 
+def planned_waits(graph: GraphTrace) -> list[tuple[str, str, int]]:
+    """(kind, label, ns that the compute lane stands still) per collective of the compiled order, in order of issue."""
+    lane, _ = _plan(graph)
+    stalls: dict[str, int] = {}
+    for p in lane:
+        if p.kind == WAIT:
+            stalls[p.label] = stalls.get(p.label, 0) + p.ns
+    return [(p.kind, p.label, stalls.get(p.label, 0)) for p in lane if p.kind not in ("", WAIT)]
+
+
 def match(trace: Trace, profiles: Sequence[Path]) -> list[Measured]:
     """Measured graphs of all profiles, by rank; graphs that no profile shows are left out.
 
