@@ -134,11 +134,12 @@ def test_compute_is_scaled_by_what_it_took() -> None:
     assert after.compute_ns(0, 10**7, "float32", 1) == pytest.approx(5 * streamed, rel=1e-3)
 
 
-def test_a_transfer_behind_another_rank_counts_where_it_was_shortest() -> None:
+def test_single_outliers_do_not_count() -> None:
     base = CostProfile.default("cpu")
-    slow, quick = pairs((1000, 9_000_000)), pairs((1000, 1_000_000))
-    both = updated_profile(base, [*slow, *quick])
-    assert both.communication_ns("all_gather", 500, 1000, (0, 1)) == pytest.approx(1_000_000, rel=0.01)
+    seen = [(1000, 11_000)] * 4 + [(1000, 9_000_000)] + [(9000, 51_000)] * 4 + [(9000, 90)] + [(500, 77_000_000)]
+    found = updated_profile(base, pairs(*seen))
+    for size, expected in ((1000, 11_000), (9000, 51_000)):
+        assert found.communication_ns("all_gather", size // 2, size, (0, 1)) == pytest.approx(expected, rel=0.01)
 
 
 # -- two ranks on the emulated link ------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Event:
 @dataclass(frozen=True)
 class Pair:
     """One quantity, predicted and measured in ns. ``what``: ``transfer``, ``exposed``, ``issue``, ``block``, ``step``,
-    or ``library`` (a library call such as a matmul).
+    or ``library`` (a library call such as a matmul). ``shared``: how many transfers a measured time was divided among.
     """
 
     what: str
@@ -72,6 +72,7 @@ class Pair:
     kind: str = ""
     size_bytes: int = 0
     ranks: tuple[int, ...] = ()
+    shared: int = 1
 
     @property
     def error(self) -> float | None:
@@ -248,6 +249,7 @@ def _measured(
             p[0].kind,
             p[0].size_bytes,
             p[0].ranks,
+            max(one.shared for one in p),
         )
         for p in merged.values()
     ]
@@ -265,8 +267,8 @@ def _quantities(
     for event, plan in zip(events, planned):
         what, ns = ("exposed", max(0, event.ns - WAIT_NS)) if plan.kind == WAIT else ("issue", event.ns)
         yield Pair(what, plan.label, plan.ns, ns, *_about(reports.get(plan.label)))
-    for label, measured_ns in _transfers(events, planned, reports, transfers):
-        yield Pair("transfer", label, transfers[label], measured_ns, *_about(reports.get(label)))
+    for label, measured_ns, shared in _transfers(events, planned, reports, transfers):
+        yield Pair("transfer", label, transfers[label], measured_ns, *_about(reports.get(label)), shared)
     yield from _blocks(lane, call)
     if events and planned:
         last = planned[-1].begin_ns + planned[-1].ns
@@ -282,8 +284,8 @@ def _transfers(
     planned: Sequence[_Planned],
     reports: Mapping[str, CollectiveReport],
     transfers: Mapping[str, int],
-) -> Iterator[tuple[str, int]]:
-    """(label, ns) of the transfers whose time can be told, in order of issue on each lane.
+) -> Iterator[tuple[str, int, int]]:
+    """(label, ns, how many share the measurement) of transfers whose time can be told, in order of issue per lane.
 
     A lane serves in order of issue. Where a stall shows when one transfer ended, it and those before it whose end
     nobody saw filled the lane together and share that time as they were predicted to, provided that each of them was
@@ -296,7 +298,7 @@ def _transfers(
             waits.setdefault(plan.label, event)
         elif plan.label in transfers:
             report = reports.get(plan.label)
-            issues.setdefault(report.lane if report is not None else "", []).append((plan.label, event.end_ns))
+            issues.setdefault(report.lane if report is not None else "", []).append((plan.label, event.begin_ns))
     for lane in issues.values():
         run: list[tuple[str, int]] = []
         free = 0
@@ -319,7 +321,7 @@ def _transfers(
                 fits = fits and when <= reached + 1
                 part = total * transfers[one] / share if share else total / len(run)
                 reached += part
-                parts.append((one, round(part)))
+                parts.append((one, round(part), len(run)))
             if fits or len(run) == 1:
                 yield from parts
             run, free = [], wait.end_ns

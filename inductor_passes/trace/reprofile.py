@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from inductor_passes.cost.communication import Layout, wire_bytes
@@ -18,6 +19,8 @@ from inductor_passes.trace.profiled import Measured, Pair
 
 #: Sizes whose largest is less than this multiple of the smallest do not tell latency from bandwidth.
 _SPREAD = 2.0
+#: A size counts when it was measured at least this fraction (one in so many) as often as the most frequent one.
+_OFTEN = 4
 #: FLOPs at which a device spec's rate is written down when it has no measured points.
 _POINTS = (1e6, 1e9, 1e12)
 _DTYPES = ("float32", "bfloat16")
@@ -28,7 +31,7 @@ def updated_profile(base: CostProfile, measured: Sequence[Measured], name: str =
     pairs = [pair for one in measured for pair in one.pairs]
     groups = {group.layout: group for group in base.groups}
     by_kind: dict[tuple[Layout, str], list[Pair]] = {}
-    for pair in _without_skew(measured):
+    for pair in pairs:
         if pair.what in ("transfer", "issue") and len(pair.ranks) > 1 and pair.kind:
             by_kind.setdefault((base.layout(pair.ranks), pair.kind), []).append(pair)
     for (layout, kind), found in sorted(by_kind.items()):
@@ -62,21 +65,6 @@ def updated_profile(base: CostProfile, measured: Sequence[Measured], name: str =
     )
 
 
-def _without_skew(measured: Sequence[Measured]) -> list[Pair]:
-    """Every rank's pairs, of a transfer only the shortest: the others also waited for that rank."""
-    shortest: dict[tuple[str, int, str], Pair] = {}
-    rest = []
-    for one in measured:
-        for pair in one.pairs:
-            if pair.what != "transfer":
-                rest.append(pair)
-                continue
-            key = (one.graph.phase, one.graph.graph_index, pair.label)
-            if key not in shortest or pair.measured_ns < shortest[key].measured_ns:
-                shortest[key] = pair
-    return [*shortest.values(), *rest]
-
-
 def _ratio(predicted_ns: int, measured_ns: int) -> float:
     """How much longer it took than predicted; 1 where there is nothing to compare."""
     return measured_ns / predicted_ns if predicted_ns > 0 and measured_ns > 0 else 1.0
@@ -94,16 +82,16 @@ def _sizes(pair: Pair) -> tuple[int, int]:
 
 def _collective(base: CostProfile, kind: str, found: Sequence[Pair]) -> CollectiveCost:
     transfers = [p for p in found if p.what == "transfer" and p.measured_ns > 0]
+    # A share of a queue was cut by the old prediction; where there are transfers seen alone, they decide.
+    transfers = [p for p in transfers if p.shared == 1] or transfers
     issues = [p for p in found if p.what == "issue" and p.measured_ns > 0]
     alpha, beta = _old_line(base, kind, found[0])
     if transfers:
-        wires = [wire_bytes(kind, *_sizes(p), len(p.ranks)) for p in transfers]
-        if max(wires) >= _SPREAD * max(1, min(wires)):
-            alpha, beta = fit_line([float(w) for w in wires], [float(p.measured_ns) for p in transfers])
+        points = _medians(kind, transfers)
+        if max(points) >= _SPREAD * max(1, min(points)):
+            alpha, beta = fit_line([float(wire) for wire in points], list(points.values()))
         else:
-            scale = _ratio(
-                sum(round(alpha + beta * wire) for wire in wires), sum(p.measured_ns for p in transfers)
-            )
+            scale = sum(points.values()) / max(1.0, sum(alpha + beta * wire for wire in points))
             alpha, beta = alpha * scale, beta * scale
     issue = _ratio(sum(p.predicted_ns for p in issues), sum(p.measured_ns for p in issues))
     first = found[0]
@@ -111,6 +99,19 @@ def _collective(base: CostProfile, kind: str, found: Sequence[Pair]) -> Collecti
     full = base.issue_ns(kind, *_sizes(first), first.ranks)
     per_byte = (full - empty) / max(1, first.size_bytes)
     return CollectiveCost(kind, alpha, beta, empty * issue, per_byte * issue)
+
+
+def _medians(kind: str, transfers: Sequence[Pair]) -> dict[int, float]:
+    """Wire bytes -> median ns over ranks and collectives, for the sizes that were seen often.
+
+    One measurement is off either way: a rank that waits for a slower one adds, a late wake-up moves time from one
+    transfer to the one before it.
+    """
+    by_size: dict[int, list[int]] = {}
+    for p in transfers:
+        by_size.setdefault(wire_bytes(kind, *_sizes(p), len(p.ranks)), []).append(p.measured_ns)
+    most = max(len(found) for found in by_size.values())
+    return {wire: float(median(ns)) for wire, ns in sorted(by_size.items()) if _OFTEN * len(ns) >= most}
 
 
 def _old_line(base: CostProfile, kind: str, pair: Pair) -> tuple[float, float]:
