@@ -57,7 +57,7 @@ def test_what_stays_alive_is_found() -> None:
     assert soak.verdict(figures_of([record(i, 0, 0) for i in range(5)])) == []
     # Torch keeps as many graphs without us: not ours.
     assert soak.verdict(figures_of([record(i, 0, 4) for i in range(5)])) == []
-    leaking = [record(i, 0, 0) | {"graphs with us": i + 1, "graphs without us": i} for i in range(5)]
+    leaking = [record(i, 0, 0) | {"graphs with us": 2 * i + 2, "graphs without us": 2 * i} for i in range(5)]
     assert any("graphs stay alive" in w for w in soak.verdict(figures_of(leaking)))
     different = [record(0, 0, 0) | {"different_losses": 1}]
     assert soak.verdict(figures_of(different)) == ["different_losses: 1"]

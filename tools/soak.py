@@ -34,6 +34,10 @@ PATIENCE_S = 300.0
 #: How long the others may take to notice that one was killed.
 NOTICE_S = 150.0
 
+#: Torch itself keeps the graphs of the last few compiled frames, not always as many after either pass. A pass compiles
+#: at least two frames: whoever kept theirs would keep at least two graphs per pass more.
+GRAPHS_TOLERATED = 1.0
+
 
 class SoakError(RuntimeError):
     """Something happened that must not."""
@@ -219,9 +223,9 @@ def verdict(figures: dict[str, Any]) -> list[str]:
     for name in ("different_losses", "different_weights"):
         if figures[name]:
             wrong.append(f"{name}: {figures[name]}")
-    for name in ("graphs", "objects of ours"):
+    for name, tolerated in (("graphs", GRAPHS_TOLERATED), ("objects of ours", 0.0)):
         grown = figures["growth_per_pass"][name]
-        if grown["with us"] > max(grown["without us"], 0):
+        if grown["with us"] > max(grown["without us"], 0) + tolerated:
             wrong.append(f"{name} stay alive: {grown} more per pass")
     return wrong
 
