@@ -58,9 +58,9 @@ def measured_peaks(call: Any, model: nn.Module, tokens: torch.Tensor, folder: Pa
     model.zero_grad()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         out = call(tokens)
-        gradient = torch.ones_like(out)
         with torch.profiler.record_function("backward begins"):
             pass
+        gradient = torch.ones_like(out)
         out.backward(gradient)
     profiler.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]

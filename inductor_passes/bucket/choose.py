@@ -2,7 +2,8 @@
 
 Every partition becomes a problem of its own (merged tasks, copies, messages in memory) and is planned under the same
 memory budget as the graph as it is. The fastest plan within the budget wins; the graph as it is wins ties, so merging
-never makes the planned step slower.
+never makes the planned step slower. Large graphs are planned quickly to compare partitions, and thoroughly once, to
+judge the winner.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ PARTITIONS: tuple[Partition, ...] = (
 )
 #: Above this many tasks the first partition that helps is taken: planning is what takes time.
 FIRST_FIT_TASKS = 6000
+#: Above this many tasks partitions are compared by quick plans.
+QUICK_TASKS = 500
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,9 @@ def choose(
     effort: int = 0,
 ) -> Choice:
     """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring."""
-    question = Question(problem, plan(problem, limit_bytes, effort=effort), found, dependencies, costs, limit_bytes)
-    before = question.before
+    thorough = len(problem) <= QUICK_TASKS
+    before = plan(problem, limit_bytes, effort=effort, thorough=thorough)
+    question = Question(problem, before, found, dependencies, costs, limit_bytes)
     trials: list[list[list[Candidate]]] = []
     chosen: tuple[Plan, list[list[Candidate]]] | None = None
     refused: tuple[Plan, Reason] | None = None
@@ -75,7 +79,7 @@ def choose(
         if not buckets or buckets in trials:
             continue
         trials.append(buckets)
-        after = plan(merged(problem, buckets, costs), limit_bytes, effort=effort)
+        after = plan(merged(problem, buckets, costs), limit_bytes, effort=effort, thorough=thorough)
         objection = _objection(before, after)
         if objection is not None:
             if refused is None or after.makespan_ns < refused[0].makespan_ns:
@@ -84,6 +88,13 @@ def choose(
             chosen = after, buckets
             if len(problem) > FIRST_FIT_TASKS:
                 break
+    if chosen is not None and not thorough:
+        before = plan(problem, limit_bytes, effort=effort)
+        after = plan(merged(problem, chosen[1], costs), limit_bytes, effort=effort)
+        objection = _objection(before, after)
+        if objection is not None:
+            return Choice([], trials[0], before, after, objection)
+        chosen = after, chosen[1]
     if chosen is not None:
         return Choice(chosen[1], trials[0], before, chosen[0])
     if not trials:

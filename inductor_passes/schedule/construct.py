@@ -18,16 +18,16 @@ from inductor_passes.schedule.tables import Tables
 
 #: Up to this many tasks every rule is tried; above, work is saved once an order is close enough to the bound.
 SMALL = 4000
-#: Rounds of forward-backward improvement per rule, for small and for other problems.
-_ROUNDS, _ROUNDS_LARGE = 2, 1
+#: Rounds of forward-backward improvement per rule, when thorough and when not.
+_ROUNDS, _ROUNDS_QUICK = 2, 1
 
 
-def close_enough(t: Tables, bound: int) -> int:
-    """The makespan in ns at which to stop: the bound, or within a thousandth of it for large problems."""
-    return bound if t.n <= SMALL else bound + bound // 1000
+def close_enough(bound: int, thorough: bool) -> int:
+    """The makespan in ns at which to stop: the bound, or within a thousandth of it to save work."""
+    return bound if thorough else bound + bound // 1000
 
 
-def rules(t: Tables) -> list[Rule]:
+def rules(t: Tables, thorough: bool) -> list[Rule]:
     """The list-scheduling rules, in the order in which they are tried."""
     position = list(range(t.n))
     by_tail = [-q for q in tails(t)[0]]
@@ -36,7 +36,7 @@ def rules(t: Tables) -> list[Rule]:
         Rule("list/input-compute", position, by_tail, strict=True),
         Rule("list/critical-path", by_tail, by_tail),
     ]
-    if t.n <= SMALL:
+    if thorough:
         found.append(Rule("list/critical-path-input-collectives", by_tail, position))
     return found
 
@@ -55,25 +55,31 @@ def prefetching(t: Tables) -> list[tuple[str, list[int]]]:
     return [(rule.name, list_schedule(t, rule)) for rule in rules]
 
 
-def construct(t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Candidate], object]) -> None:
-    """Pass candidate orders to ``offer``; work is saved once one is close to ``bound`` within ``cap_bytes``."""
+def construct(
+    t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Candidate], object], thorough: bool
+) -> None:
+    """Pass candidate orders to ``offer``; work is saved once one is close to ``bound`` within ``cap_bytes``.
+
+    Args:
+        thorough: try every rule; else save work once an order is close enough.
+    """
 
     def candidate(name: str, order: Sequence[int]) -> Candidate:
         found = Candidate(name, order, replay_time(t, order).makespan, max(replay(t, order), default=t.live0))
         offer(found)
         return found
 
-    enough = close_enough(t, bound)
+    enough = close_enough(bound, thorough)
     guard = None if cap_bytes is None else Guard(t, cap_bytes, enough, candidate)
     ideals: list[Candidate] = []
-    for rule in rules(t):
+    for rule in rules(t, thorough):
         mine = [candidate(rule.name, list_schedule(t, rule))]
-        for order in improve(t, mine[0].order, _ROUNDS if t.n <= SMALL else _ROUNDS_LARGE):
+        for order in improve(t, mine[0].order, _ROUNDS if thorough else _ROUNDS_QUICK):
             if mine[-1].makespan <= bound:
                 break
             mine.append(candidate(f"{rule.name}/justified", order))
         ideals += mine
-        if t.n <= SMALL:
+        if thorough:
             continue
         fits = cap_bytes is None or mine[-1].peak <= cap_bytes
         if guard is not None and len(ideals) == len(mine) and not fits:
@@ -85,7 +91,7 @@ def construct(t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Can
             guard.descend(guard.ranked(ideals))
         return
     fastest = min(c.makespan for c in ideals)
-    for ideal in [c for c in ideals if c.makespan == fastest][: 1 if t.n > SMALL else None]:
+    for ideal in [c for c in ideals if c.makespan == fastest][: None if thorough else 1]:
         # As fast with luck, and then with less memory.
         for timing in (Timing(), Timing(1, True)):
             rule = just_in_time(t, ideal, timing)

@@ -99,7 +99,12 @@ class _Best:
 
 
 def plan(
-    problem: Problem, budget_bytes: int | None, *, effort: int = 1, exact_window: bool = False
+    problem: Problem,
+    budget_bytes: int | None,
+    *,
+    effort: int = 1,
+    exact_window: bool = False,
+    thorough: bool | None = None,
 ) -> Plan:
     """The best order found for ``problem`` whose peak is at most ``budget_bytes`` (None: unlimited).
 
@@ -109,22 +114,24 @@ def plan(
     Args:
         effort: 0 only constructs; each unit above lets local search make a number of moves proportional to N.
         exact_window: also improve windows with OR-Tools CP-SAT (the ``exact`` extra).
+        thorough: try every construction; default: for problems of up to ``construct.SMALL`` tasks.
 
     Raises:
         ExactUnavailableError: ``exact_window`` is needed but OR-Tools is not installed.
     """
     t = tables(problem)
+    thorough = t.n <= SMALL if thorough is None else thorough
     bound = lower_bound(problem)
     best = _Best(problem, budget_bytes)
     if t.n and (best.makespan > bound or not best.feasible):
-        construct(t, budget_bytes, bound, best.offer)
+        construct(t, budget_bytes, bound, best.offer, thorough)
         if not best.feasible and budget_bytes is not None:
             rescued = search_whole(t, budget_bytes, best.input_makespan)
             if rescued is not None:
                 best.judge("search", rescued)
-        if best.feasible and best.makespan > close_enough(t, bound) and effort:
+        if best.feasible and best.makespan > close_enough(bound, thorough) and effort:
             allowance = effort * (_STATES_PER_TASK * t.n + _STATES)
-            starts = [best.order, *(c.order for c in best.runners_up)] if t.n <= SMALL else [best.order]
+            starts = [best.order, *(c.order for c in best.runners_up)] if thorough else [best.order]
             for order in starts:
                 best.judge("local-search", local_search(t, order, budget_bytes, bound, allowance // len(starts)))
         if best.feasible and best.makespan > bound and exact_window:
@@ -132,7 +139,7 @@ def plan(
     if best.method != "input":
         polished = polish(t, best.order)
         best.judge(best.method, polished, polished=True)
-    if t.n and best.feasible and best.makespan > close_enough(t, bound):
+    if t.n and best.feasible and best.makespan > close_enough(bound, thorough):
         for name, eager in prefetching(t):
             best.judge(name, polish(t, eager))
     order = tuple(best.order)
