@@ -1,4 +1,4 @@
-"""The joint-graph rewrites through torch.compile: they run, are reported with the forward graph, and can be left out."""
+"""The joint-graph rewrites through torch.compile: they run, are reported with forward, and can be left out."""
 
 from __future__ import annotations
 
