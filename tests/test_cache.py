@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from models import fake_world
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes.simple_fsdp import simple_fsdp
 
 #: Trains one step of a data-parallel model in a fake world; prints what happened as one line of JSON.
 SCRIPT = """
@@ -101,3 +107,26 @@ def test_another_setting_or_world_is_another_entry(cache: Path, cold: dict[str, 
     other = run(cache, **change)
     assert other["misses"] > 0
     assert all(not r[2] for r in other["reports"])
+
+
+def test_ranks_of_other_groups_have_other_keys() -> None:
+    """What torch caches for one rank names its groups: the traced program must differ where the groups do."""
+
+    class Seen(Exception):
+        pass
+
+    def stop(gm: torch.fx.GraphModule, _: object) -> None:
+        raise Seen(str(gm.graph))
+
+    def traced(rank: int, mode: str) -> str:
+        torch._dynamo.reset()
+        with fake_world(4, rank):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            part = mesh if mode == "hybrid_shard" else mesh["shard"]
+            model = simple_fsdp(nn.Linear(8, 8, bias=False), part, mode=mode)  # type: ignore[arg-type]
+            with pytest.raises(Exception, match="unshard") as raised:
+                torch.compile(model, backend=stop, fullgraph=True)(torch.ones(2, 8))
+        return next(line for line in str(raised.value).splitlines() if "unshard" in line)
+
+    for mode in ("hybrid_shard", "fully_shard"):
+        assert traced(0, mode) == traced(0, mode) != traced(3, mode)

@@ -87,13 +87,13 @@ def _derive(cls: type[nn.Module], shards: Shards, settings: Settings) -> type[nn
 def _unsharding(name: str, shape: tuple[int, ...], settings: Settings) -> property:
     mesh_dims = settings.mesh_dims
     compute_dtype, reduce_dtype = settings.compute_dtype, settings.reduce_dtype
-    reshard = settings.reshard
+    reshard, groups = settings.reshard, ",".join(settings.groups)
 
     def read(module: nn.Module) -> Any:
         stored = _torch.stored_parameter(module, name)
         if _ACCESS.stored or stored is None:
             return stored
-        return unshard(stored, mesh_dims, shape, compute_dtype, reduce_dtype, reshard)
+        return unshard(stored, mesh_dims, shape, compute_dtype, reduce_dtype, reshard, groups)
 
     return property(read, doc=f"{name}, gathered over the data-parallel ranks")
 

@@ -32,6 +32,7 @@ class Settings:
         reduce_dtype: what gradients are reduced in; None reduces them as backward produces them.
         reshard: whether backward gathers again instead of keeping gathered parameters: ``always``, ``never``, ``auto``.
         shard_dim: the tensor dimension to shard.
+        groups: names of this rank's process groups along the data-parallel mesh dimensions.
     """
 
     mode: Mode
@@ -40,6 +41,7 @@ class Settings:
     reduce_dtype: torch.dtype | None
     reshard: Reshard
     shard_dim: int
+    groups: tuple[str, ...]
 
     @staticmethod
     def of(
@@ -84,6 +86,7 @@ class Settings:
             reduce_dtype=policy.reduce_dtype,
             reshard="auto" if reshard_after_forward == "auto" else "always" if reshard_after_forward else "never",
             shard_dim=shard_dim,
+            groups=tuple(group.group_name for group in mesh.get_all_groups()),
         )
         return settings, policy
 

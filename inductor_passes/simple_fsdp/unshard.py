@@ -32,7 +32,7 @@ from inductor_passes import _torch
 _LIBRARY = torch.library.Library("inductor_passes", "DEF")
 _LIBRARY.define(
     "unshard(Tensor parameter, int mesh_dims, int[] shard_shape, ScalarType? compute_dtype, "
-    "ScalarType? reduce_dtype, str reshard) -> Tensor"
+    "ScalarType? reduce_dtype, str reshard, str groups) -> Tensor"
 )
 
 
@@ -167,7 +167,9 @@ def _unshard(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     reshard: str,
+    groups: str,
 ) -> torch.Tensor:
+    del groups
     if not isinstance(parameter, DTensor):
         raise TypeError(
             f"a parameter managed by simple_fsdp is a {type(parameter).__name__}; expected a DTensor. It was "
@@ -217,6 +219,7 @@ def unshard(
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     reshard: str,
+    groups: str,
 ) -> torch.Tensor:
     """The tensor to compute with: a plain one, or a DTensor on the inner mesh dimensions when there are any.
 
@@ -229,7 +232,9 @@ def unshard(
         reduce_dtype: dtype in which gradients are reduced, or None.
         reshard: whether compiled backward gathers again instead of keeping the result: ``always``, ``never``, or
             ``auto``, which leaves that to our partitioner and else is ``always``.
+        groups: names of this rank's data-parallel process groups. As an argument they keep ranks of different groups
+            apart in a compile cache that they share: what is cached names the groups.
     """
     return torch.ops.inductor_passes.unshard.default(
-        parameter, mesh_dims, shard_shape, compute_dtype, reduce_dtype, reshard
+        parameter, mesh_dims, shard_shape, compute_dtype, reduce_dtype, reshard, groups
     )
