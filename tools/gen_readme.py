@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,15 @@ def block(stored: dict[str, Any]) -> list[str]:
     losses = "are default Inductor's bit for bit" if apart == 0 else f"differ from default Inductor's by {apart:.0e}"
     return [
         f"Measured on 2 real gloo ranks over an emulated link, communication about equal to compute (a {layers}-layer "
-        f"Llama under `simple_fsdp`, {source.date}, commit {source.commit}, torch {torch}, {machine}; "
-        f"`{source.command}`):",
+        f"Llama under `simple_fsdp`, {source.date}, commit {source.commit}, torch {torch}, {machine}):",
         "",
         *markdown_table(header, rows),
         "",
-        f"The losses of our rows {losses}. {summary(everything)[-1]}",
+        f"The losses of our rows {losses}. {summary(everything)[-1]} Measured by:",
+        "",
+        "```bash",
+        *" \\\n".join(textwrap.wrap(source.command, 112, subsequent_indent="    ", break_on_hyphens=False)).split("\n"),
+        "```",
     ]
 
 
