@@ -8,6 +8,7 @@ from expecttest import TestCase
 from redistribute_programs import Program, apply, nested, rewrite, world
 from redistribute_ranks import simulated
 
+from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.prepare import group_name, prepare_groups
 from inductor_passes.report import Reason, Verdict
@@ -18,6 +19,49 @@ class Rewrites(TestCase):
         before, after, report = apply(pass_, graph, shapes, dtype)
         self.assertExpectedInline(f"{before}\n{after}", expected)
         return report
+
+    def test_r0(self):
+        """Waits that torch 2.15 leaves behind when it merges gathers."""
+        with world() as groups:
+            program = Program((4, 6))
+            first = program.collective("all_gather_into_tensor", program.inputs[0], 4, groups[(1,)])
+            again = program.call(first.target, first.args[0])
+            graph = program.output(program.call(torch.ops.aten.add.Tensor, first, again))
+            report = self.check(
+                rewrite("R0"),
+                graph,
+                [(4, 6)],
+                """\
+all_gather_into_tensor[4] add
+all_gather_into_tensor[4] add""",
+            )
+            assert [d.detail for d in report.decisions] == ["2 waits for one result"]
+            assert [n.target for n in graph.nodes].count(first.target) == 1
+
+    def test_r0_makes_way_for_others(self):
+        with world() as groups:
+            program = Program((4, 6))
+            first = program.collective("all_gather_into_tensor", program.inputs[0], 4, groups[(1,)])
+            again = program.call(first.target, first.args[0])
+            del again
+            narrow = program.call(torch.ops.prims.convert_element_type.default, first, torch.bfloat16)
+            self.check(
+                RewriteCollectives("exact", only=("R0", "R7")),
+                program.output(narrow),
+                [(4, 6)],
+                """\
+all_gather_into_tensor[4] convert_element_type
+convert_element_type all_gather_into_tensor[4]""",
+            )
+
+    def test_r0_leaves_what_is_written_to(self):
+        with world() as groups:
+            program = Program((4, 6))
+            first = program.collective("all_gather_into_tensor", program.inputs[0], 4, groups[(1,)])
+            again = program.call(first.target, first.args[0])
+            program.call(torch.ops.aten.add_.Tensor, first, 1)
+            graph = program.output(program.call(torch.ops.aten.neg.default, again))
+            assert refusals(rewrite("R0"), graph, [(4, 6)]) == [Reason.DATA_DEPENDENCY]
 
     def test_r1(self):
         with world() as groups:
@@ -253,5 +297,5 @@ def test_a_missing_flat_group_is_named():
 def test_bad_tier_is_named():
     with pytest.raises(ValueError, match='"exact", "reassociate" or "off"'):
         rewrite("R2", "fast")
-    with pytest.raises(ValueError, match="no rewrite 'R99'; expected some of R15"):
+    with pytest.raises(ValueError, match="no rewrite 'R99'; expected some of R0"):
         rewrite("R99")

@@ -1,11 +1,12 @@
 """The catalogue. Where two rewrites save equally much, the one that comes first here is applied first.
 
-What removes collectives comes first, then what makes them smaller, then what makes reductions fewer, then what merges
-neighbours.
+What makes collectives simple comes first, then what removes them, then what makes them smaller, then what makes
+reductions fewer, then what merges neighbours.
 """
 
 from __future__ import annotations
 
+from .rewrite_r0_repeated_waits import WaitOnce
 from .rewrite_r1_nested_gathers import MergeNestedGathers
 from .rewrite_r2_nested_reductions import MergeNestedReductions
 from .rewrite_r3_nested_scatters import MergeNestedScatters
@@ -24,6 +25,7 @@ from .rewrite_r15_needless_collectives import DropNeedless
 from .rewriting import Rewrite
 
 REWRITES: tuple[Rewrite, ...] = (
+    WaitOnce(),
     DropNeedless(),
     ShareGathers(),
     CastBeforeGather(),

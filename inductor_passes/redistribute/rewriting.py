@@ -7,6 +7,7 @@ all ranks decide alike. Replacing nodes costs their number, not the graph's: the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NoReturn, Protocol
@@ -147,6 +148,17 @@ class Work:
             return None
         simple = len(found.inputs) == 1 and len(found.waits) == 1 and list(start.users) == [found.waits[0]]
         return found if simple else None
+
+    def repeatedly_awaited(self) -> Iterator[torch.fx.Node]:
+        """Starts for which :meth:`repeated_waits` are not empty, as the graph is now."""
+        return iter([start for start in self._by_start if self.repeated_waits(start)])
+
+    def repeated_waits(self, start: torch.fx.Node) -> list[torch.fx.Node]:
+        """The waits for a functional collective's only result, in graph order, when there are several of them."""
+        found = self._by_start.get(start)
+        if found is None or found.in_place or len(found.waits) < 2 or set(start.users) != set(found.waits):
+            return []
+        return sorted(found.waits)
 
     def behind(self, node: torch.fx.Node, *kinds: str) -> Collective | None:
         """The simple collective of these kinds whose wait ``node`` is."""
@@ -300,7 +312,10 @@ class Work:
     def _erase(self, node: torch.fx.Node) -> None:
         self.visits += 1
         self._by_start.pop(node, None)
-        self._of_wait.pop(node, None)
+        for one in self._of_wait.pop(node, ()):
+            if one.start in self._by_start:
+                left = tuple(wait for wait in self._by_start[one.start].waits if wait is not node)
+                self._by_start[one.start] = dataclasses.replace(self._by_start[one.start], waits=left)
         self._gone.add(node)
         self._index(node, forget=True)
         self.graph.erase_node(node)
