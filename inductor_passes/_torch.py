@@ -414,10 +414,9 @@ def accepts_pass_lists() -> bool:
 
 
 def pass_uuid(graph_pass: object) -> Any:
-    """Cache id of a custom graph pass, None for a plain function."""
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-
-    return graph_pass.uuid() if isinstance(graph_pass, CustomGraphPass) else None
+    """Cache id of a custom graph pass or partitioner, None for a plain function."""
+    uuid = getattr(graph_pass, "uuid", None)
+    return uuid() if callable(uuid) else None
 
 
 def as_pass_list(value: Any) -> list[Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from inductor_passes import _torch
+from inductor_passes import _torch, config
 from inductor_passes.config import ConfigError, PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.pin import file as plan_file
@@ -76,3 +78,31 @@ def cache_key(config: PassConfig, profile: CostProfile) -> str | None:
         "groups": {name: list(ranks) for name, ranks in sorted(_torch.group_layout().items())},
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class Configured:
+    """A hook of Inductor that runs with settings of its own or, without any, those of the process at each compilation.
+
+    Attributes:
+        others: hooks of the user that run inside this one; part of its key.
+        label: what tells this hook from others with the same settings.
+    """
+
+    label = ""
+
+    def __init__(self, settings: PassConfig | None = None, others: Sequence[Any] = ()) -> None:
+        self._settings = settings
+        self.others = tuple(others)
+
+    @property
+    def settings(self) -> PassConfig:
+        """What this hook runs with."""
+        return self._settings or config.current()
+
+    def uuid(self) -> Any:
+        """Cache key; None keeps Inductor from caching."""
+        own = cache_key(self.settings, load_profile(self.settings))
+        keys = [_torch.pass_uuid(one) for one in self.others]
+        if own is None or None in keys:
+            return None
+        return (own, self.label, *keys) if self.label or keys else own

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any
 
 import torch.fx
 
-from inductor_passes import _torch, config, identity
+from inductor_passes import _torch, identity
 from inductor_passes.config import PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, has_collectives, new_report, run_passes
@@ -33,30 +31,16 @@ def wanted(settings: PassConfig) -> bool:
     return settings.tier == "reassociate" and settings.async_tp == "off"
 
 
-class JointPass(_torch.graph_pass_base()):  # type: ignore[misc]
+class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]
     """Our rewrites as a joint-graph pass of Inductor; the report goes with that of the forward graph."""
 
-    def __init__(self, settings: PassConfig | None = None, before: Sequence[Any] = ()) -> None:
-        self._settings = settings
-        #: The user's own passes, where this torch takes only one pass.
-        self.before = tuple(before)
-
-    @property
-    def settings(self) -> PassConfig:
-        """What this pass runs with."""
-        return self._settings or config.current()
+    label = "joint"
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         """Rewrite and verify one joint graph in place."""
-        for one in self.before:
+        for one in self.others:
             one(graph)
         run(graph, self.settings)
-
-    def uuid(self) -> Any:
-        """Cache key; None keeps Inductor from caching."""
-        own = identity.cache_key(self.settings, identity.load_profile(self.settings))
-        others = [_torch.pass_uuid(one) for one in self.before]
-        return None if own is None or None in others else (own, "joint", *others)
 
 
 def run(graph: torch.fx.Graph, settings: PassConfig) -> None:

@@ -6,7 +6,7 @@ at the end of scheduling. Both are part of Inductor's cache key by what they dep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.fx
@@ -23,7 +23,6 @@ from inductor_passes.redistribute import audit
 from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.replay import hook
-from inductor_passes.report import PassReport
 from inductor_passes.step.facts import facts_of
 from inductor_passes.step.partitioner import StepPartitioner, split_with
 
@@ -49,25 +48,15 @@ def passes_of(settings: PassConfig) -> list[Pass]:
     return passes
 
 
-class GraphPass(_torch.graph_pass_base()):  # type: ignore[misc]
+class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]
     """Our passes as one post-grad graph pass of Inductor, for forward, backward and inference graphs.
 
-    Without settings of its own it uses those of the process at the time of each compilation.
+    Runs the user's own passes first, where this torch takes only one pass.
     """
-
-    def __init__(self, settings: PassConfig | None = None, before: Sequence[Any] = ()) -> None:
-        self._settings = settings
-        #: The user's own passes, where this torch takes only one pass.
-        self.before = tuple(before)
-
-    @property
-    def settings(self) -> PassConfig:
-        """What this pass runs with."""
-        return self._settings or config.current()
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         """Rewrite, reorder and verify one graph in place."""
-        for one in self.before:
+        for one in self.others:
             one(graph)
         if is_inference is None:
             is_inference = "_inference_" in _torch.aot_graph_name()
@@ -75,25 +64,14 @@ class GraphPass(_torch.graph_pass_base()):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """Cache key; None keeps Inductor from caching."""
-        settings = self.settings
-        if settings.in_tree_passes == "warn":
+        if self.settings.in_tree_passes == "warn":
             # On a warm cache no pass runs: this is the only place to say that Inductor's own passes have the graph.
-            _refuse_to_combine(settings)
-        own = identity.cache_key(settings, identity.load_profile(settings))
-        others = [_torch.pass_uuid(one) for one in self.before]
-        return None if own is None or None in others else (own, *others) if others else own
+            _refuse_to_combine(self.settings)
+        return super().uuid()
 
 
-class SchedulerHook:
+class SchedulerHook(identity.Configured):
     """Our hook at the end of Inductor's scheduling; pickles to its cache key and nothing else."""
-
-    def __init__(self, settings: PassConfig | None = None) -> None:
-        self._settings = settings
-
-    @property
-    def settings(self) -> PassConfig:
-        """What this hook runs with."""
-        return self._settings or config.current()
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """The nodes in the planned order; as they came for graphs that our graph pass left alone."""
@@ -112,9 +90,7 @@ class SchedulerHook:
         return hash(("inductor_passes.SchedulerHook", self._settings))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        settings = self.settings
-        key = identity.cache_key(settings, identity.load_profile(settings))
-        return (_hook_from_key, (key,))
+        return (_hook_from_key, (self.uuid(),))
 
 
 def _hook_from_key(key: str | None) -> SchedulerHook:
@@ -142,8 +118,8 @@ def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Cont
     report = new_report(graph, is_inference, settings, profile)
     step = facts_of(graph)
     context = Context(settings, profile, report, backward=report.phase == "backward", step=step, _view=view)
-    if step is not None and step.keep:
-        report.passes.append(PassReport.from_json(step.keep))
+    if step is not None and step.keep is not None:
+        report.passes.append(step.keep)
     if not context.backward:
         report.passes.extend(joint.taken(report.compile_id))
     collectives = pins.described(view)
@@ -311,7 +287,7 @@ def _with_ours(own: dict[str, Any], lookup: Callable[[str], Any], settings: Pass
 
 def _unpacked(one: Any) -> tuple[Any, ...]:
     """The user's passes in an entry of the option: a pass of ours only carries them."""
-    return one.before if isinstance(one, (GraphPass, joint.JointPass)) else (one,)
+    return one.others if isinstance(one, (GraphPass, joint.JointPass)) else (one,)
 
 
 def backend(

@@ -110,15 +110,6 @@ class PassReport:
     metrics: dict[str, float] = field(default_factory=dict)
     duration_ns: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return _plain(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> PassReport:
-        """Inverse of :meth:`to_json`."""
-        return _pass_from_json(data)
-
 
 @dataclass(frozen=True)
 class CollectiveReport:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from inductor_passes.models import (
     Llama,
@@ -39,6 +40,7 @@ __all__ = [
     "MoE",
     "MoEConfig",
     "RMSNorm",
+    "WorldGather",
     "capture_fake",
     "capture_graphs",
     "collectives",
@@ -53,6 +55,18 @@ __all__ = [
     "recording_backend",
     "tensor_parallel",
 ]
+
+
+class WorldGather(torch.autograd.Function):
+    """All-gather of all ranks along the first dimension, reduce-scatter as its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return funcol.all_gather_tensor(weight, 0, dist.group.WORLD)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return funcol.reduce_scatter_tensor(gradient, "sum", 0, dist.group.WORLD)
 
 
 @dataclass

@@ -129,7 +129,12 @@ def test_a_slower_partition_is_refused() -> None:
 
 @pytest.mark.parametrize("width", [16, 64, 256, 1024])
 @pytest.mark.parametrize("budget", ["0", "+10%", "+100%"])
-def test_the_chosen_partition_is_never_slower_and_within_the_budget(width: int, budget: str) -> None:
+@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+def test_the_chosen_partition_is_never_slower_and_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, width: int, budget: str, large: bool
+) -> None:
+    if large:
+        monkeypatch.setattr("inductor_passes.bucket.choose.QUICK_TASKS", 0)
     with local_world(8) as world:
         view = GraphView(layers(world, 4, width=width).graph)
         problem = build(view, GPU).problem
@@ -143,6 +148,8 @@ def test_the_chosen_partition_is_never_slower_and_within_the_budget(width: int, 
         if choice.buckets:
             after = plan(merged(problem, choice.buckets, costs), limit, effort=0)
             assert after.makespan_ns < alone.makespan_ns and after.peak_bytes <= limit and after.feasible
+        elif choice.tried:
+            assert choice.objection is not None
         members = [member for bucket in choice.buckets for member in bucket]
         assert len({*members}) == len(members)
 

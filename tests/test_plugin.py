@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-from models import fake_world
+from models import WorldGather, fake_world
 
 import inductor_passes
 from inductor_passes import ConfigError, config, in_tree, plugin
@@ -22,21 +20,9 @@ from inductor_passes.trace.collector import collect
 WIDTH = 32
 
 
-class Gather(torch.autograd.Function):
-    """All-gather with a reduce-scatter as its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return funcol.all_gather_tensor(weight, 0, dist.group.WORLD)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return funcol.reduce_scatter_tensor(gradient, "sum", 0, dist.group.WORLD)
-
-
 def model(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     for weight in weights:
-        x = x @ Gather.apply(weight)
+        x = x @ WorldGather.apply(weight)
     return x.sum()
 
 

@@ -49,7 +49,7 @@ def test_the_users_own_joint_pass_is_kept():
 
     options = inductor_passes.options(redistribute="reassociate", inductor={"joint_custom_post_pass": own})
     found = options["joint_custom_post_pass"]
-    passes = found if isinstance(found, list) else [*found.before, found]
+    passes = found if isinstance(found, list) else [*found.others, found]
     assert passes[0] is own and isinstance(passes[1], joint.JointPass)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 from hypothesis import strategies as st
-from models import fake_world
+from models import WorldGather, fake_world
 from ranks import Ranks
 from test_report import TraceDir
 from typer.testing import CliRunner
@@ -34,21 +34,9 @@ from tests.trace_samples import fsdp_problem, planned
 WIDTH = 16
 
 
-class Gather(torch.autograd.Function):
-    """All-gather along the first dimension, reduce-scatter as its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return funcol.all_gather_tensor(weight, 0, dist.group.WORLD)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return funcol.reduce_scatter_tensor(gradient, "sum", 0, dist.group.WORLD)
-
-
 def model(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     for weight in weights:
-        x = torch.relu(x @ Gather.apply(weight))
+        x = torch.relu(x @ WorldGather.apply(weight))
     return x.sum()
 
 

@@ -35,6 +35,7 @@ from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.pipeline import Context, arrange
+from inductor_passes.reorder.canonical import UNEQUAL, shards
 from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.plan import Plan, plan
@@ -108,6 +109,9 @@ class AsyncTpPass:
         view = context.view(graph)
         if not any(self.mode_of(c) != "off" for c in view.collectives):
             report.decisions = [_refused(c, Reason.DISABLED, "", 'async_tp="auto"') for c in view.collectives]
+            return report
+        if any(self.mode_of(c) == "auto" for c in view.collectives) and not shards(view).ranks_agree:
+            report.decisions = [_refused(c, Reason.RANKS_DIFFER, UNEQUAL, 'async_tp="force"') for c in view.collectives]
             return report
         names_before = {n.name for n in graph.nodes}
         merged, replaced = merge_identical(graph, view)

@@ -33,6 +33,7 @@ from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.pins import Pins
 from inductor_passes.pipeline import Context
+from inductor_passes.reorder.canonical import UNEQUAL
 from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.simulate import simulate
@@ -87,10 +88,14 @@ class BucketPass:
             return report
         coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
         try:
-            before = build(view, context.profile, name=self.name, estimator=context.config.estimator).problem
+            fx = build(view, context.profile, name=self.name, estimator=context.config.estimator)
         except NoHintError as error:
             report.decisions = [refusal(c, Reason.NO_HINT, str(error)) for c in view.collectives]
             return report
+        if not fx.ranks_agree:
+            report.decisions = [refusal(c, Reason.RANKS_DIFFER, UNEQUAL) for c in view.collectives]
+            return report
+        before = fx.problem
         peak = simulate(before).peak_bytes
         limit = context.limit_bytes(peak)
         costs = BucketCosts(view, context.profile, coalesced, None if limit is None else max(0, limit - peak))

@@ -20,6 +20,7 @@ import torch.fx
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context
+from inductor_passes.reorder.canonical import shards
 from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.simulate import simulate
@@ -61,8 +62,12 @@ class RewriteCollectives:
         """Apply rewrites until none matches. What lengthens lifetimes is undone when the memory budget says so."""
         found = [] if self.only else audit.listed(context.view(graph))
         # Only what lengthens lifetimes is held to the budget, and only then is the peak worth its price.
-        before = _peak_bytes(graph, context) if _duplicates(context.view(graph)) else None
-        run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness)
+        duplicates = _duplicates(context.view(graph))
+        before = _peak_bytes(graph, context) if duplicates else None
+        # What the budget allows must be the same on all ranks.
+        free = not duplicates or context.config.budget.unlimited
+        may_extend = free or shards(context.view(graph)).ranks_agree
+        run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend)
         run.to_fixpoint()
         if run.extended and context.snapshot is not None and _over_budget(graph, context, before):
             context.snapshot.restore()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.fx
@@ -20,7 +21,7 @@ from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import Collective, GraphView
-from inductor_passes.reorder.canonical import COPIES, preparations, trims
+from inductor_passes.reorder.canonical import COPIES, PADS, shards
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
 
 
@@ -38,12 +39,14 @@ class FxProblem:
             collectives).
         prefix: nodes that stay in front of every task, in graph order (inputs and what follows from them for free).
         suffix: the output node.
+        ranks_agree: see ``canonical.Shards``.
     """
 
     problem: Problem
     members: tuple[tuple[torch.fx.Node, ...], ...]
     prefix: tuple[torch.fx.Node, ...]
     suffix: tuple[torch.fx.Node, ...]
+    ranks_agree: bool = True
 
     @property
     def graph(self) -> torch.fx.Graph:
@@ -89,6 +92,10 @@ def build(
     return _Builder(view, profile, name, estimator).build()
 
 
+def _is_unread(storage: FxStorage) -> bool:
+    return all(user.op == "output" for member in storage.members for user in member.users)
+
+
 class _Builder:
     def __init__(
         self,
@@ -102,7 +109,8 @@ class _Builder:
         self.name = name
         self.costs = ComputeCosts(view, profile, estimator)
         self.estimator = estimator
-        self.owner = {**preparations(view), **trims(view)}
+        self.shards = shards(view)
+        self.owner = self.shards.owner
         self.attached = [n for n in view.nodes if n in self.owner]
         self.task_of: dict[torch.fx.Node, int] = {}
         self.tasks: list[Task] = []
@@ -130,7 +138,8 @@ class _Builder:
             storages=tuple(self._storages()),
             name=self.name,
         )
-        return FxProblem(problem, tuple(tuple(m) for m in self.members), tuple(self.prefix), tuple(self.suffix))
+        members = tuple(tuple(m) for m in self.members)
+        return FxProblem(problem, members, tuple(self.prefix), tuple(self.suffix), self.shards.ranks_agree)
 
     def _place(self, node: torch.fx.Node, preparation: list[torch.fx.Node]) -> None:
         role = self.view.role(node)
@@ -238,6 +247,11 @@ class _Builder:
                 # A preparation that sits inside its start may come later than it did: the start is what counts.
                 continue
             self.preds[a].add(b)
+        if not self.shards.ranks_agree:
+            # Whatever durations and peaks each rank sees, all issue their collectives in the order that came in.
+            starts = [i for i, task in enumerate(self.tasks) if task.kind is Kind.START]
+            for b, a in pairwise(starts):
+                self.preds[a].add(b)
 
     def _storages(self) -> list[Storage]:
         backward = is_backward(self.view.graph)
@@ -245,10 +259,14 @@ class _Builder:
         out: list[Storage] = []
         for storage in self.view.storages.all:
             producer_role = self.view.role(storage.producer)
+            if storage.producer in self.owner and _torch.op_name(storage.producer.target) in PADS:
+                # Not every rank has something to pad: see below.
+                continue
             size = self._canonical_size(storage)
             if size is None:
                 raise NoHintError(f"{storage.producer.name} has a symbolic size without a hint")
-            if size == 0:
+            if size == 0 or (self.shards.uneven and producer_role is Role.INPUT and _is_unread(storage)):
+                # A shard that is handed through says nothing about the order, and is not of one size on all ranks.
                 continue
             producer = INPUT if producer_role is Role.INPUT else self.task_of.get(storage.producer, INPUT)
             pinned = any(m in outputs for m in storage.members) or (
@@ -263,6 +281,11 @@ class _Builder:
                         readers.update(self.waits_of.get(task, ()))
             readers.discard(producer)
             out.append(Storage(size, producer, tuple(sorted(readers)), pinned, storage.producer.name))
+        for collective in self.view.collectives:
+            if collective in self.shards.uneven and collective.kind == "all_gather" and collective.input_bytes:
+                start = self.task_of[collective.start]
+                name = f"{collective.start.name}.padded"
+                out.append(Storage(collective.input_bytes, start, tuple(self.waits_of.get(start, ())), False, name))
         return out
 
     def _canonical_size(self, storage: FxStorage) -> int | None:
@@ -273,11 +296,13 @@ class _Builder:
         if owner is not None:
             collectives = self.view.collectives_of_wait.get(owner, ())
             return sum(c.output_bytes or 0 for c in collectives) if collectives else storage.size_bytes
-        if self.view.role(storage.producer) is Role.INPUT and storage.producer.users:
+        if self.view.role(storage.producer) is Role.INPUT:
             starts = {
-                user if self.view.role(user) is Role.START else self.owner.get(user) for user in storage.producer.users
+                user if self.view.role(user) is Role.START else self.owner.get(user)
+                for user in storage.producer.users
+                if user.op != "output"
             }
-            if len(starts) == 1 and starts.pop() in self.view.by_start:
+            if starts and all(start in self.view.by_start for start in starts):
                 return self._prepared_bytes(storage)
         return storage.size_bytes
 
@@ -289,9 +314,8 @@ class _Builder:
         """
         value = storage.producer.meta.get("val")
         node = storage.producer
-        while len(node.users) == 1:
-            user = next(iter(node.users))
-            if user not in self.owner or len(user.all_input_nodes) > 1:
+        while (user := next((u for u in node.users if u.op != "output"), None)) in self.owner:
+            if user is None or len(user.all_input_nodes) > 1:
                 break
             node = user
         final = node.meta.get("val")

@@ -2,9 +2,9 @@
 
 A kept parameter saves a gather in backward and costs its gathered bytes from its gather in forward to its last use in
 backward. Parameters are ranked by link time saved per byte held, among equal ones those that are held shortest first
-(forward gathers them last); the longest prefix of that ranking whose plans of both graphs stay within the budget is
-looked for by bisection, then the shortest prefix that is as fast. Plans come from the planner, so what hides behind
-compute anyway is not paid for with memory.
+(forward gathers them last). Of that ranking the longest prefix is taken with which both graphs stay within the budget
+in their input order, then by a few plans the shortest one that is as fast: what hides behind compute anyway is not paid
+for with memory. Ranks must agree, so sizes and problems are those of ``reorder``, the same for shards of unequal size.
 
 Source of the idea: DeepCompile (Tanaka et al., 2025), which unshards by the same ratio until memory is full, without
 planning what follows from it.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.fx
 
@@ -24,14 +23,17 @@ from inductor_passes.config import MemoryBudget
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import Collective, GraphView
-from inductor_passes.reorder.problem import FxProblem, build
+from inductor_passes.reorder.canonical import UNEQUAL
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Task
 
 NAME = "keep"
 #: A prefix counts as fast as a longer one when it is at most this share slower: memory is worth more than that.
 _AS_FAST = 1000
+#: Plans of the step spent on shortening the prefix: it ends within a 16th of the shortest.
+_SHORTENINGS = 4
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,6 @@ class _Step:
     def peak_bytes(self) -> int:
         return max(self.forward.peak_bytes, self.backward.peak_bytes)
 
-    @property
-    def feasible(self) -> bool:
-        return self.forward.feasible and self.backward.feasible
-
 
 def marked(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     """Nodes of gathers whose keeping is ours to decide."""
@@ -107,7 +105,7 @@ def _link_ns(c: Collective, profile: CostProfile) -> int:
 
 
 def choose(
-    forward: FxProblem, backward: FxProblem, found: Sequence[Gathered], budget: MemoryBudget, step_peak_bytes: int
+    forward: Problem, backward: Problem, found: Sequence[Gathered], budget: MemoryBudget, step_peak_bytes: int
 ) -> Choice:
     """The prefix of ``found`` to keep.
 
@@ -117,33 +115,52 @@ def choose(
         step_peak_bytes: what the budget is relative to.
     """
     limit = budget.limit_bytes(step_peak_bytes)
-    tried: dict[int, _Step] = {}
+
+    def with_kept(count: int) -> tuple[Problem, Problem]:
+        names = {g.start for g in found[:count]}
+        return holding(forward, names), without_gathers(backward, names)
+
+    def fits(count: int) -> bool:
+        return limit is None or max(peak_bytes(p) for p in with_kept(count)) <= limit
 
     def step(count: int) -> _Step:
-        if count not in tried:
-            names = {g.start for g in found[:count]}
-            tried[count] = _Step(
-                plan(holding(forward.problem, names), limit, effort=0),
-                plan(without_gathers(backward.problem, names), limit, effort=0),
-            )
-        return tried[count]
+        return _Step(*(plan(p, limit, effort=0, thorough=False) for p in with_kept(count)))
 
-    none = step(0)
-    most = _last(len(found), lambda count: step(count).feasible)
-    best = min([none.step_ns, *(s.step_ns for count, s in tried.items() if count <= most and s.feasible)])
-    enough = best + best // _AS_FAST
-    fewest = most - _last(most, lambda less: step(most - less).step_ns <= enough)
-    if none.step_ns <= enough:
-        fewest = 0
-    report = _report(found, fewest, most, none, step(fewest), limit)
-    return Choice(frozenset(g.start for g in found[:fewest]), report)
+    most = len(found) if fits(len(found)) else _bisect(0, len(found), fits)
+    before = after = step(0)
+    kept = 0
+    if most:
+        best = step(most)
+        enough = best.step_ns + best.step_ns // _AS_FAST
+        if before.step_ns > enough:
+            kept, after, low = most, best, 0
+            for _ in range(_SHORTENINGS):
+                middle = (low + kept) // 2
+                if middle == low:
+                    break
+                shorter = step(middle)
+                if shorter.step_ns <= enough:
+                    kept, after = middle, shorter
+                else:
+                    low = middle
+    report = _report(found, kept, most, before, after, limit)
+    return Choice(frozenset(g.start for g in found[:kept]), report)
 
 
-def _last(count: int, holds: Callable[[int], bool]) -> int:
-    """The largest number up to ``count`` for which ``holds``, which is true of small ones and false of large ones."""
-    if holds(count):
-        return count
-    low, high = 0, count
+def refused(found: Sequence[Gathered]) -> PassReport:
+    """The report when nothing is kept because ranks could disagree, see ``canonical.Shards``."""
+    return PassReport(
+        NAME,
+        decisions=[
+            Decision(NAME, g.start, Verdict.REFUSED, Reason.RANKS_DIFFER, UNEQUAL, source=g.source, group=g.group)
+            for g in found
+        ],
+        metrics={"kept": 0, "gathered_again": len(found)},
+    )
+
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """A number for which ``holds`` while not for the next, given that it does for ``low`` and not for ``high``."""
     while high - low > 1:
         middle = (low + high) // 2
         if holds(middle):
@@ -212,20 +229,6 @@ def _report(
         "peak_bytes": after.peak_bytes,
     }
     return PassReport(NAME, changed=kept > 0, decisions=decisions, metrics=metrics)
-
-
-def problems(
-    forward: GraphView, backward: GraphView, profile: CostProfile, estimator: Any
-) -> tuple[FxProblem, FxProblem]:
-    """Problems of both graphs.
-
-    Raises:
-        NoHintError: a symbolic size has no hint.
-    """
-    return (
-        build(forward, profile, name="forward", estimator=estimator),
-        build(backward, profile, name="backward", estimator=estimator),
-    )
 
 
 def keep(nodes: Sequence[torch.fx.Node], kept: Collection[str]) -> None:

@@ -14,105 +14,110 @@ from typing import Any
 
 import torch.fx
 
-from inductor_passes import _torch, config, identity
+from inductor_passes import _torch, identity
 from inductor_passes.config import PassConfig
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pipeline import VerificationError, warn_once
-from inductor_passes.reorder.problem import NoHintError
+from inductor_passes.pipeline import VerificationError, has_collectives, warn_once
+from inductor_passes.reorder.problem import FxProblem, NoHintError, build
 from inductor_passes.report import PassReport, Reason
+from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.step import keep
-from inductor_passes.step.facts import StepFacts, input_peak
+from inductor_passes.step.facts import StepFacts
 
 log = logging.getLogger("inductor_passes")
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 
 
-class StepPartitioner(_torch.partitioner_base()):  # type: ignore[misc]
-    """See the module's docstring.
+class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: ignore[misc]
+    """See the module's docstring."""
 
-    Without settings of its own it uses those of the process at the time of each compilation.
-    """
+    label = "step"
 
     def __init__(self, settings: PassConfig | None = None, inner: Any = None) -> None:
-        self._settings = settings
-        #: The user's own partitioner, None for Inductor's.
-        self.inner = inner
+        super().__init__(settings, () if inner is None else (inner,))
 
     @property
-    def settings(self) -> PassConfig:
-        """What this partitioner runs with."""
-        return self._settings or config.current()
+    def inner(self) -> Any:
+        """The user's own partitioner, None for Inductor's."""
+        return self.others[0] if self.others else None
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
         """Forward and backward graph of a joint one."""
         split = self.inner or _torch.default_partitioner()
         marked = keep.marked(gm.graph)
-        report: PassReport | None = None
-        step_peak: int | None = None
-        if marked:
-            forward, backward = split(copy.deepcopy(gm), joint_inputs, **kwargs)
-            step_peak = _step_peak(forward, backward)
-            report = self._decide(gm, marked, forward, backward, step_peak)
-            if report is None or not report.changed:
-                # Splitting is deterministic, but the graphs of the copy are as good and already there.
-                return _attach(forward, backward, step_peak, report)
-        forward, backward = split(gm, joint_inputs, **kwargs)
-        return _attach(forward, backward, step_peak, report)
+        if not marked:
+            both = split(gm, joint_inputs, **kwargs)
+            self._attach(both, None, None)
+            return both
+        again = split(copy.deepcopy(gm), joint_inputs, **kwargs)
+        report, step_peak = self._decide(marked, again)
+        # Where nothing is kept the graphs of the copy are those that are wanted.
+        both = split(gm, joint_inputs, **kwargs) if report is not None and report.changed else again
+        self._attach(both, report, step_peak)
+        return both
 
-    def uuid(self) -> Any:
-        """Cache key; None keeps Inductor from caching."""
-        own = identity.cache_key(self.settings, identity.load_profile(self.settings))
-        if self.inner is None:
-            return None if own is None else (own, "step")
-        other = self.inner.uuid()
-        return None if own is None or other is None else (own, "step", other)
+    def _decide(self, marked: Sequence[torch.fx.Node], again: Split) -> tuple[PassReport | None, int | None]:
+        """Choose, and change the tags of the joint graph's nodes ``marked`` accordingly.
 
-    def _decide(
-        self,
-        gm: torch.fx.GraphModule,
-        marked: Sequence[torch.fx.Node],
-        forward: torch.fx.GraphModule,
-        backward: torch.fx.GraphModule,
-        step_peak: int | None,
-    ) -> PassReport | None:
-        """Choose, and change the tags of the joint graph accordingly."""
+        Args:
+            again: the graphs when everything is gathered again.
+
+        Returns:
+            The report and the higher peak of ``again``, None each where nothing is known.
+        """
         settings = self.settings
         try:
             profile = identity.load_profile(settings)
-            views = GraphView(forward.graph), GraphView(backward.graph)
+            views = GraphView(again[0].graph), GraphView(again[1].graph)
+            forward, backward = _problems(views, settings)
+            step_peak = max(peak_bytes(fx.problem) for fx in (forward, backward))
             found = keep.candidates(*views, profile)
-            if not found or step_peak is None:
-                return None
-            both = keep.problems(*views, profile, settings.estimator)
-            choice = keep.choose(*both, found, settings.budget, step_peak)
+            if not found:
+                return None, step_peak
+            if not (forward.ranks_agree and backward.ranks_agree):
+                return keep.refused(found), None
+            choice = keep.choose(forward.problem, backward.problem, found, settings.budget, step_peak)
         except NoHintError as error:
-            return PassReport(keep.NAME, rolled_back=Reason.NO_HINT, detail=str(error))
+            return PassReport(keep.NAME, rolled_back=Reason.NO_HINT, detail=str(error)), None
         except Exception as error:
-            log.debug("choosing what to keep failed", exc_info=True)
-            text = f"{type(error).__name__}: {error}"
-            message = f"inductor_passes: choosing what to keep for backward failed: {text}"
-            if settings.verify == "strict":
-                raise VerificationError(message) from error
-            warn_once(f"{message}; everything is gathered again")
-            return PassReport(keep.NAME, rolled_back=Reason.EXCEPTION, detail=text)
+            self._complain("choosing what to keep for backward", error, "everything is gathered again")
+            detail = f"{type(error).__name__}: {error}"
+            return PassReport(keep.NAME, rolled_back=Reason.EXCEPTION, detail=detail), None
         keep.keep(marked, choice.kept)
-        return choice.report
+        return choice.report, step_peak
+
+    def _attach(self, both: Split, report: PassReport | None, step_peak: int | None) -> None:
+        """Tell both graphs what the step takes, where that matters to them."""
+        budget = self.settings.budget
+        if report is None and (budget.unlimited or budget.fraction == 0):
+            return
+        peaks = [0, 0]
+        try:
+            views = GraphView(both[0].graph), GraphView(both[1].graph)
+            if any(has_collectives(v) for v in views):
+                found = _problems(views, self.settings)
+                if all(fx.ranks_agree for fx in found):
+                    peaks = [peak_bytes(fx.problem) for fx in found]
+                else:
+                    step_peak = None
+        except NoHintError:
+            pass
+        except Exception as error:
+            self._complain("looking at the memory of the step", error, "forward and backward are budgeted one by one")
+        for module, peak, told in zip(both, peaks, (report, None)):
+            StepFacts(peak, max(peaks) if step_peak is None else step_peak, told).attach(module)
+
+    def _complain(self, what: str, error: Exception, instead: str) -> None:
+        log.debug("%s failed", what, exc_info=True)
+        message = f"inductor_passes: {what} failed: {type(error).__name__}: {error}"
+        if self.settings.verify == "strict":
+            raise VerificationError(message) from error
+        warn_once(f"{message}; {instead}")
 
 
-def _step_peak(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> int | None:
-    peaks = input_peak(forward.graph, False), input_peak(backward.graph, True)
-    return None if None in peaks else max(p for p in peaks if p is not None)
-
-
-def _attach(
-    forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, step_peak: int | None, report: PassReport | None
-) -> Split:
-    peaks = [input_peak(forward.graph, False), input_peak(backward.graph, True)]
-    known = [p for p in peaks if p is not None]
-    if len(known) == 2:
-        told = report.to_json() if report is not None else {}
-        for module, peak, text in zip((forward, backward), known, (told, {})):
-            StepFacts(peak, max(known) if step_peak is None else step_peak, text).attach(module)
+def _problems(views: tuple[GraphView, GraphView], settings: PassConfig) -> tuple[FxProblem, FxProblem]:
+    profile = identity.load_profile(settings)
+    forward, backward = (build(view, profile, estimator=settings.estimator) for view in views)
     return forward, backward
 
 

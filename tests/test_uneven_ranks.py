@@ -1,0 +1,108 @@
+"""Ranks whose shards are of unequal size: each compiles alone, and all must issue the same collectives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import fake_world
+from test_step_keep import compiled_reports, kept, save_profile
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from inductor_passes.report import GraphReport, Reason
+from inductor_passes.simple_fsdp import simple_fsdp
+
+RANKS = 4
+
+
+class Layers(nn.Module):
+    """Layers whose sizes four ranks cannot share evenly; the last rank's shards are the smallest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((64, 67), (67, 130), (130, 33), (33, 64)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("profile") / "slow.json"
+    return save_profile(path, 100_000, 10.0, 5_000, 0.1, ranks=RANKS)
+
+
+def parameters_sharded(rank: int, reshard: Any, **settings: Any) -> list[GraphReport]:
+    with fake_world(RANKS, rank):
+        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+        return compiled_reports(
+            simple_fsdp(Layers(), mesh, reshard_after_forward=reshard), torch.ones(8, 64), **settings
+        )
+
+
+def told(reports: list[GraphReport]) -> list[object]:
+    """What must not differ: the problem that was solved, its answer, and the collectives that come of it."""
+    choice = kept(reports)
+    return [
+        None if choice is None else [d.verdict for d in choice.decisions],
+        [[s.digest for s in r.schedules if s.level == "fx"] for r in reports],
+        [[(c.kind, c.size_bytes) for c in r.collectives] for r in reports],
+        [[p.metrics.get("buckets") for p in r.passes if p.name == "bucket"] for r in reports],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reshard", "budget", "bucket"), [(True, "0", "on"), ("auto", "+5%", "off"), ("auto", "+30%", "on")]
+)
+def test_uneven_parameters_make_no_difference(slow: str, reshard: Any, budget: str, bucket: str) -> None:
+    first, last = (
+        parameters_sharded(rank, reshard, memory_budget=budget, cost_profile=slow, bucket=bucket)
+        for rank in (0, RANKS - 1)
+    )
+    assert told(first) == told(last)
+    if budget == "+30%":
+        choice = kept(first)
+        assert choice is not None and choice.metrics["kept"] > 0
+        assert any(p.name == "bucket" and p.changed for r in first for p in r.passes)
+
+
+class Rows(nn.Module):
+    """Rows that ranks cannot share evenly: compute itself differs in size."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mesh = self.mesh
+        rows = DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(0)])
+        first, second = (
+            DTensor.from_local(layer.weight, mesh, [Replicate()], run_check=False)
+            for layer in (self.first, self.second)
+        )
+        one = (rows @ first).relu().redistribute(mesh, [Replicate()])
+        two = (rows @ second).relu().redistribute(mesh, [Replicate()])
+        return (one.to_local() @ self.second.weight) + two.to_local()
+
+
+def test_uneven_rows_are_left_in_their_order(slow: str) -> None:
+    found = []
+    for rank in (0, RANKS - 1):
+        with fake_world(RANKS, rank):
+            model = Rows(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
+            reports = compiled_reports(
+                model, torch.ones(30, 32), memory_budget="+30%", cost_profile=slow, async_tp="auto"
+            )
+        for report in reports:
+            if report.phase == "forward":
+                reasons = {d.reason for p in report.passes if p.name in ("bucket", "async_tp") for d in p.decisions}
+                assert reasons == {Reason.RANKS_DIFFER}
+        found.append([[(c.kind, c.size_bytes) for c in r.collectives] for r in reports])
+    assert found[0] == found[1]
