@@ -90,6 +90,7 @@ def is_higher_order_op(target: object) -> bool:
     return isinstance(target, torch._ops.HigherOrderOperator)
 
 
+@functools.lru_cache(maxsize=4096)
 def op_name(target: object) -> str:
     """``namespace::name`` of an operator overload or higher-order operator (no overload name), "" for anything else."""
     if isinstance(target, torch._ops.OpOverload):

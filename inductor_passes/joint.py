@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 import torch.fx
 
-from inductor_passes import _torch, identity
+from inductor_passes import _torch, garbage, identity
 from inductor_passes.config import PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, has_collectives, new_report, run_passes
@@ -43,6 +43,7 @@ class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
         run(graph, self.settings)
 
 
+@garbage.paused()
 def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
     """Rewrite one joint graph; what happened waits for :func:`taken`."""
     view = GraphView(graph)

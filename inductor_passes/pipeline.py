@@ -59,6 +59,7 @@ class Context:
         snapshot: the graph before the pass that is running, for a pass that tries twice.
         pins: the plan that is pinned for this graph, None when there is none.
         buckets: start nodes that the bucketing pass merged.
+        solved: a problem that a pass has planned to judge the graph that it left, with the plan.
         step: what is known about the training step that the graph belongs to, None for inference.
     """
 
@@ -75,6 +76,7 @@ class Context:
     pins: Pins | None = None
     buckets: list[list[str]] = field(default_factory=list)
     step: StepFacts | None = None
+    solved: tuple[Problem, Plan] | None = None
     _view: GraphView | None = None
 
     def view(self, graph: torch.fx.Graph) -> GraphView:

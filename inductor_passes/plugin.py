@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.fx
 
-from inductor_passes import _torch, config, identity, in_tree, joint, rank_check, verify
+from inductor_passes import _torch, config, garbage, identity, in_tree, joint, rank_check, verify
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
@@ -99,6 +99,7 @@ def _hook_from_key(key: str | None) -> SchedulerHook:
     return SchedulerHook()
 
 
+@garbage.paused()
 def run(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Context | None:
     """Run all passes on one graph; returns what happened, None for a graph that is none of our business.
 

@@ -126,6 +126,25 @@ def fsdp_backward(
     return b.build()
 
 
+def tp_fsdp_forward(
+    layers: int, gathers: int = 6, gather_ns: int = 100, reduce_ns: int = 300, issue_ns: int = 20
+) -> Problem:
+    """Activations reduced on one communicator after every layer, its parameters gathered on another.
+
+    Issuing takes time of the compute lane, which has nothing else to do while it waits for a reduction.
+    """
+    b = Builder(f"tp_fsdp_forward_{layers}", lanes=(Lane("dp"), Lane("tp")), issue_ns=issue_ns)
+    x = b.input(40)
+    for i in range(layers):
+        full = [b.collective(f"AG{i}.{k}", gather_ns, [b.input(20)], 100) for k in range(gathers)]
+        x = b.compute("mm", 200, [x, full[0]], 40)
+        for value in full[1:]:
+            x = b.compute("mm", 100, [x, value], 40)
+        x = b.collective(f"AR{i}", reduce_ns, [x], 40, lane=1)
+    b.compute("loss", 100, [x], 1, pinned=True)
+    return b.build()
+
+
 def tp_fsdp_backward(
     layers: int, compute_ns: int = 2000, gather_ns: int = 500, scatter_ns: int = 500, reduce_ns: int = 350
 ) -> Problem:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from schedule_graphs import tp_fsdp_forward
 
+from inductor_passes.schedule.bounds import heads, lower_bound
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Storage, Task
+from inductor_passes.schedule.simulate import simulate
+from inductor_passes.schedule.tables import tables
 
 
 def _gathers(seed: int, count: int = 24) -> Problem:
@@ -45,3 +49,30 @@ def test_the_cap_holds_where_prefetching_everything_would_be_faster(seed: int) -
     found = plan(problem, cap, effort=0)
     assert found.feasible and found.peak_bytes <= cap
     assert found.lower_bound_ns < found.makespan_ns < found.input_makespan_ns
+
+
+@pytest.mark.parametrize("layers", [3, 12, 40])
+def test_what_has_to_wait_issues_meanwhile(layers: int) -> None:
+    """Gathers issued in the time of a reduction cost nothing; issued with compute ready they delay every layer."""
+    problem = tp_fsdp_forward(layers)
+    found = plan(problem, None, effort=0)
+    # What the first layer's gathers delay, however many layers follow.
+    assert found.makespan_ns <= found.lower_bound_ns + 3 * 20
+    held = plan(problem, peak_bytes(problem) + 700, effort=0)
+    assert held.feasible and held.makespan_ns <= found.lower_bound_ns * 1.02
+
+
+def test_compute_caught_between_collectives_counts_as_a_whole() -> None:
+    """Three matmuls that need the same reduction and make the next one's operand: one after the other, not at once."""
+    tasks = [Task("AR0", Kind.START, 50, lane=0), Task("W0", Kind.WAIT, lane=0, start=0)]
+    preds: list[tuple[int, ...]] = [(), (0,)]
+    tasks += [Task(f"mm{k}", Kind.COMPUTE, 100) for k in range(3)]
+    preds += [(1,)] * 3
+    tasks += [Task("AR1", Kind.START, 70, lane=0), Task("W1", Kind.WAIT, lane=0, start=5)]
+    preds += [(2, 3, 4), (5,)]
+    # Something else for the compute lane, so that its load alone does not tell.
+    tasks += [Task("end", Kind.COMPUTE, 10)]
+    preds += [(6,)]
+    problem = Problem(tuple(tasks), tuple(preds), (Lane("g"),))
+    assert lower_bound(problem) == 50 + 3 * 100 + 70 + 10 == simulate(problem).makespan_ns
+    assert max(heads(tables(problem))) == 50 + 100 + 70

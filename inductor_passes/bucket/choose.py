@@ -19,6 +19,7 @@ from inductor_passes.bucket.greedy import greedy
 from inductor_passes.bucket.planned import planned
 from inductor_passes.bucket.question import Partition, Question
 from inductor_passes.report import Reason
+from inductor_passes.schedule.construct import SMALL
 from inductor_passes.schedule.merge import Bucket
 from inductor_passes.schedule.merge import merge as merged_problem
 from inductor_passes.schedule.plan import Plan, plan
@@ -48,13 +49,20 @@ class Choice:
         tried: the first partition's buckets, for the reasons of a refusal.
         before, after: plans of the graph as it is and of the chosen (or, refused, of the best other) partition.
         objection: why nothing is merged although ``tried`` is not empty, else None.
+        problem, plan: of what was decided, merged or not.
     """
 
     buckets: list[list[Candidate]]
     tried: list[list[Candidate]]
     before: Plan
+    problem: Problem
     after: Plan | None = None
     objection: Reason | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """See the class."""
+        return self.before if not self.buckets or self.after is None else self.after
 
 
 def choose(
@@ -72,35 +80,36 @@ def choose(
     before = plan(problem, limit_bytes, effort=effort, thorough=thorough)
     question = Question(problem, before, found, dependencies, costs, limit_bytes)
     trials: list[list[list[Candidate]]] = []
-    chosen: tuple[Plan, list[list[Candidate]]] | None = None
+    chosen: tuple[Plan, list[list[Candidate]], Problem] | None = None
     refused: tuple[Plan, Reason] | None = None
     for partition in partitions:
         buckets = partition(question)
         if not buckets or buckets in trials:
             continue
         trials.append(buckets)
-        after = plan(merged(problem, buckets, costs), limit_bytes, effort=effort, thorough=thorough)
+        other = merged(problem, buckets, costs)
+        after = plan(other, limit_bytes, effort=effort, thorough=thorough)
         objection = _objection(before, after)
         if objection is not None:
             if refused is None or after.makespan_ns < refused[0].makespan_ns:
                 refused = after, objection
         elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
-            chosen = after, buckets
+            chosen = after, buckets, other
             if len(problem) > FIRST_FIT_TASKS:
                 break
-    if chosen is not None and not thorough:
+    if chosen is not None and not thorough and len(problem) <= SMALL:
         before = plan(problem, limit_bytes, effort=effort)
-        after = plan(merged(problem, chosen[1], costs), limit_bytes, effort=effort)
+        after = plan(chosen[2], limit_bytes, effort=effort)
         objection = _objection(before, after)
         if objection is not None:
-            return Choice([], trials[0], before, after, objection)
-        chosen = after, chosen[1]
+            return Choice([], trials[0], before, problem, after, objection)
+        chosen = after, *chosen[1:]
     if chosen is not None:
-        return Choice(chosen[1], trials[0], before, chosen[0])
+        return Choice(chosen[1], trials[0], before, chosen[2], chosen[0])
     if not trials:
-        return Choice([], [], before)
+        return Choice([], [], before, problem)
     assert refused is not None
-    return Choice([], trials[0], before, refused[0], refused[1])
+    return Choice([], trials[0], before, problem, *refused)
 
 
 def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts) -> Problem:

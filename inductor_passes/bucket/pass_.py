@@ -101,6 +101,7 @@ class BucketPass:
         costs = BucketCosts(view, context.profile, coalesced, None if limit is None else max(0, limit - peak))
         dependencies = Dependencies(view)
         choice = choose(before, found, dependencies, costs, self.partitions, limit, effort=self.effort)
+        context.solved = choice.problem, choice.plan
         report.decisions += _decisions(found, choice, dependencies, costs)
         report.metrics = _metrics(choice, len(view.collectives))
         if choice.buckets:

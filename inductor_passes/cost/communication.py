@@ -12,6 +12,7 @@ All functions are pure, use only IEEE additions, multiplications, divisions and 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ class Layout:
     ranks_on_host: int
 
     @staticmethod
+    @functools.lru_cache(maxsize=1024)
     def of(ranks: tuple[int, ...], ranks_per_host: int) -> Layout:
         """Layout of a group of global ranks when host ``h`` holds ranks ``h * ranks_per_host`` and following.
 

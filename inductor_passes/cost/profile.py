@@ -202,7 +202,12 @@ class CostProfile:
         Raises:
             ValueError: unknown kind or a negative size.
         """
-        return self.communication_estimate(kind, input_bytes, output_bytes, ranks)[0]
+        # Asked again and again for the same few collectives; kept here because hashing a profile takes longer.
+        known: dict[tuple[Any, ...], int] = self.__dict__.setdefault("_communication_ns", {})
+        key = kind, input_bytes, output_bytes, ranks
+        if key not in known:
+            known[key] = self.communication_estimate(*key)[0]
+        return known[key]
 
     def communication_estimate(
         self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]
@@ -223,6 +228,13 @@ class CostProfile:
 
     def issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
         """Host time in ns that issuing the collective takes from the compute thread; see :meth:`communication_ns`."""
+        known: dict[tuple[Any, ...], int] = self.__dict__.setdefault("_issue_ns", {})
+        key = kind, input_bytes, output_bytes, ranks
+        if key not in known:
+            known[key] = self._new_issue_ns(*key)
+        return known[key]
+
+    def _new_issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
         layout = self.layout(ranks)
         cost, _ = self._measured(kind, layout)
         if cost is None:

@@ -10,6 +10,7 @@ Units: FLOP/s, bytes/s, ns. Link bandwidths are per rank and per direction.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -280,6 +281,7 @@ SPECS: tuple[DeviceSpec, ...] = (H100_SXM, H200_SXM, B200, A100_SXM, MI300X, MAX
 _DEFAULTS = {"cuda": H100_SXM, "xpu": MAX_1550, "cpu": CPU}
 
 
+@functools.lru_cache(maxsize=64)
 def lookup(device_name: str) -> DeviceSpec:
     """The spec whose ``match`` occurs in ``device_name`` (as drivers report it), or a device type's default.
 

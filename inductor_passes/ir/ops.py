@@ -7,6 +7,7 @@ across which nothing that communicates may move.
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from enum import Enum
@@ -338,8 +339,13 @@ _NOT_THE_USERS = (
 
 def source_line(node: torch.fx.Node) -> str:
     """``file:line`` of the user's code that made the node: the innermost frame outside of torch and of us, or ""."""
+    return _users_line(node.meta.get("stack_trace") or "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _users_line(stack_trace: str) -> str:
     found = ""
-    for line in (node.meta.get("stack_trace") or "").splitlines():
+    for line in stack_trace.splitlines():
         line = line.strip()
         if line.startswith('File "'):
             path, _, rest = line[6:].partition('", line ')

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from inductor_passes import _torch, verify
+from inductor_passes import _torch, garbage, verify
 from inductor_passes.config import PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import file as plan_file
@@ -33,6 +33,7 @@ log = logging.getLogger("inductor_passes")
 META_KEY = "inductor_passes"
 
 
+@garbage.paused()
 def replay(nodes: list[Any], context: Context) -> list[Any]:
     """Plan the fused nodes of the graph being lowered; returns them in the planned order (or as they came)."""
     report = PassReport("replay")

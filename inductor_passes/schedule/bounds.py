@@ -1,6 +1,6 @@
 """Lower bounds on the makespan of any legal order, memory ignored.
 
-Three relaxations, each valid on its own; the bound is their maximum:
+Relaxations, each valid on its own; the bound is their maximum:
 
 * the longest path through the precedence graph, a collective's duration lying between its start and its waits;
 * the compute lane as one machine: every task ``i`` has a head ``r_i`` (longest path before it), needs the lane for
@@ -9,22 +9,43 @@ Three relaxations, each valid on its own; the bound is their maximum:
   (J. R. Jackson, *Scheduling a production line to minimize maximum tardiness*, 1955; J. Carlier, *The one-machine
   sequencing problem*, EJOR 11, 1982);
 * the same for every communication machine (lane, or link shared by lanes).
+
+Heads and tails are longest paths, and longer than that where compute is caught between communication: whatever follows
+a wait and precedes a start has to pass the compute lane one by one in between, however short each path through it is.
+In a tensor-parallel layer that is all there is between two of its collectives.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from inductor_passes.schedule.problem import Kind, Problem
 from inductor_passes.schedule.tables import Tables, tables
 
-_START = int(Kind.START)
+_COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
+#: How often the longest path is looked at for compute that is caught in it.
+_ROUNDS = 4
 
 
-def heads(t: Tables) -> list[int]:
-    """Earliest time in ns at which each task can begin on the compute lane, resources ignored. O(N + edges)."""
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """At least ``length_ns`` lie between the end of task ``after`` and the beginning of task ``before``."""
+
+    after: int
+    before: int
+    length_ns: int
+
+
+def heads(t: Tables, passages: Iterable[Passage] = ()) -> list[int]:
+    """Earliest time in ns at which each task can begin on the compute lane, but for ``passages`` resources ignored.
+
+    O(N + edges).
+    """
     head = [0] * t.n
+    ending = {one.before: one for one in passages}
     # Inputs are numbered in a legal order, so one sweep is enough.
     for i, ps in enumerate(t.preds):
         h = 0
@@ -37,15 +58,19 @@ def heads(t: Tables) -> list[int]:
             e = head[s] + t.busy_ns[s] + t.lane_ns[s]
             if e > h:
                 h = e
+        if i in ending:
+            passage = ending[i]
+            h = max(h, head[passage.after] + t.busy_ns[passage.after] + passage.length_ns)
         head[i] = h
     return head
 
 
-def tails(t: Tables) -> tuple[list[int], list[int]]:
+def tails(t: Tables, passages: Iterable[Passage] = ()) -> tuple[list[int], list[int]]:
     """(tail, lane tail) in ns: longest path after a task has left the compute lane, respectively after a ``START`` has
     left its machine (0 for other tasks). For a ``START`` the former includes its own time on the machine.
     """
     tail, lane_tail = [0] * t.n, [0] * t.n
+    beginning = {one.after: one for one in passages}
     busy = t.busy_ns
     for i in range(t.n - 1, -1, -1):
         q = 0
@@ -62,6 +87,9 @@ def tails(t: Tables) -> tuple[list[int], list[int]]:
             lane_tail[i] = after
             if after + t.lane_ns[i] > q:
                 q = after + t.lane_ns[i]
+        if i in beginning:
+            passage = beginning[i]
+            q = max(q, passage.length_ns + busy[passage.before] + tail[passage.before])
         tail[i] = q
     return tail, lane_tail
 
@@ -95,8 +123,17 @@ def lower_bound(problem: Problem) -> int:
     t = tables(problem)
     if not t.n:
         return 0
-    head = heads(t)
-    tail, lane_tail = tails(t)
+    passages: list[Passage] = []
+    head, (tail, lane_tail) = heads(t), tails(t)
+    for _ in range(_ROUNDS):
+        found = _passages(t, _longest_path(t, head, tail, passages))
+        known = {(one.after, one.before) for one in passages}
+        new = [one for one in found if (one.after, one.before) not in known]
+        if not new:
+            break
+        # Of passages that share an end the newest is on a longer path.
+        passages = _disjoint([*new, *passages])
+        head, (tail, lane_tail) = heads(t, passages), tails(t, passages)
     best = one_machine((head[i], t.busy_ns[i], tail[i]) for i in range(t.n))
     for m in range(t.machines):
         best = max(
@@ -108,3 +145,66 @@ def lower_bound(problem: Problem) -> int:
             ),
         )
     return max(best, max(h + b + q for h, b, q in zip(head, t.busy_ns, tail)))
+
+
+def _longest_path(t: Tables, head: Sequence[int], tail: Sequence[int], passages: Iterable[Passage]) -> list[int]:
+    """Tasks of a longest path, the first one first."""
+    ending = {one.before: one for one in passages}
+    i = max(range(t.n), key=lambda k: (head[k] + t.busy_ns[k] + tail[k], -k))
+    # What comes after the task is reached from the one that is last on the path.
+    while True:
+        rest = [j for j in t.succs[i] if t.busy_ns[j] + tail[j] == tail[i]]
+        rest += [w for w in t.waits[i] if t.lane_ns[i] + t.busy_ns[w] + tail[w] == tail[i]]
+        if not rest or not tail[i]:
+            break
+        i = min(rest)
+    path = [i]
+    while head[i]:
+        before = [p for p in t.preds[i] if head[p] + t.busy_ns[p] == head[i]]
+        s = t.start[i]
+        if s >= 0 and head[s] + t.busy_ns[s] + t.lane_ns[s] == head[i]:
+            before.append(s)
+        if i in ending:
+            before.append(ending[i].after)
+        if not before:
+            break
+        i = max(before)
+        path.append(i)
+    return path[::-1]
+
+
+def _passages(t: Tables, path: Sequence[int]) -> list[Passage]:
+    """What compute is caught between communication tasks that follow each other on ``path``. O(N + edges) in all.
+
+    Sweeps only tasks numbered between the two, as all that lie between them in precedence are.
+    """
+    stops = [i for i in path if t.kind[i] != _COMPUTE]
+    found = []
+    for after, before in itertools.pairwise(stops):
+        if t.start[before] == after or before - after < 2:
+            continue
+        reached = {after}
+        for i in range(after + 1, before):
+            if not reached.isdisjoint(t.preds[i]):
+                reached.add(i)
+        needed, length = {before}, 0
+        for i in range(before - 1, after, -1):
+            if i in reached and not needed.isdisjoint(t.succs[i]):
+                needed.add(i)
+                length += t.busy_ns[i]
+        if length:
+            found.append(Passage(after, before, length))
+    return found
+
+
+def _disjoint(passages: Iterable[Passage]) -> list[Passage]:
+    """The first passage for every task that one begins or ends at."""
+    begun: set[int] = set()
+    ended: set[int] = set()
+    kept = []
+    for one in passages:
+        if one.after not in begun and one.before not in ended:
+            begun.add(one.after)
+            ended.add(one.before)
+            kept.append(one)
+    return kept

@@ -51,6 +51,8 @@ def prefetching(t: Tables) -> list[tuple[str, list[int]]]:
     rules = (
         Rule("list/input-eager", range(t.n), range(t.n), eager=True),
         Rule("list/critical-path-eager", by_tail, by_tail, eager=True),
+        Rule("list/input-idle", range(t.n), range(t.n), fill=True),
+        Rule("list/critical-path-idle", by_tail, by_tail, fill=True),
     )
     return [(rule.name, list_schedule(t, rule)) for rule in rules]
 

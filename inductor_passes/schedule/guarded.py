@@ -9,7 +9,7 @@ repeated from the best order found.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inductor_passes.schedule.list_schedule import Rule, list_schedule
 from inductor_passes.schedule.memory import Continuation
@@ -40,10 +40,12 @@ class Timing:
     Attributes:
         margin: how many of its own durations before its latest time a gather may be issued.
         relief: collectives that free at least as much memory as they take go first, whatever their due date.
+        fill: while the compute lane would only wait, issue whatever memory admits, due or not.
     """
 
     margin: int = 0
     relief: bool = False
+    fill: bool = False
 
 
 def just_in_time(t: Tables, ideal: Candidate, timing: Timing) -> Rule:
@@ -60,7 +62,7 @@ def just_in_time(t: Tables, ideal: Candidate, timing: Timing) -> Rule:
     if timing.relief:
         latest = [k - t.n if early else d for k, early, d in zip(position, reliever, latest)]
     name = ideal.name.removesuffix(_SUFFIX) + _SUFFIX
-    return Rule(name, position, latest, release=release)
+    return Rule(name, position, latest, fill=timing.fill, release=release)
 
 
 class Guard:
@@ -132,6 +134,9 @@ class Guard:
         for option in (Timing(0, True), Timing(1, True), Timing(1, False)):
             if self.attempt(ideal, option):
                 timing = option
+        filling = replace(timing, fill=True)
+        if self.attempt(ideal, filling):
+            timing = filling
         for reference in self._references:
             self.attempt(ideal, timing, reference)
         self._repeat(timing)

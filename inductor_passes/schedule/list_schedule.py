@@ -39,6 +39,8 @@ class Rule:
         compute: priority of each ``COMPUTE``, smallest first.
         collective: priority of each ``START``, smallest first.
         eager: issue collectives as soon as they are ready instead of when their machine would fall idle.
+        fill: while the compute lane would only wait, issue what is ready, as far as that takes no longer: issuing
+            costs time of the compute lane, here it is free.
         strict: compute tasks run exactly in the order of their priority, even when that means to wait.
         release: per ``START`` the ns of compute-lane work before which it is not issued; None: no such limit.
     """
@@ -48,6 +50,7 @@ class Rule:
     collective: Sequence[int]
     eager: bool = False
     strict: bool = False
+    fill: bool = False
     release: Sequence[int] | None = None
 
 
@@ -98,7 +101,7 @@ class _Builder:
                     if self.memory is not None and not self.memory.admits(compute):
                         continue
                 self._run_compute(compute)
-            elif self._feed(self.now + 1, 1) or self._step_reference():
+            elif self._feed(self.now + 1, 1) or self._step_reference() or (self.rule.fill and self._fill()):
                 continue
             elif not self._run_wait():
                 # Only collectives that nobody waits for keep the machines busy: queue the rest behind them.
@@ -194,6 +197,19 @@ class _Builder:
                 self._run(i)
                 issued = True
         return issued
+
+    def _fill(self) -> bool:
+        """Issue one collective within the time until the next wait ends; whether there was one."""
+        if not self.waits:
+            return False
+        gap = self.waits[0][0] - self.now
+        for heap in self.starts:
+            if heap and self.t.busy_ns[heap[0][1]] <= gap:
+                i = self._next_start(heap, _FOREVER)
+                if i >= 0:
+                    self._run(i)
+                    return True
+        return False
 
     def _next_start(self, heap: list[tuple[int, int]], horizon: int) -> int:
         """Take the best collective that is due and that memory admits from ``heap``; -1: none of the first few."""

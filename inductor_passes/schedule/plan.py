@@ -105,6 +105,7 @@ def plan(
     effort: int = 1,
     exact_window: bool = False,
     thorough: bool | None = None,
+    start: Plan | None = None,
 ) -> Plan:
     """The best order found for ``problem`` whose peak is at most ``budget_bytes`` (None: unlimited).
 
@@ -115,6 +116,7 @@ def plan(
         effort: 0 only constructs; each unit above lets local search make a number of moves proportional to N.
         exact_window: also improve windows with OR-Tools CP-SAT (the ``exact`` extra).
         thorough: try every construction; default: for problems of up to ``construct.SMALL`` tasks.
+        start: a plan of the same problem under the same cap: nothing is constructed anew.
 
     Raises:
         ExactUnavailableError: ``exact_window`` is needed but OR-Tools is not installed.
@@ -124,7 +126,10 @@ def plan(
     bound = lower_bound(problem)
     best = _Best(problem, budget_bytes)
     if t.n and (best.makespan > bound or not best.feasible):
-        construct(t, budget_bytes, bound, best.offer, thorough)
+        if start is None:
+            construct(t, budget_bytes, bound, best.offer, thorough)
+        elif start.method != "input":
+            best.judge(start.method, start.order)
         if not best.feasible and budget_bytes is not None:
             rescued = search_whole(t, budget_bytes, best.input_makespan)
             if rescued is not None:
@@ -139,7 +144,7 @@ def plan(
     if best.method != "input":
         polished = polish(t, best.order)
         best.judge(best.method, polished, polished=True)
-    if t.n and best.feasible and best.makespan > close_enough(bound, thorough):
+    if t.n and best.feasible and best.makespan > close_enough(bound, thorough) and start is None:
         for name, eager in prefetching(t):
             best.judge(name, polish(t, eager))
     order = tuple(best.order)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.fx
 
-from inductor_passes import _torch, identity
+from inductor_passes import _torch, garbage, identity
 from inductor_passes.config import PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import VerificationError, has_collectives, warn_once
@@ -56,6 +56,7 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
         self._attach(both, report, step_peak)
         return both
 
+    @garbage.paused()
     def _decide(self, marked: Sequence[torch.fx.Node], again: Split) -> tuple[PassReport | None, int | None]:
         """Choose, and change the tags of the joint graph's nodes ``marked`` accordingly.
 
@@ -86,6 +87,7 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
         keep.keep(marked, choice.kept)
         return choice.report, step_peak
 
+    @garbage.paused()
     def _attach(self, both: Split, report: PassReport | None, step_peak: int | None) -> None:
         """Tell both graphs what the step takes, where that matters to them."""
         budget = self.settings.budget
