@@ -23,6 +23,7 @@ from inductor_passes.redistribute import audit
 from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.replay import hook
+from inductor_passes.report import Verdict
 from inductor_passes.step.facts import facts_of
 from inductor_passes.step.partitioner import StepPartitioner, split_with
 
@@ -159,9 +160,18 @@ def _note_plan(context: Context, collectives: Mapping[str, str]) -> None:
         world_size=report.world_size,
         collectives=collectives,
         buckets=tuple(tuple(b) for b in context.buckets) if bucketed else (),
+        kept=_kept(context),
         order=None if fx is None or found is None else tuple(fx.problem.tasks[i].name for i in found.order),
     ).to_json()
     note_pins(context)
+
+
+def _kept(context: Context) -> tuple[str, ...] | None:
+    """Gathers whose results backward reuses; None where that was not ours to choose."""
+    choice = None if context.step is None else context.step.keep
+    if choice is None or choice.rolled_back is not None:
+        return None
+    return tuple(sorted(d.node for d in choice.decisions if d.verdict is Verdict.APPLIED))
 
 
 def note_pins(context: Context) -> None:

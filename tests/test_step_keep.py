@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,45 @@ def test_nothing_is_kept_that_costs_nothing(tmp_path: Path) -> None:
         choice = kept(compiled_reports(fsdp("auto"), tokens, memory_budget="unlimited", cost_profile=free))
     assert choice is not None and choice.metrics["kept"] == 0
     assert {d.reason for d in choice.decisions} == {Reason.NOT_PROFITABLE}
+
+
+def test_what_a_plan_file_keeps_is_kept(slow_link: str, tmp_path: Path) -> None:
+    tokens = llama_batch(CONFIG)[0]
+    settings = {"cost_profile": slow_link, "bucket": "off", "schedule": "on", "codegen": "aot_eager"}
+    with fake_world(2):
+
+        def reports_of(**more: Any) -> list[GraphReport]:
+            return compiled_reports(fsdp("auto"), tokens, **{"memory_budget": "+20%", **settings, **more})
+
+        free = reports_of(dump_plan=str(tmp_path))
+        (path,) = tmp_path.glob("forward*.json")
+        data = json.loads(path.read_text())
+        (graph,) = data["graphs"]
+        choice = kept(free)
+        assert choice is not None
+        assert graph["kept"] == sorted(d.node for d in choice.decisions if d.verdict is Verdict.APPLIED)
+        everything = sorted(d.node for d in choice.decisions)
+        assert len(everything) > len(graph["kept"]) > 1
+
+        def pinned(names: list[str], **more: Any) -> list[GraphReport]:
+            # The order of forward still fits: what is kept only lives longer.
+            file = tmp_path / "edited.txt"
+            file.write_text(json.dumps({**data, "graphs": [{**graph, "kept": names}]}))
+            return reports_of(plan=str(file), **more)
+
+        one = pinned(everything[-1:])
+        choice = kept(one)
+        assert choice is not None and {d.reason for d in choice.decisions} == {Reason.PLAN_PINNED}
+        assert [d.node for d in choice.decisions if d.verdict is Verdict.APPLIED] == everything[-1:]
+        assert gathers(one[1]) == len(everything) - 1 == gathers(pinned([])[1]) - 1
+        with pytest.raises(Exception, match=r"`kept` names mm; expected some of all_gather"):
+            pinned(["mm"])
+        with pytest.raises(Exception, match=r"`kept` needs \d+ bytes at the step's peak, the memory budget allows \d+"):
+            pinned(everything, memory_budget="+1%")
+        again = pinned(everything, memory_budget="+1%", plan_mismatch="replan")
+        choice = kept(again)
+        assert choice is not None and 0 < len(everything) - choice.metrics["kept"] == gathers(again[1])
+        assert Reason.PLAN_PINNED not in {d.reason for d in choice.decisions}
 
 
 class Checkpointed(nn.Module):

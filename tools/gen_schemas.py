@@ -182,6 +182,7 @@ def schemas() -> dict[str, dict[str, Any]]:
                 "collectives": {"type": "object", "additionalProperties": STRING},
                 "buckets": array(array(STRING)),
                 "order": array(STRING),
+                "kept": array(STRING),
                 "kernels": array(STRING),
             },
             required=["phase", "graph_index", "collectives"],

@@ -3,11 +3,12 @@
 One file holds any number of graphs, one name per line:
 
     {"schema_version": 1, "graphs": [{"phase": "forward", "graph_index": 0, ..., "buckets": [["a", "b"]],
-     "order": [...], "kernels": [...]}]}
+     "kept": ["c"], "order": [...], "kernels": [...]}]}
 
 ``collectives`` describes the graph that came in and tells whether the plan still fits. ``buckets`` names the
-collectives that travel together, ``order`` everything that the graph passes ordered (FX nodes that take time), and
-``kernels`` the order of the fused kernels. ``order`` and ``kernels`` may be left out: what is not written is planned.
+collectives that travel together, ``kept`` the gathers of a forward graph whose results backward reuses, ``order``
+everything that the graph passes ordered (FX nodes that take time), and ``kernels`` the order of the fused kernels.
+``kept``, ``order`` and ``kernels`` may be left out: what is not written is planned.
 
 A file is data: names are compared and never called, opened or evaluated.
 """
@@ -42,6 +43,7 @@ class GraphPlan:
         compile_id, rank, world_size: where it came from, for people; ``rank`` also tells whose kernels are listed.
         collectives: start node of the graph that came in -> ``kind, bytes, ranks``.
         buckets: start nodes that travel together, in buckets of two or more.
+        kept: start nodes of a forward graph's gathers whose results are held for backward; None: choose them.
         order: names of the FX tasks in order; None: plan them.
         kernels: names of the fused kernels in order; None: plan them.
         predicted: step time in ns and peak in bytes when the plan was made; not read back.
@@ -51,6 +53,7 @@ class GraphPlan:
     graph_index: int
     collectives: Mapping[str, str]
     buckets: tuple[tuple[str, ...], ...] = ()
+    kept: tuple[str, ...] | None = None
     order: tuple[str, ...] | None = None
     kernels: tuple[str, ...] | None = None
     compile_id: str = ""
@@ -75,7 +78,7 @@ class GraphPlan:
             "collectives": dict(self.collectives),
             "buckets": [list(b) for b in self.buckets],
         }
-        for key, value in (("order", self.order), ("kernels", self.kernels)):
+        for key, value in (("kept", self.kept), ("order", self.order), ("kernels", self.kernels)):
             if value is not None:
                 data[key] = list(value)
         return data
@@ -111,6 +114,7 @@ class GraphPlan:
             graph_index=_count(row["graph_index"], f"{where}.graph_index"),
             collectives=collectives,
             buckets=tuple(tuple(b) for b in buckets),
+            kept=_names(row["kept"], f"{where}.kept") if "kept" in row else None,
             order=_names(row["order"], f"{where}.order") if "order" in row else None,
             kernels=_names(row["kernels"], f"{where}.kernels") if "kernels" in row else None,
             compile_id=str(row.get("compile_id", "")),
@@ -130,6 +134,7 @@ _KEYS = frozenset(
         "predicted",
         "collectives",
         "buckets",
+        "kept",
         "order",
         "kernels",
     )

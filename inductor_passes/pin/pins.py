@@ -153,6 +153,34 @@ def find(
     return pins
 
 
+def find_kept(plans: PlanFile, graph_index: int | None, keepable: Sequence[str], *, replan: bool) -> Pins | None:
+    """The forward plan that says which parameters stay gathered for backward; None when no plan does.
+
+    Asked before forward and backward are taken apart, so the plan is recognised by naming all that could be kept.
+
+    Args:
+        graph_index: of the graph, None where it is not known yet.
+
+    Raises:
+        PlanFileError: the plan says so of a graph with other gathers, or of a gather that cannot be kept (unless
+            ``replan``).
+    """
+    saying = [g for g in plans.graphs if g.phase == "forward" and g.kept is not None]
+    if not saying:
+        return None
+    fitting = [g for g in saying if all(name in g.collectives for name in keepable)]
+    numbered = [g for g in fitting or saying if g.graph_index == graph_index]
+    graph = next(iter([*numbered, *fitting, *saying]))
+    pins = Pins(graph, plans.path, plans.digest, 0, replan)
+    if not fitting:
+        missing = ", ".join([n for n in keepable if n not in graph.collectives][:_SHOWN])
+        pins.refuse(f"`kept` was written for another graph: this one also gathers {missing}")
+    elif unknown := [name for name in graph.kept or () if name not in keepable]:
+        allowed = ", ".join(keepable[:_SHOWN]) + (" ..." if len(keepable) > _SHOWN else "")
+        pins.refuse(f"`kept` names {', '.join(unknown[:_SHOWN])}; expected some of {allowed}")
+    return pins
+
+
 def _difference(planned: Mapping[str, str], found: Mapping[str, str]) -> str:
     """What is missing, new or changed in the graph against the plan; "" when nothing is."""
     parts = []

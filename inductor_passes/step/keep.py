@@ -147,6 +147,39 @@ def choose(
     return Choice(frozenset(g.start for g in found[:kept]), report)
 
 
+def pinned(
+    forward: Problem, backward: Problem, found: Sequence[Gathered], kept: Collection[str], limit: int | None
+) -> Choice | str:
+    """The choice that a plan file makes, or in words why the budget does not allow it."""
+    names = set(kept)
+    both = holding(forward, names), without_gathers(backward, names)
+    peak = max(map(peak_bytes, both))
+    if limit is not None and peak > max(limit, peak_bytes(forward), peak_bytes(backward)):
+        return (
+            f"`kept` needs {peak} bytes at the step's peak, the memory budget allows {limit}; raise memory_budget or "
+            "keep less"
+        )
+    chosen = [g for g in found if g.start in names]
+    metrics: dict[str, float] = {
+        "kept": len(chosen),
+        "kept_bytes": sum(g.held_bytes for g in chosen),
+        "gathered_again": len(found) - len(chosen),
+    }
+    decisions = [
+        Decision(
+            NAME,
+            g.start,
+            Verdict.APPLIED if g.start in names else Verdict.REFUSED,
+            Reason.PLAN_PINNED,
+            f"{g.held_bytes} bytes held or {g.link_ns} ns on the link",
+            source=g.source,
+            group=g.group,
+        )
+        for g in found
+    ]
+    return Choice(frozenset(names), PassReport(NAME, changed=bool(names), decisions=decisions, metrics=metrics))
+
+
 def refused(found: Sequence[Gathered]) -> PassReport:
     """The report when nothing is kept because ranks could disagree, see ``canonical.Shards``."""
     return PassReport(

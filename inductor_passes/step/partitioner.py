@@ -17,6 +17,8 @@ import torch.fx
 from inductor_passes import _torch, garbage, identity
 from inductor_passes.config import PassConfig
 from inductor_passes.ir.view import GraphView
+from inductor_passes.pin import pins
+from inductor_passes.pin.file import PlanFileError
 from inductor_passes.pipeline import VerificationError, has_collectives, warn_once
 from inductor_passes.reorder.problem import FxProblem, NoHintError, build
 from inductor_passes.report import PassReport, Reason
@@ -77,7 +79,11 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
                 return None, step_peak
             if not (forward.ranks_agree and backward.ranks_agree):
                 return keep.refused(found), None
-            choice = keep.choose(forward.problem, backward.problem, found, settings.budget, step_peak)
+            choice = self._pinned(forward, backward, found, step_peak) or keep.choose(
+                forward.problem, backward.problem, found, settings.budget, step_peak
+            )
+        except PlanFileError:
+            raise
         except NoHintError as error:
             return PassReport(keep.NAME, rolled_back=Reason.NO_HINT, detail=str(error)), None
         except Exception as error:
@@ -86,6 +92,30 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
             return PassReport(keep.NAME, rolled_back=Reason.EXCEPTION, detail=detail), None
         keep.keep(marked, choice.kept)
         return choice.report, step_peak
+
+    def _pinned(
+        self, forward: FxProblem, backward: FxProblem, found: Sequence[keep.Gathered], step_peak: int
+    ) -> keep.Choice | None:
+        """What the plan file says, None when it says nothing or was given up."""
+        settings = self.settings
+        plans = identity.load_plan(settings)
+        if plans is None:
+            return None
+        name = _torch.aot_graph_name().rsplit("_", 1)[-1]
+        pin = pins.find_kept(
+            plans,
+            int(name) if name.isdigit() else None,
+            sorted(g.start for g in found),
+            replan=settings.plan_mismatch == "replan",
+        )
+        if pin is None or pin.given_up:
+            return None
+        limit = settings.budget.limit_bytes(step_peak)
+        choice = keep.pinned(forward.problem, backward.problem, found, pin.graph.kept or (), limit)
+        if isinstance(choice, str):
+            pin.refuse(choice)
+            return None
+        return choice
 
     @garbage.paused()
     def _attach(self, both: Split, report: PassReport | None, step_peak: int | None) -> None:
