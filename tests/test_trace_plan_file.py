@@ -236,7 +236,7 @@ def test_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 SAMPLE = GraphPlan(
-    "forward", 0, {"a": "all_gather 8 bytes, 2 ranks", "b": ""}, (("a", "b"),), ("a", "w"), ("k",), "0/0", 0, 2
+    "forward", 0, {"a": "all_gather 8 bytes, 2 ranks", "b": ""}, (("a", "b"),), ("a",), ("a", "w"), ("k",), "0/0", 0, 2
 )
 BAD: dict[str, tuple[Any, str]] = {
     "no object": ([], "expected an object"),
@@ -245,6 +245,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "phase": ({"schema_version": 1, "graphs": [{**SAMPLE.to_json(), "phase": "../x"}]}, "phase is '../x'"),
     "order": ({"schema_version": 1, "graphs": [{**SAMPLE.to_json(), "order": [1]}]}, "order is .*list of names"),
     "twice": ({"schema_version": 1, "graphs": [{**SAMPLE.to_json(), "order": ["a", "a"]}]}, "'a' twice"),
+    "kept": ({"schema_version": 1, "graphs": [{**SAMPLE.to_json(), "kept": "a"}]}, "kept is 'a'.*list of names"),
     "bucket": ({"schema_version": 1, "graphs": [{**SAMPLE.to_json(), "buckets": [["a"]]}]}, "at least two"),
     "graphs": ({"schema_version": 1, "graphs": [SAMPLE.to_json()] * 2}, "forward_0 is planned twice"),
 }
@@ -285,12 +286,15 @@ def test_a_link_out_of_the_directory_is_not_followed(tmp_path: Path) -> None:
 names = st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=5)
 
 
-@given(order=st.none() | names, kernels=st.none() | names, index=st.integers(0, 9))
-def test_files_say_what_they_were_made_of(order: list[str] | None, kernels: list[str] | None, index: int) -> None:
+@given(order=st.none() | names, kept=st.none() | names, kernels=st.none() | names, index=st.integers(0, 9))
+def test_files_say_what_they_were_made_of(
+    order: list[str] | None, kept: list[str] | None, kernels: list[str] | None, index: int
+) -> None:
     one = dataclasses.replace(
         SAMPLE,
         graph_index=index,
         order=None if order is None else tuple(order),
+        kept=None if kept is None else tuple(kept),
         kernels=None if kernels is None else tuple(kernels),
     )
     assert GraphPlan.from_json(json.loads(text_of([one]))["graphs"][0], "x") == one
