@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 from pathlib import Path
 
 import pytest
 import torch
 from models import fake_world
+from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import inductor_passes
 from inductor_passes.config import ConfigError, PassConfig, Redistribution
 from inductor_passes.redistribute.audit import close
-from inductor_passes.report import GraphReport, PassReport, Reason
+from inductor_passes.report import GraphReport, PassReport, Reason, RedistributionReport
 from inductor_passes.trace.collector import collect
+from inductor_passes.trace.text import render_graph
 
 
 def compiled(function, inputs, **settings):
@@ -133,3 +137,14 @@ def test_undone_rewrites_are_not_claimed(mesh):
     report.passes = [PassReport("redistribute", rolled_back=Reason.VERIFIER)]
     close(report, PassConfig())
     assert report.redistributions[0].refused == ("undone: verifier finding",)
+
+
+def test_equal_redistributions_share_a_line_of_the_text() -> None:
+    one = RedistributionReport(("a",), "add", False, "model.py:31", ("P(sum) -> R over 4 ranks",), 8 << 20, 4 << 20)
+    other = dataclasses.replace(one, names=("z",), source="model.py:40", bytes_before=100, bytes_after=100)
+    again = [dataclasses.replace(one, names=(f"a{i}",)) for i in range(30)]
+    report = GraphReport("forward", 0, "0/0", 0, 4, "2.13", {}, redistributions=[other, one, *again])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(render_graph(report))
+    lines = [line.split() for line in console.export_text().splitlines() if "model.py" in line]
+    assert [(line[0], line[-1]) for line in lines] == [("31", "model.py:31"), ("1", "model.py:40")]

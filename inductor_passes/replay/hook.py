@@ -8,6 +8,7 @@ moves it again, and the emitted statements are compared with the plan for every 
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def replay(nodes: list[Any], context: Context) -> list[Any]:
 
 
 def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]:
+    began = time.perf_counter_ns()
     built = build(
         nodes,
         context.profile,
@@ -84,6 +86,7 @@ def _replay(nodes: list[Any], context: Context, report: PassReport) -> list[Any]
         "predicted": {"step_ns": after.makespan_ns, "peak_bytes": after.peak_bytes},
     }
     _dump(built, context)
+    report.duration_ns = time.perf_counter_ns() - began
 
     def generated(statements: list[tuple[str, tuple[str, ...]]]) -> str:
         context.report.order_check = order_check.compare(order, statements)

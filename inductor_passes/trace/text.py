@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -208,12 +210,15 @@ def _collectives(collectives: Sequence[CollectiveReport], top: int | None) -> Ta
 
 
 def _redistributions(found: Sequence[RedistributionReport], top: int | None) -> Table:
-    shown = sorted(found, key=lambda r: -r.bytes_before)[:top]
+    # Every layer of a model redistributes alike: one line, and how often.
+    alike = Counter(dataclasses.replace(one, names=(), refused=()) for one in found)
+    shown = sorted(alike, key=lambda one: -one.bytes_before * alike[one])[:top]
     table = Table(box=box.SIMPLE, pad_edge=False)
-    for head in ("redistribution", "layouts", "kind", "sent, before", "after", "rewrites", "source"):
-        table.add_column(head, justify="right" if head in ("sent, before", "after") else "left")
+    for head in ("times", "redistribution", "layouts", "kind", "sent each, before", "after", "rewrites", "source"):
+        table.add_column(head, justify="right" if head in ("times", "sent each, before", "after") else "left")
     for one in shown:
         table.add_row(
+            str(alike[one]),
             escape(one.call or "unknown call"),
             escape(", ".join(one.placements)),
             "" if one.explicit is None else "asked for" if one.explicit else "implicit",
