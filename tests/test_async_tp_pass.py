@@ -151,6 +151,27 @@ def test_above_the_memory_budget_everything_is_undone() -> None:
     assert free.decisions[0].verdict is Verdict.APPLIED
 
 
+def test_identical_gathers_are_merged_within_the_budget() -> None:
+    """Both matmuls read the same gathered tensor; in between something else takes the memory."""
+
+    def twice(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = (ag(x) @ w).sum()
+        between = ((v @ v) @ ((v + first) @ v)).sum()
+        return between, ag(x) @ (w * between)
+
+    program = Program("twice", twice, ((256, 64), (64, 64), (300, 300)))
+    for budget, merged in (("unlimited", True), ("0", False)):
+        with local_world(2):
+            gm = trace(program)
+            report = run(gm, link(0.001), budget, mode="auto")
+            left = len(GraphView(gm.graph).collectives)
+        (decision,) = [d for d in report.decisions if d.subject == "async_tp/merge"]
+        assert (decision.verdict is Verdict.APPLIED) is merged
+        assert left == (1 if merged else 2)
+        if not merged:
+            assert decision.reason is Reason.MEMORY_BUDGET and decision.setting
+
+
 def test_modes() -> None:
     cheap = link(0.001)
 

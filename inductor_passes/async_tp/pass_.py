@@ -30,6 +30,7 @@ from inductor_passes.async_tp.lower_op import fits, lower_op
 from inductor_passes.async_tp.order import Key, legal_order
 from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
 from inductor_passes.async_tp.rules import shape_of
+from inductor_passes.budget import exceeds, gathers_twice, graph_peak_bytes
 from inductor_passes.config import ConfigError
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
@@ -114,10 +115,16 @@ class AsyncTpPass:
             report.decisions = [_refused(c, Reason.RANKS_DIFFER, UNEQUAL, 'async_tp="force"') for c in view.collectives]
             return report
         names_before = {n.name for n in graph.nodes}
+        peak = graph_peak_bytes(graph, context) if gathers_twice(view) else None
         merged, replaced = merge_identical(graph, view)
-        if merged:
-            view = GraphView(graph)
-        report.decisions += merged
+        if merged and context.snapshot is not None and exceeds(graph, context, peak):
+            context.snapshot.restore()
+            context.forget_view()
+            report.decisions += [_above_budget(decision) for decision in merged]
+            merged, replaced = [], []
+        elif merged:
+            report.decisions += merged
+        view = context.view(graph)
         planner = _Planner(self, view, context)
         chosen = planner.choose()
         report.decisions += planner.decisions
@@ -169,6 +176,16 @@ def _refused(c: Collective, reason: Reason, detail: str, setting: str = "") -> D
         source=ops.source_line(c.start),
         group=c.group.name,
         setting=setting,
+    )
+
+
+def _above_budget(decision: Decision) -> Decision:
+    return replace(
+        decision,
+        verdict=Verdict.REFUSED,
+        reason=Reason.MEMORY_BUDGET,
+        detail=f"{decision.detail}, which lives for longer",
+        setting='memory_budget="unlimited"',
     )
 
 

@@ -17,13 +17,12 @@ from typing import ClassVar, Literal
 
 import torch.fx
 
+from inductor_passes.budget import exceeds, gathers_twice, graph_peak_bytes
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context
 from inductor_passes.reorder.canonical import shards
-from inductor_passes.reorder.problem import NoHintError, build
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
-from inductor_passes.schedule.simulate import simulate
 
 from . import audit
 from .rewrites import REWRITES
@@ -62,14 +61,14 @@ class RewriteCollectives:
         """Apply rewrites until none matches. What lengthens lifetimes is undone when the memory budget says so."""
         found = [] if self.only else audit.listed(context.view(graph))
         # Only what lengthens lifetimes is held to the budget, and only then is the peak worth its price.
-        duplicates = _duplicates(context.view(graph))
-        before = _peak_bytes(graph, context) if duplicates else None
+        duplicates = gathers_twice(context.view(graph))
+        before = graph_peak_bytes(graph, context) if duplicates else None
         # What the budget allows must be the same on all ranks.
         free = not duplicates or context.config.budget.unlimited
         may_extend = free or shards(context.view(graph)).ranks_agree
         run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend)
         run.to_fixpoint()
-        if run.extended and context.snapshot is not None and _over_budget(graph, context, before):
+        if run.extended and context.snapshot is not None and exceeds(graph, context, before):
             context.snapshot.restore()
             context.forget_view()
             run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend=False)
@@ -84,31 +83,6 @@ class RewriteCollectives:
             after = GraphView(graph) if run.applied else context.view(graph)
             context.report.redistributions = audit.settled(found, report.decisions, certificates, after)
         return report
-
-
-def _duplicates(view: GraphView) -> bool:
-    """Whether some tensor is gathered twice."""
-    gathers = [(c.inputs, c.group) for c in view.collectives if c.kind == "all_gather"]
-    return len(set(gathers)) < len(gathers)
-
-
-def _peak_bytes(graph: torch.fx.Graph, context: Context) -> int | None:
-    """The peak that the planner sees: sizes that differ between ranks count alike on all of them."""
-    try:
-        view = context.view(graph)
-        problem = build(view, context.profile, name="redistribute", estimator=context.config.estimator).problem
-    except NoHintError:
-        return None
-    return simulate(problem).peak_bytes
-
-
-def _over_budget(graph: torch.fx.Graph, context: Context, before: int | None) -> bool:
-    context.forget_view()
-    after = _peak_bytes(graph, context)
-    if before is None or after is None:
-        return False
-    limit = context.limit_bytes(before)
-    return limit is not None and after > limit
 
 
 @dataclass
