@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from models import fake_world
-from test_step_keep import compiled_reports, kept, save_profile
+from ranks import Ranks
+from test_step_keep import compiled_reports, dotted, kept, save_profile
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -106,3 +107,32 @@ def test_uneven_rows_are_left_in_their_order(slow: str) -> None:
                 assert reasons == {Reason.RANKS_DIFFER}
         found.append([[(c.kind, c.size_bytes) for c in r.collectives] for r in reports])
     assert found[0] == found[1]
+
+
+def train(rank: int, world_size: int, cost_profile: str) -> list[list[torch.Tensor]]:
+    """Loss and gradients of one step by plain Inductor, by ours at no and at some memory to spare."""
+    found = []
+    for settings in (None, {"memory_budget": "0"}, {"memory_budget": "+30%"}):
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        model = simple_fsdp(Layers(), mesh, reshard_after_forward="auto")
+        torch._dynamo.reset()
+        if settings is None:
+            compiled = torch.compile(model, fullgraph=True)
+        else:
+            options = dotted(cost_profile=cost_profile, rank_check="error", verify="strict", **settings)
+            compiled = torch.compile(model, fullgraph=True, backend="inductor_passes", options=options)
+        loss = compiled(torch.linspace(rank, rank + 1, 8 * 64).view(8, 64)).square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(p.grad.to_local().clone() for p in model.parameters())])  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.ranks
+def test_real_ranks_with_uneven_shards_compute_the_same(tmp_path: Path) -> None:
+    slow = save_profile(tmp_path / "slow.json", 100_000, 10.0, 5_000, 0.1, ranks=3)
+    with Ranks(3) as pool:
+        for plain, *ours in pool.run(train, slow):
+            for mine in ours:
+                assert len(mine) == len(plain)
+                assert all(torch.equal(a, b) for a, b in zip(plain, mine))
