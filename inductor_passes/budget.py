@@ -6,7 +6,7 @@ import torch.fx
 
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context
-from inductor_passes.reorder.problem import NoHintError, build
+from inductor_passes.reorder.problem import NoHintError
 from inductor_passes.schedule.memory import peak_bytes
 
 
@@ -19,10 +19,9 @@ def gathers_twice(view: GraphView) -> bool:
 def graph_peak_bytes(graph: torch.fx.Graph, context: Context) -> int | None:
     """The peak that the planner sees (equal on all ranks, see ``reorder.canonical``); None without hints."""
     try:
-        fx = build(context.view(graph), context.profile, estimator=context.config.estimator)
+        return peak_bytes(context.problem(graph).problem)
     except NoHintError:
         return None
-    return peak_bytes(fx.problem)
 
 
 def exceeds(graph: torch.fx.Graph, context: Context, before: int | None) -> bool:

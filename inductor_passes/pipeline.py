@@ -23,7 +23,7 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.file import PlanFileError
 from inductor_passes.pin.pins import Pins
-from inductor_passes.reorder.problem import FxProblem, is_backward
+from inductor_passes.reorder.problem import FxProblem, build, is_backward
 from inductor_passes.report import GraphReport, PassReport, Reason, ScheduleReport
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
@@ -78,6 +78,7 @@ class Context:
     step: StepFacts | None = None
     solved: tuple[Problem, Plan] | None = None
     _view: GraphView | None = None
+    _problem: tuple[GraphView, FxProblem] | None = None
 
     def view(self, graph: torch.fx.Graph) -> GraphView:
         """A view of the graph as it is, shared by passes for as long as none of them changes it."""
@@ -85,9 +86,20 @@ class Context:
             self._view = GraphView(graph)
         return self._view
 
+    def problem(self, graph: torch.fx.Graph) -> FxProblem:
+        """The scheduling problem of the graph as it is, shared like its view.
+
+        Raises:
+            NoHintError: a size has no hint.
+        """
+        view = self.view(graph)
+        if self._problem is None or self._problem[0] is not view:
+            self._problem = view, build(view, self.profile, name=self.report.phase, estimator=self.config.estimator)
+        return self._problem[1]
+
     def forget_view(self) -> None:
         """The graph has changed: the next pass looks anew."""
-        self._view = None
+        self._view = self._problem = None
 
     def limit_bytes(self, peak_bytes: int) -> int | None:
         """The cap on an FX graph's peak. Every pass asks with the peak of the graph it got; the first one counts."""

@@ -123,6 +123,7 @@ class AsyncTpPass:
             report.decisions += [_above_budget(decision) for decision in merged]
             merged, replaced = [], []
         elif merged:
+            context.forget_view()
             report.decisions += merged
         view = context.view(graph)
         planner = _Planner(self, view, context)
@@ -238,7 +239,7 @@ class _Planner:
 
     def _exposed(self) -> dict[torch.fx.Node, int]:
         """What remains exposed of every collective when the graph as it is has been scheduled."""
-        fx = build(self.view, self.context.profile, estimator=self.context.config.estimator)
+        fx = self.context.problem(self.view.graph)
         limit = self.context.limit_bytes(simulate(fx.problem).peak_bytes)
         self.before = plan(fx.problem, limit, effort=0)
         timeline = simulate(fx.problem, self.before.order)

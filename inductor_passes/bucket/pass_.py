@@ -34,7 +34,7 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.pins import Pins
 from inductor_passes.pipeline import Context
 from inductor_passes.reorder.canonical import UNEQUAL
-from inductor_passes.reorder.problem import NoHintError, build
+from inductor_passes.reorder.problem import NoHintError
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.verify import Certificate, Claim
@@ -88,7 +88,7 @@ class BucketPass:
             return report
         coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
         try:
-            fx = build(view, context.profile, name=self.name, estimator=context.config.estimator)
+            fx = context.problem(graph)
         except NoHintError as error:
             report.decisions = [refusal(c, Reason.NO_HINT, str(error)) for c in view.collectives]
             return report

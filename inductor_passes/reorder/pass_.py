@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 import torch.fx
 
 from inductor_passes.pipeline import Context, arrange, schedule_report
-from inductor_passes.reorder.problem import NoHintError, build
+from inductor_passes.reorder.problem import NoHintError
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.construct import SMALL
 from inductor_passes.schedule.plan import Plan, plan
@@ -43,7 +43,7 @@ class ReorderPass:
         view = context.view(graph)
         report = PassReport(self.name)
         try:
-            fx = build(view, context.profile, name=context.report.phase, estimator=context.config.estimator)
+            fx = context.problem(graph)
         except NoHintError as error:
             report.decisions = [
                 Decision("reorder", c.start.name, Verdict.REFUSED, Reason.NO_HINT, str(error), group=c.group.name)
