@@ -157,6 +157,22 @@ def test_r13_releases_what_a_slice_pins():
     assert_equal_on_all_ranks(before, after, groups)
 
 
+@pytest.mark.parametrize(
+    ("pieces_left", "budget", "applied"), [(4, "+5%", True), (4, "unlimited", False), (3, "+5%", False)]
+)
+def test_r13_copies_only_where_that_releases_much(pieces_left, budget, applied):
+    with mesh_world((4,)) as mesh:
+        program = Program((12, 16))
+        whole = program.collective("all_reduce", program.inputs[0], "max", mesh.get_group().group_name)
+        pieces = program.call(torch.ops.aten.split.Tensor, whole, 12 // pieces_left, 0)
+        gm = torch.fx.GraphModule(torch.nn.Module(), program.output(program.call(operator.getitem, pieces, 0)))
+        report = rewritten(gm, context_for(gm.graph, memory_budget=budget))
+    (decision,) = [d for d in report.decisions if d.subject == "R13"]
+    assert (decision.verdict is Verdict.APPLIED) is applied is report.changed
+    if not applied:
+        assert decision.reason is Reason.NOT_PROFITABLE
+
+
 class MLP(nn.Module):
     def __init__(self):
         super().__init__()
