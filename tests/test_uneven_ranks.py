@@ -14,8 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from inductor_passes.ir.view import GraphView
+from inductor_passes.reorder.canonical import shards
 from inductor_passes.report import GraphReport, Reason
 from inductor_passes.simple_fsdp import simple_fsdp
+from tests.async_tp_programs import Program, ag, trace
+from tests.bucket_graphs import local_world
 
 RANKS = 4
 
@@ -136,3 +140,13 @@ def test_real_ranks_with_uneven_shards_compute_the_same(tmp_path: Path) -> None:
             for mine in ours:
                 assert len(mine) == len(plain)
                 assert all(torch.equal(a, b) for a, b in zip(plain, mine))
+
+
+@pytest.mark.parametrize(("kept_rows", "uneven"), [(15, True), (16, False), (10, False)])
+def test_a_cut_counts_only_as_much_as_shards_are_padded(kept_rows: int, uneven: bool) -> None:
+    with local_world(2):
+        gm = trace(Program("cut", lambda x, w: ag(x)[:kept_rows] @ w, ((8, 4), (4, 4))))
+        found = shards(GraphView(gm.graph))
+    assert bool(found.uneven) is uneven
+    # The shards are inputs of the graph: all ranks gather alike.
+    assert found.ranks_agree

@@ -170,12 +170,12 @@ def _has_unequal_splits(start: torch.fx.Node) -> bool:
 
 def _is_uneven(view: GraphView, collective: Collective) -> bool:
     if collective.kind == "all_gather":
-        return any(_is_cut(view, wait) for wait in collective.waits)
+        return any(_is_cut(view, wait, collective.group.size) for wait in collective.waits)
     return collective.kind == "reduce_scatter" and any(_is_padded(view, node) for node in collective.inputs)
 
 
-def _is_cut(view: GraphView, wait: torch.fx.Node) -> bool:
-    """Whether the end of a dimension of the result is never read."""
+def _is_cut(view: GraphView, wait: torch.fx.Node, ranks: int) -> bool:
+    """Whether the end of a dimension of the result is never read, as much of it as makes a size that ranks share."""
     todo = [wait]
     while todo:
         node = todo.pop()
@@ -193,7 +193,7 @@ def _is_cut(view: GraphView, wait: torch.fx.Node) -> bool:
         if len(ends) == 1 and -1 not in ends and isinstance(value, torch.Tensor):
             ((dim, end),) = ends.items()
             size = _torch.size_hint(value.shape[dim])
-            if size is not None and end < size:
+            if size is not None and end < size < end + ranks and size % ranks == 0:
                 return True
     return False
 
