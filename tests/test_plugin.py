@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 from models import WorldGather, fake_world
 
 import inductor_passes
-from inductor_passes import ConfigError, config, in_tree, plugin
+from inductor_passes import ConfigError, config, garbage, in_tree, plugin
 from inductor_passes.report import GraphReport
 from inductor_passes.trace.collector import collect
 
@@ -256,3 +257,25 @@ def test_a_failing_pass_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPat
     torch._dynamo.reset()
     with pytest.raises(Exception, match="vandal"):
         train(torch.compile(model, options=inductor_passes.options(verify="strict")))
+
+
+def test_the_garbage_collector_is_paused_and_comes_back() -> None:
+    @garbage.paused()
+    def fails() -> None:
+        assert not gc.isenabled()
+        with garbage.paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+        raise KeyError
+
+    assert gc.isenabled()
+    with pytest.raises(KeyError):
+        fails()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with garbage.paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
