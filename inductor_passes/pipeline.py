@@ -231,7 +231,7 @@ def run_passes(graph: torch.fx.Graph, passes: list[Pass], context: Context) -> N
                 snapshot = None
                 context.forget_view()
     # Whoever keeps the context for later does not keep the graph as it was.
-    context.snapshot = None
+    context.snapshot = context.solved = None
     context.forget_view()
 
 
