@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import WorldGather
 from ranks import Ranks
 from test_report import TraceDir
-from test_trace_plan_file import Gather
 from typer.testing import CliRunner
 
 import inductor_passes
@@ -156,7 +156,7 @@ def train(rank: int, world_size: int, folder: str, cost_profile: str) -> int:
 
     def forward(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
         for weight in weights:
-            x = x @ Gather.apply(weight)
+            x = x @ WorldGather.apply(weight)
         return x
 
     options = inductor_passes.options(cost_profile=cost_profile, bucket="off", memory_budget="unlimited")
