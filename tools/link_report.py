@@ -175,7 +175,8 @@ def table(results: dict[str, Any]) -> Table:
 
 def summary(results: dict[str, Any]) -> Table:
     """The demo's table: few columns, best understood by someone who sees it for the first time."""
-    out = Table(title="One training step, two ranks, emulated link", caption="limit: no order can be faster")
+    limit = "limit: no order of the same collectives can be faster; fewer, larger ones can"
+    out = Table(title="One training step, two ranks, emulated link", caption=limit)
     for heading in ("", "step", "waiting for the link", "peak memory", "above the limit", "step, wall clock"):
         out.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for r in results["rows"]:
