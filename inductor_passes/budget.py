@@ -6,6 +6,7 @@ import torch.fx
 
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context
+from inductor_passes.reorder.canonical import shards
 from inductor_passes.reorder.problem import NoHintError
 from inductor_passes.schedule.memory import peak_bytes
 
@@ -22,6 +23,11 @@ def graph_peak_bytes(graph: torch.fx.Graph, context: Context) -> int | None:
         return peak_bytes(context.problem(graph).problem)
     except NoHintError:
         return None
+
+
+def may_be_asked(graph: torch.fx.Graph, context: Context) -> bool:
+    """Whether all ranks get one answer from the budget: peaks are alike on them, or it is unlimited."""
+    return context.config.budget.unlimited or shards(context.view(graph)).ranks_agree
 
 
 def exceeds(graph: torch.fx.Graph, context: Context, before: int | None) -> bool:

@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from models import fake_world
+from models import WorldGather, fake_world
 from torch.utils import checkpoint as checkpointing
 
 import inductor_passes
@@ -41,20 +41,8 @@ WIDTH = 16
 Make = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
-class Gather(torch.autograd.Function):
-    """All-gather along the first dimension, reduce-scatter as its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return funcol.all_gather_tensor(weight, 0, dist.group.WORLD)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return funcol.reduce_scatter_tensor(gradient, "sum", 0, dist.group.WORLD)
-
-
 def layer(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x @ Gather.apply(weight))
+    return torch.relu(x @ WorldGather.apply(weight))
 
 
 def model(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compiled_reports, dotted, kept, save_profile
 from models import LlamaConfig, capture_graphs, collectives, cross_entropy, fake_world, llama, llama_batch
 from parity import share
 from ranks import Ranks
@@ -20,9 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import inductor_passes
 from inductor_passes import plugin
 from inductor_passes.config import MemoryBudget
-from inductor_passes.cost.communication import KINDS, Layout
-from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
-from inductor_passes.report import GraphReport, PassReport, Reason, Verdict
+from inductor_passes.report import GraphReport, Reason, Verdict
 from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
@@ -33,46 +32,10 @@ from inductor_passes.trace.collector import collect
 CONFIG = LlamaConfig(layers=3, dim=64, hidden=176, vocab=256, batch=2, seq=32)
 
 
-def save_profile(path: Path, *cost: float, ranks: int = 2) -> str:
-    """A cost profile in which every collective between ``ranks`` ranks costs ``cost``, see ``CollectiveCost``."""
-    made = CostProfile(
-        "made up",
-        "CPU",
-        measured=True,
-        ranks_per_host=ranks,
-        matmul=(MatmulPoint("float32", 1e6, 20_000), MatmulPoint("float32", 1e8, 2_000_000)),
-        memory_bytes_per_s=1e10,
-        kernel_ns=3000,
-        groups=(
-            GroupCost(
-                Layout.of(tuple(range(ranks)), ranks), "gloo", "link", tuple(CollectiveCost(k, *cost) for k in KINDS)
-            ),
-        ),
-    )
-    made.save(path)
-    return str(path)
-
-
 @pytest.fixture(scope="module")
 def slow_link(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Communication takes about as long as compute."""
     return save_profile(tmp_path_factory.mktemp("profile") / "slow.json", 100_000, 10.0, 5_000, 0.1)
-
-
-def dotted(**settings: Any) -> dict[str, Any]:
-    return {f"inductor_passes.{k}": v for k, v in {"codegen": "aot_eager", "verify": "strict", **settings}.items()}
-
-
-def compiled_reports(model: nn.Module, tokens: torch.Tensor, **settings: Any) -> list[GraphReport]:
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="inductor_passes", options=dotted(**settings))
-    with collect() as reports:
-        compiled(tokens).sum().backward()
-    return reports
-
-
-def kept(reports: list[GraphReport]) -> PassReport | None:
-    return next((p for r in reports for p in r.passes if p.name == "keep"), None)
 
 
 def fsdp(reshard: Any) -> nn.Module:

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from compiled import compiled_reports, dotted, kept, save_profile
 from models import fake_world
 from ranks import Ranks
-from test_step_keep import compiled_reports, dotted, kept, save_profile
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.view import GraphView
 from inductor_passes.reorder.canonical import shards
+from inductor_passes.reorder.problem import build
 from inductor_passes.report import GraphReport, Reason
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.async_tp_programs import Program, ag, trace
@@ -97,13 +99,14 @@ class Rows(nn.Module):
         return (one.to_local() @ self.second.weight) + two.to_local()
 
 
-def test_uneven_rows_are_left_in_their_order(slow: str) -> None:
+@pytest.mark.parametrize("async_tp", ["auto", "force"])
+def test_uneven_rows_are_left_in_their_order(slow: str, async_tp: str) -> None:
     found = []
     for rank in (0, RANKS - 1):
         with fake_world(RANKS, rank):
             model = Rows(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
             reports = compiled_reports(
-                model, torch.ones(30, 32), memory_budget="+30%", cost_profile=slow, async_tp="auto"
+                model, torch.ones(30, 32), memory_budget="+30%", cost_profile=slow, async_tp=async_tp
             )
         for report in reports:
             if report.phase == "forward":
@@ -150,3 +153,17 @@ def test_a_cut_counts_only_as_much_as_shards_are_padded(kept_rows: int, uneven: 
     assert bool(found.uneven) is uneven
     # The shards are inputs of the graph: all ranks gather alike.
     assert found.ranks_agree
+
+
+@pytest.mark.parametrize(("kept_rows", "padded"), [(15, True), (16, False)])
+def test_a_padded_copy_is_charged_once(kept_rows: int, padded: bool) -> None:
+    """By every rank where shards are uneven; where they are even a pad is a copy like any other."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return ag(torch.nn.functional.pad(x, (0, 0, 0, 1)))[:kept_rows] @ w
+
+    with local_world(2):
+        gm = trace(Program("pad", function, ((7, 4), (4, 4))))
+        found = build(GraphView(gm.graph), CostProfile.default("cpu")).problem
+    copies = [s for s in found.storages if s.size_bytes == 8 * 4 * 4 and s.producer >= 0]
+    assert [s.name.endswith(".padded") for s in copies] == [padded]

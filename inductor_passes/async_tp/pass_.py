@@ -111,8 +111,9 @@ class AsyncTpPass:
         if not any(self.mode_of(c) != "off" for c in view.collectives):
             report.decisions = [_refused(c, Reason.DISABLED, "", 'async_tp="auto"') for c in view.collectives]
             return report
-        if any(self.mode_of(c) == "auto" for c in view.collectives) and not shards(view).ranks_agree:
-            report.decisions = [_refused(c, Reason.RANKS_DIFFER, UNEQUAL, 'async_tp="force"') for c in view.collectives]
+        if not shards(view).ranks_agree:
+            # Prices differ with the pieces, and "force" chooses by price too.
+            report.decisions = [_refused(c, Reason.RANKS_DIFFER, UNEQUAL) for c in view.collectives]
             return report
         names_before = {n.name for n in graph.nodes}
         peak = graph_peak_bytes(graph, context) if gathers_twice(view) else None

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -202,11 +203,14 @@ class CostProfile:
         Raises:
             ValueError: unknown kind or a negative size.
         """
-        # Asked again and again for the same few collectives; kept here because hashing a profile takes longer.
-        known: dict[tuple[Any, ...], int] = self.__dict__.setdefault("_communication_ns", {})
         key = kind, input_bytes, output_bytes, ranks
+        return self._once(key, lambda: self.communication_estimate(*key)[0])
+
+    def _once(self, key: tuple[Any, ...], compute: Callable[[], int]) -> int:
+        """Asked again and again for the same few collectives. Kept here because hashing a profile takes longer."""
+        known: dict[tuple[Any, ...], int] = self.__dict__.setdefault("_known", {})
         if key not in known:
-            known[key] = self.communication_estimate(*key)[0]
+            known[key] = compute()
         return known[key]
 
     def communication_estimate(
@@ -228,13 +232,10 @@ class CostProfile:
 
     def issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
         """Host time in ns that issuing the collective takes from the compute thread; see :meth:`communication_ns`."""
-        known: dict[tuple[Any, ...], int] = self.__dict__.setdefault("_issue_ns", {})
         key = kind, input_bytes, output_bytes, ranks
-        if key not in known:
-            known[key] = self._new_issue_ns(*key)
-        return known[key]
+        return self._once(("issue", *key), lambda: self._modelled_issue_ns(*key))
 
-    def _new_issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
+    def _modelled_issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
         layout = self.layout(ranks)
         cost, _ = self._measured(kind, layout)
         if cost is None:

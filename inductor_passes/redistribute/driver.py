@@ -17,11 +17,10 @@ from typing import ClassVar, Literal
 
 import torch.fx
 
-from inductor_passes.budget import exceeds, gathers_twice, graph_peak_bytes
+from inductor_passes.budget import exceeds, gathers_twice, graph_peak_bytes, may_be_asked
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context
-from inductor_passes.reorder.canonical import shards
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 
 from . import audit
@@ -63,9 +62,7 @@ class RewriteCollectives:
         # Only what lengthens lifetimes is held to the budget, and only then is the peak worth its price.
         duplicates = gathers_twice(context.view(graph))
         before = graph_peak_bytes(graph, context) if duplicates else None
-        # What the budget allows must be the same on all ranks.
-        free = not duplicates or context.config.budget.unlimited
-        may_extend = free or shards(context.view(graph)).ranks_agree
+        may_extend = not duplicates or may_be_asked(graph, context)
         run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend)
         run.to_fixpoint()
         if run.extended and context.snapshot is not None and exceeds(graph, context, before):

@@ -187,7 +187,8 @@ def _is_cut(view: GraphView, wait: torch.fx.Node, ranks: int) -> bool:
                 ends[dim] = max(ends.get(dim, 0), end)
             else:
                 ends[-1] = 0
-                if view.role(user) is Role.FREE or _torch.op_name(user.target) == "aten::cat":
+                if moves_data(view, user):
+                    # Taken out of a message that several gathers share, or put together again.
                     todo.append(user)
         value = node.meta.get("val")
         if len(ends) == 1 and -1 not in ends and isinstance(value, torch.Tensor):

@@ -259,8 +259,7 @@ class _Builder:
         out: list[Storage] = []
         for storage in self.view.storages.all:
             producer_role = self.view.role(storage.producer)
-            if storage.producer in self.owner and _torch.op_name(storage.producer.target) in PADS:
-                # Not every rank has something to pad: see below.
+            if self._pads_some_ranks(storage.producer):
                 continue
             size = self._canonical_size(storage)
             if size is None:
@@ -282,11 +281,32 @@ class _Builder:
             readers.discard(producer)
             out.append(Storage(size, producer, tuple(sorted(readers)), pinned, storage.producer.name))
         for collective in self.view.collectives:
-            if collective in self.shards.uneven and collective.kind == "all_gather" and collective.input_bytes:
+            if collective in self.shards.uneven and collective.kind == "all_gather" and not self._is_packed(collective):
                 start = self.task_of[collective.start]
                 name = f"{collective.start.name}.padded"
-                out.append(Storage(collective.input_bytes, start, tuple(self.waits_of.get(start, ())), False, name))
+                size = collective.input_bytes or 0
+                out.append(Storage(size, start, tuple(self.waits_of.get(start, ())), False, name))
         return out
+
+    def _pads_some_ranks(self, node: torch.fx.Node) -> bool:
+        """Whether a node pads or trims the shard of a rank that has a smaller one, at no cost of its own.
+
+        Every rank is charged for what is padded alone. What is padded while it is packed is written there at once.
+        """
+        owner = self.owner.get(node)
+        if owner is None or _torch.op_name(node.target) not in PADS:
+            return False
+        start = self.view.by_start.get(owner)
+        if start is not None:
+            return start in self.shards.uneven or self._is_packed(start)
+        return any(collective in self.shards.uneven for collective in self.view.collectives_of_wait.get(owner, ()))
+
+    def _is_packed(self, collective: Collective) -> bool:
+        """Whether the message is put together from several shards."""
+        (node, *others) = collective.inputs
+        while self.view.role(node) is Role.FREE and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        return not others and _torch.op_name(node.target) == "aten::cat"
 
     def _canonical_size(self, storage: FxStorage) -> int | None:
         """Size of a storage, where it may differ between ranks the size that is the same on all."""

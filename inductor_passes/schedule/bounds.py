@@ -150,11 +150,15 @@ def lower_bound(problem: Problem) -> int:
 def _longest_path(t: Tables, head: Sequence[int], tail: Sequence[int], passages: Iterable[Passage]) -> list[int]:
     """Tasks of a longest path, the first one first."""
     ending = {one.before: one for one in passages}
+    beginning = {one.after: one for one in ending.values()}
     i = max(range(t.n), key=lambda k: (head[k] + t.busy_ns[k] + tail[k], -k))
     # What comes after the task is reached from the one that is last on the path.
     while True:
         rest = [j for j in t.succs[i] if t.busy_ns[j] + tail[j] == tail[i]]
         rest += [w for w in t.waits[i] if t.lane_ns[i] + t.busy_ns[w] + tail[w] == tail[i]]
+        passage = beginning.get(i)
+        if passage is not None and passage.length_ns + t.busy_ns[passage.before] + tail[passage.before] == tail[i]:
+            rest.append(passage.before)
         if not rest or not tail[i]:
             break
         i = min(rest)
