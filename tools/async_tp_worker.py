@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from leave import leave
 
 import inductor_passes
 from inductor_passes import _torch, emulated_link
@@ -177,7 +178,7 @@ def work(job: dict[str, Any], folder: str) -> None:
     rows = [measure(name, job["rounds"], contenders(profile, file, job["mode"], rank == 0)) for name in job["cases"]]
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
-    dist.destroy_process_group()
+    leave()
 
 
 def measure(name: str, rounds: int, everyone: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import torch.distributed as dist
 import typer
+from leave import leave
 from link_lab import RATES
 from link_report import LOSS_TOLERANCE, errors, facts, notes, row_of, summary
 from link_worker import REFERENCE, Job, join, run
@@ -49,8 +50,7 @@ def main(
         failed = _show(results, contender, console)
     else:
         failed = bool(run(job)[0]["failed"])
-    dist.destroy_process_group()
-    raise typer.Exit(1 if failed else 0)
+    leave(1 if failed else 0)
 
 
 def _with_progress(job: Job, steps: int, console: Console) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from leave import leave
 from link_lab import (
     CONTENDERS,
     RATES,
@@ -297,7 +298,7 @@ def main() -> None:
     results = run(job)
     if dist.get_rank() == 0:
         job.file("results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

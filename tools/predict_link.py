@@ -19,6 +19,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from leave import leave
 
 
 def main(
@@ -127,7 +128,7 @@ def worker(folder: str) -> None:
         }
         Path(folder, "results.json").write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from leave import leave
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -231,7 +232,7 @@ def main() -> None:
         print(json.dumps(rank.cycle(cycle)), flush=True)
         rank.save(cycle)
         cycle += 1
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
