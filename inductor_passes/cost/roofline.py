@@ -72,8 +72,8 @@ def _name(dtype: torch.dtype) -> str:
 def _matmul_ns(device: torch.device, dtype: torch.dtype, size: int, repeats: int) -> float:
     """Time of ``2 * size**3`` FLOPs: on a CPU the mean over the three matmuls of a linear layer's training step.
 
-    There operands come from memory as often as not, and shapes and layouts decide how much that costs: four fifths of
-    a square matmul's speed with warm caches at 512, half of it at 128.
+    There operands come from memory as often as not, which costs the more of a square matmul's speed with warm caches
+    the smaller the matmul is.
     """
     if device.type != "cpu":
         left = torch.ones(size, size, device=device, dtype=dtype)

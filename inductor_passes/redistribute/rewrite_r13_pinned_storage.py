@@ -9,8 +9,8 @@ after::
     y = clone(split(x, n)[i]); return y
 
 Matches results of the graph (saved activations included) that are views of memory which the graph made, when all
-results in that memory need at most a quarter of it, and memory is limited: where they need a third (one of three chunks
-of a fused projection), the copies cost a small vision transformer 2.5% of its forward. DTensor copies its slices for
+results in that memory need at most a quarter of it, and memory is limited: where they need more (one of three chunks
+of a fused projection), the copies cost more than the memory is worth. DTensor copies its slices for
 this reason; Inductor removes the copy as doing nothing. Values stay the same. Costs a copy of the slice, releases the
 rest of the tensor: k times the slice's size on a mesh dimension of k + 1 ranks.
 """
@@ -29,8 +29,11 @@ from inductor_passes.report import Reason
 
 from .rewriting import Match, Refusal, Work
 
-#: A storage must be this many times as large as what results need of it.
+#: How many times as large as what results need of it a storage must be, for a copy to be worth it.
 WORTH = 4
+
+#: From where on it is mentioned: below, there is no slice to speak of.
+CONSIDERED = 2
 
 
 class ReleaseStorage:
@@ -53,7 +56,7 @@ class ReleaseStorage:
         if not outputs or not work.alive(producer) or any(not work.alive(r) for r in results):
             return None
         needed = sum(_torch.tensor_bytes(r.meta["val"]) or 0 for r in results)
-        if needed == 0 or 2 * needed > size:
+        if needed == 0 or needed * CONSIDERED > size:
             return None
         released = f"releases {size - needed} of {size} bytes"
         if needed * WORTH > size:
