@@ -16,7 +16,7 @@ def leave(status: int = 0) -> NoReturn:
     ``torch.distributed.nn``, which ``torch.compile`` imports, binds the default group as a default argument, and so it
     outlives ``destroy_process_group`` with gloo's threads. A thread that lets go of the last collective's tensor while
     the interpreter is finalised aborts the process: "terminate called without an active exception"
-    (https://github.com/pytorch/pytorch/issues/190489), about once in 40 exits on a busy machine.
+    (https://github.com/pytorch/pytorch/issues/190489), the sooner the busier the machine.
     """
     dist.destroy_process_group()
     logging.shutdown()
