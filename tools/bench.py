@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 from bench_async_tp import async_tp
+from bench_best import best
 from bench_compile import compile_time
 from bench_gpu import gpu
 from bench_link import link
@@ -19,6 +20,7 @@ from bench_scale import scale
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 app.command()(link)
 app.command()(plan)
+app.command()(best)
 app.command(name="compile")(compile_time)
 app.command(name="async-tp")(async_tp)
 app.command()(redistribute)
