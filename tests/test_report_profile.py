@@ -21,7 +21,8 @@ import inductor_passes
 from inductor_passes import emulated_link
 from inductor_passes.cli.main import app
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.trace.profiled import Measured, Pair, ProfileTraceError, match, read_profile
+from inductor_passes.trace.profile_events import ProfileTraceError, read_profile
+from inductor_passes.trace.profiled import Measured, Pair, match
 from inductor_passes.trace.reader import GraphTrace, read_trace
 from inductor_passes.trace.reprofile import updated_profile
 from tests.trace_samples import fsdp_problem, planned

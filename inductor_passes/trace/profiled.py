@@ -3,60 +3,28 @@
 The profiler shows, on the thread that runs a compiled graph, each collective's start, each wait and each library call.
 Generated code runs in the planned order, so the n-th start in the profile is the n-th start of the plan; a graph is
 recognised by its sequence of starts and waits. Fused kernels of CPU code leave no events: what lies between two
-neighbouring communication events is measured as one block.
+neighbouring communication events is measured as one block. Where work runs on a device, its own times count
+(:mod:`~inductor_passes.trace.profiled_device`).
 
-What can be measured of a transfer depends on whether somebody waited for it: then it ended when the wait did, and it
-began when it was issued or when the transfer before it on the same lane had ended. A transfer that nobody waited for
-shows nothing by itself. Waiting for a slower rank counts as transfer on the faster one.
+On a CPU, what can be measured of a transfer depends on whether somebody waited for it: then it ended when the wait did,
+and it began when it was issued or when the transfer before it on the same lane had ended. A transfer that nobody waited
+for shows nothing by itself. Waiting for a slower rank counts as transfer on the faster one.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from inductor_passes.report import CollectiveReport
+from inductor_passes.trace.profile_events import WAIT, Call, Event, ProfileTraceError, read_profile
+from inductor_passes.trace.profiled_device import on_device
 from inductor_passes.trace.reader import GraphTrace, Trace
 
-#: Larger profiles are refused before they are parsed.
-MAX_BYTES = 2**30
 #: A wait up to this long, in ns, is the cost of asking, not a stall.
 WAIT_NS = 50_000
-
-_REGION = "## Call CompiledFxGraph"
-_OP = re.compile(r"_c10d_functional::(\w+)")
-_KINDS = (
-    ("all_gather", "all_gather"),
-    ("reduce_scatter", "reduce_scatter"),
-    ("all_reduce", "all_reduce"),
-    ("all_to_all", "all_to_all"),
-    ("broadcast", "broadcast"),
-)
-WAIT = "wait"
-
-
-class ProfileTraceError(ValueError):
-    """A profile that cannot be read or matched; the message says what was expected."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """One communication call or library call on the compute thread, in ns; ``kind`` is "" for a library call."""
-
-    kind: str
-    name: str
-    begin_ns: int
-    end_ns: int
-
-    @property
-    def ns(self) -> int:
-        """Its length."""
-        return self.end_ns - self.begin_ns
 
 
 @dataclass(frozen=True)
@@ -91,65 +59,6 @@ class Measured:
     def errors(self, what: str) -> list[float]:
         """Relative errors of one kind of quantity, sorted."""
         return sorted(e for p in self.pairs if p.what == what and (e := p.error) is not None)
-
-
-def read_profile(path: Path) -> tuple[int | None, list[list[Event]]]:
-    """The rank that a profile names (None: it does not) and the events of each call of a compiled graph, in order.
-
-    Raises:
-        ProfileTraceError: too large, no Chrome trace, or without any compiled graph.
-    """
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ProfileTraceError(f"{path}: too large for a profile; expected at most {MAX_BYTES} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        raw = data["traceEvents"]
-        rank = data.get("distributedInfo", {}).get("rank")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, ProfileTraceError):
-            raise
-        raise ProfileTraceError(f"{path}: not a Chrome trace of torch.profiler: {type(error).__name__}") from error
-    slices = sorted(_slices(raw), key=lambda e: (e[0], e[1], -e[2]))
-    regions = [e for e in slices if e[3].startswith(_REGION)]
-    if not regions:
-        raise ProfileTraceError(f"{path}: no call of a compiled graph; profile a step after the first one")
-    calls = [_calls_inside(region, slices) for region in sorted(regions, key=lambda e: e[1])]
-    return rank if isinstance(rank, int) else None, calls
-
-
-def _slices(raw: Any) -> Iterator[tuple[str, int, int, str]]:
-    """(thread, begin, end, name) of host events."""
-    for e in raw if isinstance(raw, list) else ():
-        try:
-            if e["ph"] == "X" and e.get("cat") in ("cpu_op", "user_annotation"):
-                begin = round(float(e["ts"]) * 1000)
-                yield f"{e['pid']}/{e['tid']}", begin, begin + round(float(e["dur"]) * 1000), str(e["name"])
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            continue
-
-
-def _calls_inside(region: tuple[str, int, int, str], slices: Sequence[tuple[str, int, int, str]]) -> list[Event]:
-    """Outermost communication and library calls inside a region."""
-    thread, first, last, _ = region
-    found: list[Event] = []
-    reached = first
-    for where, begin, end, name in slices:
-        if where != thread or begin < reached or end > last or name.startswith(_REGION):
-            continue
-        kind = _kind(name)
-        if kind or name.startswith("aten::"):
-            found.append(Event(kind, name.partition("::")[2], begin, end))
-            reached = end
-    return found
-
-
-def _kind(name: str) -> str:
-    match = _OP.match(name)
-    if match is None:
-        return ""
-    if match[1].startswith("wait_tensor"):
-        return WAIT
-    return next((kind for prefix, kind in _KINDS if match[1].startswith(prefix)), "")
 
 
 @dataclass(frozen=True)
@@ -209,11 +118,10 @@ def match(trace: Trace, profiles: Sequence[Path]) -> list[Measured]:
         rank, calls = read_profile(path)
         own = [g for g in trace.graphs if g.rank == (position if rank is None else rank) and g.report is not None]
         plans = [(graph, *_plan(graph)) for graph in own]
-        by_graph: dict[int, list[list[Event]]] = {}
+        by_graph: dict[int, list[Call]] = {}
         for call in calls:
-            signature = [e.kind for e in call if e.kind]
             for k, (_, lane, _) in enumerate(plans):
-                if signature and signature == [p.kind for p in lane if p.kind]:
+                if call.signature and call.signature == [p.kind for p in lane if p.kind]:
                     by_graph.setdefault(k, []).append(call)
                     break
         if not by_graph:
@@ -228,7 +136,7 @@ def match(trace: Trace, profiles: Sequence[Path]) -> list[Measured]:
 
 
 def _measured(
-    graph: GraphTrace, lane: Sequence[_Planned], transfers: Mapping[str, int], calls: Sequence[Sequence[Event]]
+    graph: GraphTrace, lane: Sequence[_Planned], transfers: Mapping[str, int], calls: Sequence[Call]
 ) -> Measured:
     assert graph.report is not None
     reports = {c.label: c for c in graph.report.collectives}
@@ -260,19 +168,57 @@ def _quantities(
     lane: Sequence[_Planned],
     transfers: Mapping[str, int],
     reports: Mapping[str, CollectiveReport],
-    call: Sequence[Event],
+    call: Call,
 ) -> Iterator[Pair]:
-    events = [e for e in call if e.kind]
+    if call.work:
+        yield from _quantities_on_device(lane, transfers, reports, call)
+        return
+    events = [e for e in call.events if e.kind]
     planned = [p for p in lane if p.kind]
     for event, plan in zip(events, planned):
         what, ns = ("exposed", max(0, event.ns - WAIT_NS)) if plan.kind == WAIT else ("issue", event.ns)
         yield Pair(what, plan.label, plan.ns, ns, *_about(reports.get(plan.label)))
     for label, measured_ns, shared in _transfers(events, planned, reports, transfers):
         yield Pair("transfer", label, transfers[label], measured_ns, *_about(reports.get(label)), shared)
-    yield from _blocks(lane, call)
+    yield from _blocks(lane, call.events)
     if events and planned:
         last = planned[-1].begin_ns + planned[-1].ns
         yield Pair("step", "", last - planned[0].begin_ns, events[-1].end_ns - events[0].begin_ns)
+
+
+def _quantities_on_device(
+    lane: Sequence[_Planned],
+    transfers: Mapping[str, int],
+    reports: Mapping[str, CollectiveReport],
+    call: Call,
+) -> Iterator[Pair]:
+    planned = [p for p in lane if p.kind]
+    starts = {p.label: k for k, p in enumerate(planned) if p.kind != WAIT}
+    found = on_device(call, {k: starts[p.label] for k, p in enumerate(planned) if p.kind == WAIT and p.label in starts})
+    for k, plan in enumerate(planned):
+        about = _about(reports.get(plan.label))
+        if k in found.stalls:
+            yield Pair("exposed", plan.label, plan.ns, found.stalls[k], *about)
+        if k in found.issues:
+            yield Pair("issue", plan.label, plan.ns, found.issues[k], *about)
+        if k in found.transfers and plan.label in transfers:
+            yield Pair("transfer", plan.label, transfers[plan.label], found.transfers[k], *about)
+    for number, (ours, theirs) in enumerate(zip(_split(lane), found.blocks)):
+        if ours:
+            yield Pair("block", f"block {number}", sum(p.ns for p in ours), theirs.busy_ns)
+            yield from _library(number, ours, theirs.library)
+    if planned:
+        last = planned[-1].begin_ns + planned[-1].ns
+        yield Pair("step", "", last - planned[0].begin_ns, found.step_ns)
+
+
+def _library(number: int, ours: Sequence[_Planned], calls: Sequence[tuple[str, int]]) -> Iterator[Pair]:
+    """Library calls of a block one by one, where profile and plan name the same ones."""
+    library = [p for p in ours if p.library]
+    calls = [c for c in calls if any(c[0] == p.label for p in library)]
+    if [p.label for p in library] == [name for name, _ in calls]:
+        for plan, (_, ns) in zip(library, calls):
+            yield Pair("library", f"{plan.label} in block {number}", plan.ns, ns)
 
 
 def _about(report: CollectiveReport | None) -> tuple[str, int, tuple[int, ...]]:
@@ -334,11 +280,7 @@ def _blocks(lane: Sequence[_Planned], call: Sequence[Event]) -> Iterator[Pair]:
         if begin < 0 or end < 0 or not ours:
             continue
         yield Pair("block", f"block {number}", sum(p.ns for p in ours), max(0, end - begin))
-        library = [p for p in ours if p.library]
-        calls = [e for e in inside if any(e.name == p.label for p in library)]
-        if [p.label for p in library] == [e.name for e in calls]:
-            for plan, event in zip(library, calls):
-                yield Pair("library", f"{plan.label} in block {number}", plan.ns, event.ns)
+        yield from _library(number, ours, [(e.name, e.ns) for e in inside])
 
 
 def _split(lane: Sequence[_Planned]) -> list[list[_Planned]]:
