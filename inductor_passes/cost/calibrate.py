@@ -5,9 +5,10 @@ still in. For each group layout and collective kind the median over repeats is t
 slowest rank's per layout (a collective is over when its last rank has it), then a line is fitted over the
 sizes. The samples are exchanged before fitting, so that all ranks compute one and the same profile.
 
-The host's share is what the collective costs the thread that computes: CPU time of issuing and waiting. Where
-communication is moved by helper threads and the ranks use up the host's cores, their CPU time is taken from
-compute too and counts as well.
+What runs are the functional collectives, as in compiled programs: they cost the host more than those of
+``torch.distributed``. The host's share is what the collective costs the thread that computes: CPU time of
+issuing and waiting. Where communication is moved by helper threads and the ranks use up the host's cores,
+their CPU time is taken from compute too and counts as well.
 """
 
 from __future__ import annotations
@@ -17,22 +18,18 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from inductor_passes import _torch
 from inductor_passes.cost.communication import Layout, message_bytes, wire_bytes
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, ProfileError
 from inductor_passes.cost.roofline import measure, synchronize
 from inductor_passes.cost.specs import lookup
-
-# Renamed in torch 2.13; the old names warn.
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 #: Bytes of the full message.
 SIZES = tuple(1 << power for power in range(12, 23, 2))
@@ -233,42 +230,44 @@ def _device_name(device: torch.device) -> str:
 _Made = tuple[Runner, int, int, int]
 
 
-def _start_and_wait(start: Callable[[], Any]) -> None:
-    start().wait()
+def _runner(name: str, group: dist.ProcessGroup, message: torch.Tensor, *arguments: Any) -> Runner:
+    """Issues the functional collective ``name`` on ``message`` and waits for it."""
+    start, wait = _torch.collective_op(name), _torch.collective_op("wait_tensor")
+
+    def run() -> None:
+        wait(start(message, *arguments, group.group_name))
+
+    return run
 
 
 def _all_gather(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     mine = torch.ones(count, device=device)
-    full = torch.empty(count * group.size(), device=device)
-    run = partial(_start_and_wait, partial(_gather, full, mine, group, async_op=True))
-    return run, 4 * mine.numel(), 4 * full.numel(), 1
+    run = _runner("all_gather_into_tensor", group, mine, group.size())
+    return run, 4 * count, 4 * count * group.size(), 1
 
 
 def _reduce_scatter(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
-    mine = torch.empty(count, device=device)
     full = torch.ones(count * group.size(), device=device)
-    run = partial(_start_and_wait, partial(_scatter, mine, full, group=group, async_op=True))
-    return run, 4 * full.numel(), 4 * mine.numel(), 1
+    run = _runner("reduce_scatter_tensor", group, full, "sum", group.size())
+    return run, 4 * full.numel(), 4 * count, 1
 
 
 def _all_reduce(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     full = torch.zeros(count * group.size(), device=device)
-    run = partial(_start_and_wait, partial(dist.all_reduce, full, group=group, async_op=True))
-    return run, 4 * full.numel(), 4 * full.numel(), 1
+    # In place, as Inductor makes them where it can; zeros stay zeros.
+    return _runner("all_reduce_", group, full, "sum"), 4 * full.numel(), 4 * full.numel(), 1
 
 
 def _all_to_all(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     source = torch.ones(count * group.size(), device=device)
-    target = torch.empty_like(source)
-    run = partial(_start_and_wait, partial(dist.all_to_all_single, target, source, group=group, async_op=True))
-    return run, 4 * source.numel(), 4 * target.numel(), 1
+    splits = [count] * group.size()
+    run = _runner("all_to_all_single", group, source, splits, splits)
+    return run, 4 * source.numel(), 4 * source.numel(), 1
 
 
 def _broadcast(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     full = torch.ones(count * group.size(), device=device)
-    first = dist.get_global_rank(group, 0)
-    run = partial(_start_and_wait, partial(dist.broadcast, full, first, group=group, async_op=True))
-    return run, 4 * full.numel(), 4 * full.numel(), 1
+    return _runner("broadcast", group, full, 0), 4 * full.numel(), 4 * full.numel(), 1
 
 
 def _ping_pong(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
