@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.construct import SMALL, close_enough, construct, prefetching
+from inductor_passes.schedule.ending import reorder_end
 from inductor_passes.schedule.guarded import Candidate
 from inductor_passes.schedule.local_search import exact_search, local_search, search_whole
 from inductor_passes.schedule.polish import polish
@@ -134,7 +135,10 @@ def plan(
             rescued = search_whole(t, budget_bytes, best.input_makespan)
             if rescued is not None:
                 best.judge("search", rescued)
-        if best.feasible and best.makespan > close_enough(bound, thorough) and effort:
+        enough = close_enough(bound, thorough)
+        if best.feasible and budget_bytes is not None and best.makespan > enough:
+            best.judge("other-end", reorder_end(t, best.order, budget_bytes))
+        if best.feasible and best.makespan > enough and effort:
             allowance = effort * (_STATES_PER_TASK * t.n + _STATES)
             starts = [best.order, *(c.order for c in best.runners_up)] if thorough else [best.order]
             for order in starts:
