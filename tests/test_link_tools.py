@@ -43,6 +43,9 @@ def test_contenders_of_a_layout() -> None:
     fsdp, tp = link_models.LAYOUTS["fsdp"], link_models.LAYOUTS["tp"]
     assert bench_link.contenders_of(["fsdp2", "ours"], fsdp) == ["inductor", "fsdp2", "ours"]
     assert bench_link.contenders_of(["fsdp2", "ours", "inductor"], tp) == ["ours", "inductor"]
+    # What is kept after forward is a question only where parameters are sharded.
+    assert bench_link.contenders_of(["ours-keep", "ours-auto"], fsdp) == ["inductor", "ours-keep", "ours-auto"]
+    assert bench_link.contenders_of(["ours-keep", "ours"], tp) == ["inductor", "ours"]
     # Settings of ours are settings: a misspelt one would raise here.
     for contender in link_lab.CONTENDERS.values():
         if contender.family == "ours":

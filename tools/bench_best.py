@@ -2,7 +2,7 @@
 
 The search starts from the plan and has the same costs, the same cap and the graph that our passes left. Where the plan
 is at the lower bound nothing is searched: nothing can be better. One file per graph and budget is written at once to
-``--rows``, with the best order; ``--render`` makes the page from what is there.
+``--rows``, with the best order; another run goes on from there. ``--render`` makes the page from what is there.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Annotated, Any
 import typer
 from bench_plan import BUDGETS, ours
 from bench_record import RESULTS, Provenance, check, geometric_mean, markdown_table, provenance, write
-from best_search import search
+from best_search import STORED, search
 from capture_graphs import as_problem, capture, copied, fake_world
 from capture_models import SCENARIOS
 
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.schedule.bounds import lower_bound
+from inductor_passes.schedule.problem import Problem, ProblemError
 from inductor_passes.schedule.simulate import simulate
 
 PHASES = ("forward", "backward")
@@ -59,9 +60,11 @@ def best(
                 for one in budgets:
                     mine = copied(gm)
                     ours(mine, profile, one, bucket=False)
-                    row = _searched(graph, as_problem(mine, profile, graph).problem, one, cap, minutes, seed)
+                    file = rows / f"{graph}.{one}.json"
+                    stored = json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+                    row = _searched(graph, as_problem(mine, profile, graph).problem, one, cap, minutes, seed, stored)
                     row |= {"nodes": len(gm.graph.nodes), "provenance": asdict(provenance())}
-                    (rows / f"{graph}.{one}.json").write_text(json.dumps(row) + "\n", encoding="utf-8")
+                    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
                     typer.echo("  ".join(_cells(row)))
     found = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(rows.glob("*.json"))]
     for row in found:
@@ -71,10 +74,15 @@ def best(
     write("best_orders", "Plans against the best orders known", _body(found), found, folder=out, source=source)
 
 
-def _searched(graph: str, problem: Any, budget: str, cap: int, minutes: float, seed: int) -> dict[str, Any]:
+def _searched(
+    graph: str, problem: Problem, budget: str, cap: int, minutes: float, seed: int, stored: dict[str, Any] | None
+) -> dict[str, Any]:
     planned = simulate(problem)
-    found = search(problem, None if budget == "unlimited" else cap, 60 * minutes, seed)
+    known = _known_order(problem, stored)
+    before = stored if stored is not None and known else {"rounds": 0, "minutes": 0.0, "improvements": []}
+    found = search(problem, None if budget == "unlimited" else cap, 60 * minutes, seed, known)
     searched = planned.makespan_ns > (bound := lower_bound(problem))
+    improvements = [*before["improvements"], *(one for one in found.found if one[2] != STORED)]
     return {
         "graph": graph,
         "budget": budget,
@@ -84,11 +92,25 @@ def _searched(graph: str, problem: Any, budget: str, cap: int, minutes: float, s
         "plan_peak_bytes": planned.peak_bytes,
         "best_peak_bytes": found.peak_bytes,
         "cap_bytes": None if budget == "unlimited" else cap,
-        "rounds": found.rounds,
-        "minutes": minutes if searched else 0.0,
-        "improvements": found.found,
-        "order": [problem.tasks[i].name for i in found.order] if found.found else "as planned",
+        "rounds": before["rounds"] + found.rounds,
+        "minutes": before["minutes"] + (minutes if searched else 0.0),
+        "improvements": improvements if found.found else [],
+        "order": [problem.tasks[i].name for i in found.order],
     }
+
+
+def _known_order(problem: Problem, stored: dict[str, Any] | None) -> list[int] | None:
+    """The stored order in the numbers of ``problem``; None when it is another problem's."""
+    number = {task.name: i for i, task in enumerate(problem.tasks)}
+    names = stored["order"] if stored is not None else None
+    if not isinstance(names, list) or set(names) != set(number):
+        return None
+    order = [number[name] for name in names]
+    try:
+        problem.check_order(tuple(order))
+    except ProblemError:
+        return None
+    return order
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -57,8 +57,12 @@ def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -
 
 
 def contenders_of(names: Sequence[str], layout: Layout) -> list[str]:
-    """Who runs: the reference always, eager FSDP2 only where it applies."""
-    found = [name for name in names if name != "fsdp2" or layout.native]
+    """Who runs: the reference always, eager FSDP2 and other ways to keep parameters only where they apply."""
+    found = [
+        name
+        for name in names
+        if (name != "fsdp2" or layout.native) and (CONTENDERS[name].reshard is True or layout.sharded)
+    ]
     return found if _REFERENCE in found else [_REFERENCE, *found]
 
 

@@ -26,6 +26,8 @@ NOISE = (0.02, 0.3, 0.1, 0.05)
 STATES = 120
 #: Windows solved exactly each time that the best order has changed.
 WINDOWS = 40
+#: What found the order that an earlier search had stored.
+STORED = "stored"
 #: Orders this much above the best one are worth a local search.
 CLOSE = 1.02
 
@@ -60,8 +62,12 @@ class Search:
         return True
 
 
-def search(problem: Problem, cap_bytes: int | None, seconds: float, seed: int = 0) -> Search:
-    """The best order within ``cap_bytes`` found in ``seconds``; starts from the input order of ``problem``.
+def search(
+    problem: Problem, cap_bytes: int | None, seconds: float, seed: int = 0, known: Sequence[int] | None = None
+) -> Search:
+    """The best order within ``cap_bytes`` found in ``seconds``.
+
+    Starts from the input order of ``problem``, a plan with more effort, and ``known``.
 
     Raises:
         ExactUnavailableError: OR-Tools is not installed.
@@ -72,6 +78,8 @@ def search(problem: Problem, cap_bytes: int | None, seconds: float, seed: int = 
     first = simulate(problem)
     best = Search(problem, cap_bytes, problem.input_order, first.makespan_ns, first.peak_bytes, 0, [])
     allowance = STATES * t.n
+    if known is not None:
+        best.offer(known, STORED)
     best.offer(plan(problem, cap_bytes, effort=4, thorough=True).order, "plan with more effort")
     solved: Sequence[int] = ()
     while time.monotonic() < until and best.makespan_ns > bound:

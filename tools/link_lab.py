@@ -12,12 +12,12 @@ import tempfile
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import in_tree_schedule
 import torch
 import torch.distributed as dist
-from link_models import Layout
+from link_models import Layout, Spread
 from torch.distributed.tensor import DTensor
 
 import inductor_passes
@@ -54,6 +54,7 @@ class Contender:
         options: of ``torch.compile``; None: not compiled.
         settings: of ours.
         scheduler: Inductor's own overlap scheduling on FX, given our measured durations.
+        reshard: ``reshard_after_forward`` of its model; the others gather again in backward.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Contender:
     options: dict[str, Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     scheduler: bool = False
+    reshard: bool | Literal["auto"] = True
 
     @property
     def planned(self) -> bool:
@@ -95,6 +97,11 @@ CONTENDERS = {
         Contender("ours", "ours, default", "ours"),
         Contender("ours-25", 'ours, budget "+25%"', "ours", None, {"memory_budget": "+25%"}),
         Contender("ours-100", 'ours, budget "+100%"', "ours", None, {"memory_budget": "+100%"}),
+        Contender("ours-keep", "ours, all kept", "ours", reshard=False),
+        Contender("ours-auto-0", 'ours, "auto", budget "0"', "ours", None, {"memory_budget": "0"}, reshard="auto"),
+        Contender("ours-auto", 'ours, "auto"', "ours", reshard="auto"),
+        Contender("ours-auto-25", 'ours, "auto", "+25%"', "ours", None, {"memory_budget": "+25%"}, reshard="auto"),
+        Contender("ours-auto-100", 'ours, "auto", "+100%"', "ours", None, {"memory_budget": "+100%"}, reshard="auto"),
         Contender("ours-all", "ours, everything on", "ours", None, {"redistribute": "reassociate", "async_tp": "auto"}),
     )
 }
@@ -106,7 +113,7 @@ class Trial:
     def __init__(self, contender: Contender, layout: Layout, config: LlamaConfig, profile: str) -> None:
         self.contender = contender
         self.losses: list[float] = []
-        laid = layout.build(config, contender.name == "fsdp2")
+        laid = layout.build(config, Spread(contender.name == "fsdp2", contender.reshard))
         self.model, self.groups, self._batch_of = laid.model, laid.groups, laid.batch
         step = own_code(self.model, contender.name)
         options = contender.compile_options(profile)
@@ -223,6 +230,7 @@ RATES = {
     rate.name: rate
     for rate in (
         LinkRate("latency-bound", 1.0, 0.8),
+        LinkRate("compute-bound", 0.5, 0.05),
         LinkRate("balanced", 1.0, 0.05),
         LinkRate("bandwidth-bound", 2.0, 0.02),
         LinkRate("fast", 0.1, 0.05),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,14 @@ class Laid:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How parameters are sharded: ``native`` by torch's eager FSDP2; ``reshard`` as ``reshard_after_forward``."""
+
+    native: bool = False
+    reshard: bool | Literal["auto"] = True
+
+
+@dataclass(frozen=True)
 class Layout:
     """How a model is spread.
 
@@ -45,7 +53,7 @@ class Layout:
         name: key on the command line.
         title: for tables.
         ranks: how many it takes.
-        build: (config, native) -> the model and its batches; collective.
+        build: (config, spread) -> the model and its batches; collective.
         native: whether torch's eager FSDP2 can do the same.
         sharded: data parallelism shards every parameter over all ranks, so that the first gather and the last reduction
             are what no order hides, and the bytes of a step are known.
@@ -55,7 +63,7 @@ class Layout:
     name: str
     title: str
     ranks: int
-    build: Callable[[LlamaConfig, bool], Laid]
+    build: Callable[[LlamaConfig, Spread], Laid]
     native: bool = False
     sharded: bool = False
     config: dict[str, Any] = field(default_factory=dict)
@@ -89,22 +97,22 @@ def _native(model: LanguageModel, mesh: DeviceMesh) -> nn.Module:
     return whole
 
 
-def _fsdp(config: LlamaConfig, native: bool) -> Laid:
+def _fsdp(config: LlamaConfig, spread: Spread) -> Laid:
     mesh = _mesh(dist.get_world_size(), names=("dp",))
     model = language_model(config)
-    spread = _native(model, mesh) if native else simple_fsdp(model, mesh)
-    return Laid(spread, _batches(config, dist.get_rank()), _groups(mesh))
+    whole = _native(model, mesh) if spread.native else simple_fsdp(model, mesh, reshard_after_forward=spread.reshard)
+    return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
 
 
-def _hybrid(config: LlamaConfig, native: bool) -> Laid:
+def _hybrid(config: LlamaConfig, spread: Spread) -> Laid:
     mesh = _mesh(dist.get_world_size() // 2, 2, names=("replicate", "shard"))
     model = language_model(config)
-    spread = _native(model, mesh) if native else simple_fsdp(model, mesh, mode="hybrid_shard")
-    return Laid(spread, _batches(config, dist.get_rank()), _groups(mesh))
+    whole = _native(model, mesh) if spread.native else simple_fsdp(model, mesh, mode="hybrid_shard")
+    return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
 
 
-def _tensor(sequence_parallel: bool) -> Callable[[LlamaConfig, bool], Laid]:
-    def build(config: LlamaConfig, native: bool) -> Laid:
+def _tensor(sequence_parallel: bool) -> Callable[[LlamaConfig, Spread], Laid]:
+    def build(config: LlamaConfig, spread: Spread) -> Laid:
         mesh = _mesh(dist.get_world_size(), names=("tp",))
         model = tensor_parallel(language_model(config), mesh, sequence_parallel=sequence_parallel)
         return Laid(model, _batches(config, 0), _groups(mesh))
@@ -112,14 +120,14 @@ def _tensor(sequence_parallel: bool) -> Callable[[LlamaConfig, bool], Laid]:
     return build
 
 
-def _fsdp_tensor(config: LlamaConfig, native: bool) -> Laid:
+def _fsdp_tensor(config: LlamaConfig, spread: Spread) -> Laid:
     mesh = _mesh(dist.get_world_size() // 2, 2, names=("dp", "tp"))
     model = tensor_parallel(language_model(config), mesh["tp"], sequence_parallel=True)
-    spread = _native(model, mesh["dp"]) if native else simple_fsdp(model, mesh["dp"])
-    return Laid(spread, _batches(config, mesh["dp"].get_local_rank()), _groups(mesh))
+    whole = _native(model, mesh["dp"]) if spread.native else simple_fsdp(model, mesh["dp"])
+    return Laid(whole, _batches(config, mesh["dp"].get_local_rank()), _groups(mesh))
 
 
-def _experts(config: LlamaConfig, native: bool) -> Laid:
+def _experts(config: LlamaConfig, spread: Spread) -> Laid:
     """Experts stay with their rank; everything else is sharded over all ranks."""
     mesh = _mesh(dist.get_world_size(), names=("dp",))
     model = language_model(config, expert_group=mesh.get_group("dp"))
@@ -131,7 +139,7 @@ def _experts(config: LlamaConfig, native: bool) -> Laid:
     return Laid(model, _batches(config, dist.get_rank()), _groups(mesh))
 
 
-def _context(config: LlamaConfig, native: bool) -> Laid:
+def _context(config: LlamaConfig, spread: Spread) -> Laid:
     """Every rank has a slice of the same sequences."""
     mesh = _mesh(dist.get_world_size(), names=("dp",))
     group = mesh.get_group("dp")
