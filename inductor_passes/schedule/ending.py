@@ -8,6 +8,7 @@ kept up to some point, and from there on the longest tail goes first.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from inductor_passes.schedule.bounds import tails
@@ -44,18 +45,17 @@ def reorder_end(t: Tables, order: Sequence[int], cap_bytes: int) -> list[int]:
     by_tail = tails(t)[0]
     rank = [0] * t.n
     for place, i in enumerate(sorted(range(t.n), key=lambda i: (-by_tail[i], i))):
-        rank[i] = t.n + place
+        rank[i] = place
+    rule = Rule("end", rank, rank, fill=True)
+    begins = [trace.begin[i] for i in order]
     best = trace.makespan, list(order)
     at = 0
 
     def attempt(share: int) -> None:
         nonlocal best, at
         since = trace.makespan - trace.makespan * share // 1000
-        priority = [0] * t.n
-        for place, i in enumerate(order):
-            priority[i] = place if trace.begin[i] < since else rank[i]
-        rule = Rule("end", priority, priority, fill=True)
-        found = list_schedule(t, rule, Continuation(t, order, cap_bytes))
+        kept = bisect_left(begins, since)
+        found = list_schedule(t, rule, Continuation(t, order, cap_bytes), order[:kept])
         makespan = replay_time(t, found).makespan
         if makespan < best[0]:
             best, at = (makespan, found), share

@@ -54,12 +54,19 @@ class Rule:
     release: Sequence[int] | None = None
 
 
-def list_schedule(t: Tables, rule: Rule, memory: Continuation | None = None) -> list[int]:
+def list_schedule(
+    t: Tables, rule: Rule, memory: Continuation | None = None, first: Sequence[int] = ()
+) -> list[int]:
     """A legal order by ``rule``; within the cap of ``memory`` if its reference order is. O(N log N + edges).
 
-    ``memory`` is used up.
+    ``memory`` is used up. ``first`` runs as it is: the beginning of a legal order, that of ``memory`` if there is one.
     """
-    return _Builder(t, rule, memory).build()
+    builder = _Builder(t, rule, memory)
+    for i in first:
+        if t.kind[i] > _START:
+            builder.now = max(builder.now, builder.lane_end[t.start[i]])
+        builder._run(i)
+    return builder.build()
 
 
 class _Builder:

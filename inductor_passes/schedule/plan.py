@@ -114,8 +114,7 @@ def plan(
     slower than the input), the input order is returned with ``feasible=False``.
 
     Args:
-        effort: 0 only constructs; each unit above lets local search make a number of moves proportional to N, and any
-            also tries other ends.
+        effort: 0 only constructs; each unit above lets local search make a number of moves proportional to N.
         exact_window: also improve windows with OR-Tools CP-SAT (the ``exact`` extra).
         thorough: try every construction; default: for problems of up to ``construct.SMALL`` tasks.
         start: a plan of the same problem under the same cap: nothing is constructed anew.
@@ -137,7 +136,7 @@ def plan(
             if rescued is not None:
                 best.judge("search", rescued)
         enough = close_enough(bound, thorough)
-        if best.feasible and budget_bytes is not None and best.makespan > enough and effort:
+        if best.feasible and budget_bytes is not None and best.makespan > enough:
             best.judge("other-end", reorder_end(t, best.order, budget_bytes))
         if best.feasible and best.makespan > enough and effort:
             allowance = effort * (_STATES_PER_TASK * t.n + _STATES)
