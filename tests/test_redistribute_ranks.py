@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -17,31 +16,27 @@ from inductor_passes.redistribute.execute import torch_placement
 WORLD = 4
 
 
-def _rank(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
-    try:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-        prepare_groups(mesh)
-        value = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
-        options = ("S(0)", "S(1)", "R", "_S(0, 2)")
-        for source, target in itertools.product(itertools.product(options, repeat=2), repeat=2):
-            a, b = (Spec(Mesh((2, 2)), p, (7, 5)) for p in (source, target))
-            tensor = distribute_tensor(value, mesh, [torch_placement(p) for p in a.placements], src_data_rank=None)
-            wanted = distribute_tensor(value, mesh, [torch_placement(p) for p in b.placements], src_data_rank=None)
-            got = redistribute(tensor, plan_redistribution(a, b))
-            assert torch.equal(got.to_local(), wanted.to_local()), (source, target)
-        sums = [torch_placement(p) for p in Spec(Mesh((2, 2)), ("P", "P"), (7, 5)).placements]
-        partial = DTensor.from_local(value * (rank + 1), mesh, sums, run_check=False)
-        for exactness in ("exact", "reassociate"):
-            target = Spec(Mesh((2, 2)), ("R", "S(0)"), (7, 5))
-            got = redistribute(partial, plan_redistribution(partial, target, exactness=exactness)).to_local()
-            rows = slice(0, 4) if mesh.get_local_rank(1) == 0 else slice(4, 7)
-            assert torch.equal(got, value[rows] * 10), exactness
-    finally:
-        dist.destroy_process_group()
+def plans(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    prepare_groups(mesh)
+    value = torch.arange(7 * 5, dtype=torch.float32).view(7, 5)
+    options = ("S(0)", "S(1)", "R", "_S(0, 2)")
+    for source, target in itertools.product(itertools.product(options, repeat=2), repeat=2):
+        a, b = (Spec(Mesh((2, 2)), p, (7, 5)) for p in (source, target))
+        tensor = distribute_tensor(value, mesh, [torch_placement(p) for p in a.placements], src_data_rank=None)
+        wanted = distribute_tensor(value, mesh, [torch_placement(p) for p in b.placements], src_data_rank=None)
+        got = redistribute(tensor, plan_redistribution(a, b))
+        assert torch.equal(got.to_local(), wanted.to_local()), (source, target)
+    sums = [torch_placement(p) for p in Spec(Mesh((2, 2)), ("P", "P"), (7, 5)).placements]
+    partial = DTensor.from_local(value * (rank + 1), mesh, sums, run_check=False)
+    for exactness in ("exact", "reassociate"):
+        target = Spec(Mesh((2, 2)), ("R", "S(0)"), (7, 5))
+        got = redistribute(partial, plan_redistribution(partial, target, exactness=exactness)).to_local()
+        rows = slice(0, 4) if mesh.get_local_rank(1) == 0 else slice(4, 7)
+        assert torch.equal(got, value[rows] * 10), exactness
 
 
 @pytest.mark.ranks
-def test_plans_on_gloo(tmp_path):
-    mp.spawn(_rank, args=(str(tmp_path / "store"),), nprocs=WORLD, join=True)
+def test_plans_on_gloo() -> None:
+    with Ranks(WORLD) as ranks:
+        ranks.run(plans)
