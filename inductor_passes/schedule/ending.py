@@ -22,7 +22,7 @@ _LAST = 20
 #: Standing still for less than one part in so many of the whole time is not worth it.
 _WORTH = 1000
 #: Thousandths of the time that are put in another order, and the factors from the best one to its neighbours.
-_SHARES, _FINER = (200, 100, 50, 400, 20), ((7, 5), (5, 7))
+_SHARES, _FINER = (200, 100, 50, 400), ((7, 5), (5, 7))
 
 
 def stands_still(t: Tables, order: Sequence[int], trace: Trace) -> int:
