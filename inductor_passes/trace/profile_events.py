@@ -23,6 +23,7 @@ _REGION = "## Call CompiledFxGraph"
 _HOST = ("cpu_op", "user_annotation")
 _LAUNCH = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_KNOWN = {*_HOST, *_LAUNCH, *_DEVICE}
 _OP = re.compile(r"_c10d_functional::(\w+)")
 _KINDS = (
     ("all_gather", "all_gather"),
@@ -135,9 +136,8 @@ def _slices(raw: Any) -> Iterator[tuple[str, str, int, int, dict[str, Any]]]:
     for e in raw if isinstance(raw, list) else ():
         try:
             category = e.get("cat")
-            if e["ph"] == "X" and (category in _HOST or category in _LAUNCH or category in _DEVICE):
+            if e["ph"] == "X" and "name" in e and category in _KNOWN:
                 begin = round(float(e["ts"]) * 1000)
-                e["name"]
                 yield category, f"{e['pid']}/{e['tid']}", begin, begin + round(float(e["dur"]) * 1000), e
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             continue
