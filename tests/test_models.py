@@ -23,7 +23,7 @@ from inductor_passes.models import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
-from link_models import LAYOUTS
+from link_models import LAYOUTS, Spread
 
 EXPERTS = LlamaConfig(layers=2, experts=4, capacity=16)
 
@@ -72,7 +72,7 @@ def test_every_layout_of_the_link_benchmark_builds(name: str) -> None:
     layout = LAYOUTS[name]
     config = replace(layout.sized({"layers": 1}), vocab=64, dim=32, hidden=48, batch=2, seq=16)
     with fake_world(layout.ranks):
-        laid = layout.build(config, False)
+        laid = layout.build(config, Spread())
         tokens, targets = laid.batch(0)
         assert tokens.shape == targets.shape and len(tokens) == config.batch
         assert {group.size() for group in laid.groups} <= {2, layout.ranks}
