@@ -93,9 +93,10 @@ def test_charts_are_the_same_bytes_for_the_same_figures(tmp_path: Path) -> None:
 
 
 def test_names_that_do_not_exist_are_refused() -> None:
-    bench_record.check(["a"], ["a", "b"], "thing")
+    assert bench_record.chosen(["a"], ["a", "b"], "thing") == ["a"]
+    assert bench_record.chosen(None, ["a", "b"], "thing") == ["a", "b"]
     with pytest.raises(typer.BadParameter, match="thing c is not known; expected some of a, b"):
-        bench_record.check(["a", "c"], ["a", "b"], "thing")
+        bench_record.chosen(["a", "c"], ["a", "b"], "thing")
 
 
 def test_planning_rows() -> None:

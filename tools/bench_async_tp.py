@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from async_tp_worker import CASES, LATENCY_NS
 from bench_ranks import torchrun
-from bench_record import RESULTS, check, geometric_mean, markdown_table, write
+from bench_record import RESULTS, chosen, geometric_mean, markdown_table, write
 from rich.console import Console
 from rich.table import Table
 
@@ -75,9 +75,8 @@ def async_tp(
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
     """Matmuls and collectives cut into parts that overlap, against default Inductor, case by case."""
-    cases = list(case or CASES)
-    check(cases, CASES, "case")
-    check([mode], _MODES, "mode")
+    cases = chosen(case, CASES, "case")
+    chosen([mode], _MODES, "mode")
     body = [
         "Milliseconds on the load-insensitive clock (processor time of the compute thread plus waits on the modelled "
         'link), medians, slower rank. "exposed" is the time in which the compute thread stood still. "planned" is '

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from bench_plan import BUDGETS, ours
-from bench_record import RESULTS, Provenance, check, geometric_mean, markdown_table, provenance, write
+from bench_record import RESULTS, Provenance, chosen, geometric_mean, markdown_table, provenance, write
 from best_search import STORED, search
 from capture_graphs import as_problem, capture, copied, fake_world
 from capture_models import SCENARIOS
@@ -42,10 +42,8 @@ def best(
     out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = RESULTS,
 ) -> None:
     """Captured graphs: our plan against the best order that a search of ten minutes finds."""
-    scenarios, phases, budgets = list(scenario or SCENARIOS), list(phase or PHASES), list(budget or BUDGETS)
-    check(scenarios, SCENARIOS, "scenario")
-    check(phases, PHASES, "phase")
-    check(budgets, BUDGETS, "budget")
+    scenarios, phases = chosen(scenario, SCENARIOS, "scenario"), chosen(phase, PHASES, "phase")
+    budgets = chosen(budget, BUDGETS, "budget")
     if minutes <= 0:
         raise typer.BadParameter(f"--minutes {minutes}: expected a number above 0")
     rows.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_record import RESULTS, ROOT, check, markdown_table, write
+from bench_record import RESULTS, ROOT, chosen, markdown_table, write
 from rich.console import Console
 from rich.table import Table
 
@@ -162,9 +162,8 @@ def compile_time(
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
     """Planning and compile time, and the compiler's memory, against the number of nodes."""
-    shapes = list(shape or SHAPES)
-    check(shapes, SHAPES, "shape")
-    check([budget], ("0", "unlimited"), "budget")
+    shapes = chosen(shape, SHAPES, "shape")
+    chosen([budget], ("0", "unlimited"), "budget")
     console = Console(width=150)
     plans = planning(shapes, list(size or (1000, 4000, 13000, 36000)), budget)
     view = Table(*PLAN_HEADER, title=f"planning alone, memory budget {budget}")

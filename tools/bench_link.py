@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 from bench_ranks import torchrun
-from bench_record import RESULTS, check, geometric_mean, markdown_table, write
+from bench_record import RESULTS, chosen, geometric_mean, markdown_table, write
 from link_lab import CONTENDERS, RATES
 from link_models import LAYOUTS, Layout
 from link_report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, row, table
@@ -161,10 +161,8 @@ def link(
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
     """Real ranks on an emulated link: eager, Inductor, in-tree settings and ours, interleaved."""
-    models, rates, names = list(model or LAYOUTS), list(rate or RATES), list(contender or CONTENDERS)
-    check(models, LAYOUTS, "model")
-    check(rates, RATES, "rate")
-    check(names, CONTENDERS, "contender")
+    models, rates = chosen(model, LAYOUTS, "model"), chosen(rate, RATES, "rate")
+    names = chosen(contender, CONTENDERS, "contender")
     console = Console(width=max(180, Console().width))
     everything: list[dict[str, Any]] = []
     wrong = []

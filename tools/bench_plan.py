@@ -21,7 +21,7 @@ from typing import Annotated
 import in_tree_schedule
 import torch
 import typer
-from bench_record import RESULTS, Provenance, check, geometric_mean, provenance, write
+from bench_record import RESULTS, Provenance, chosen, geometric_mean, provenance, write
 from capture_graphs import as_problem, capture, copied, fake_world
 from capture_models import SCENARIOS
 from rich.console import Console
@@ -284,10 +284,8 @@ def plan(
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
     """Captured graphs of cluster-sized models: our planner against the in-tree scheduler, by one simulator."""
-    scenarios, contenders, budgets = list(scenario or SCENARIOS), list(contender or CONTENDERS), list(budget or BUDGETS)
-    check(scenarios, SCENARIOS, "scenario")
-    check(contenders, CONTENDERS, "contender")
-    check(budgets, BUDGETS, "budget")
+    scenarios, contenders = chosen(scenario, SCENARIOS, "scenario"), chosen(contender, CONTENDERS, "contender")
+    budgets = chosen(budget, BUDGETS, "budget")
     rows.mkdir(parents=True, exist_ok=True)
     profile = CostProfile.default(device)
     for name in [] if render else scenarios:

@@ -111,11 +111,12 @@ def _processor() -> str:
     return platform.processor()
 
 
-def check(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Refuse names on the command line that do not exist."""
-    unknown = sorted(set(given) - set(known))
+def chosen(given: Iterable[str] | None, known: Iterable[str], what: str) -> list[str]:
+    """Names from the command line, all when none was given; refuses those that do not exist."""
+    unknown = sorted(set(given or ()) - set(known))
     if unknown:
         raise typer.BadParameter(f"{what} {', '.join(unknown)} is not known; expected some of {', '.join(known)}")
+    return list(given or known)
 
 
 def geometric_mean(values: Iterable[float]) -> float:

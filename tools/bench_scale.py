@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 from bench_plan import IN_TREE, INPUT, OURS_BUCKETED, contend
-from bench_record import RESULTS, check, markdown_table, write
+from bench_record import RESULTS, chosen, markdown_table, write
 from capture_graphs import as_problem, capture, fake_world
 from capture_models import LLAMA_8B, LLAMA_70B, LLAMA_405B, Scenario, experts, fsdp, tensor_parallel
 from rich.console import Console
@@ -304,8 +304,7 @@ def scale(
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
     """Simulated steps from 8 to 4,096 ranks, and what each assumption does to them."""
-    models, worlds = list(model or MODELS), list(ranks or (8, 64, 512, 4096))
-    check(models, MODELS, "model")
+    models, worlds = chosen(model, MODELS, "model"), list(ranks or (8, 64, 512, 4096))
     for world in (*worlds, at):
         if world < 0 or world % HOST or (world == 0 and world is not at):
             raise typer.BadParameter(f"{world} ranks do not fill hosts of {HOST}; expected a multiple of {HOST}")

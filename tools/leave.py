@@ -13,10 +13,10 @@ import torch.distributed as dist
 def leave(status: int = 0) -> NoReturn:
     """Destroy the process groups and end the process, without finalising the interpreter.
 
-    ``torch.distributed.nn``, which ``torch.compile`` imports, binds the default group as a default argument, and so it
-    outlives ``destroy_process_group`` with gloo's threads. A thread that lets go of the last collective's tensor while
-    the interpreter is finalised aborts the process: "terminate called without an active exception"
-    (https://github.com/pytorch/pytorch/issues/190489), the sooner the busier the machine.
+    The default group outlives ``destroy_process_group`` with gloo's threads: ``torch.distributed.nn`` binds it as a
+    default argument when it is imported after the group was made, and compiling keeps it even when not. A thread that
+    lets go of the last collective's tensor while the interpreter is finalised aborts the process: "terminate called
+    without an active exception" (https://github.com/pytorch/pytorch/issues/190489), the sooner the busier the machine.
     """
     dist.destroy_process_group()
     logging.shutdown()

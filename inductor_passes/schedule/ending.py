@@ -27,14 +27,14 @@ _SHARES, _FINER = (200, 100, 50, 400), ((7, 5), (5, 7))
 
 def stands_still(t: Tables, order: Sequence[int], trace: Trace) -> int:
     """Ns that the compute lane stands still in the last part of its work."""
-    left = sum(t.busy_ns) // _LAST
-    since = trace.makespan
+    least = sum(t.busy_ns) // _LAST
+    busy, since = 0, trace.makespan
     for i in reversed(order):
-        if left <= 0:
+        if busy >= least:
             break
-        left -= t.busy_ns[i]
+        busy += t.busy_ns[i]
         since = trace.begin[i]
-    return trace.makespan - since - (sum(t.busy_ns) // _LAST - left)
+    return trace.makespan - since - busy
 
 
 def reorder_end(t: Tables, order: Sequence[int], cap_bytes: int) -> list[int]:
@@ -42,11 +42,8 @@ def reorder_end(t: Tables, order: Sequence[int], cap_bytes: int) -> list[int]:
     trace = replay_time(t, order)
     if stands_still(t, order, trace) <= trace.makespan // _WORTH:
         return list(order)
-    by_tail = tails(t)[0]
-    rank = [0] * t.n
-    for place, i in enumerate(sorted(range(t.n), key=lambda i: (-by_tail[i], i))):
-        rank[i] = place
-    rule = Rule("end", rank, rank, fill=True)
+    by_tail = [-q for q in tails(t)[0]]
+    rule = Rule("end", by_tail, by_tail, fill=True)
     begins = [trace.begin[i] for i in order]
     best = trace.makespan, list(order)
     at = 0

@@ -125,6 +125,7 @@ def plan(
     t = tables(problem)
     thorough = t.n <= SMALL if thorough is None else thorough
     bound = lower_bound(problem)
+    enough = close_enough(bound, thorough)
     best = _Best(problem, budget_bytes)
     if t.n and (best.makespan > bound or not best.feasible):
         if start is None:
@@ -135,7 +136,6 @@ def plan(
             rescued = search_whole(t, budget_bytes, best.input_makespan)
             if rescued is not None:
                 best.judge("search", rescued)
-        enough = close_enough(bound, thorough)
         if best.feasible and budget_bytes is not None and best.makespan > enough:
             best.judge("other-end", reorder_end(t, best.order, budget_bytes))
         if best.feasible and best.makespan > enough and effort:
@@ -148,7 +148,7 @@ def plan(
     if best.method != "input":
         polished = polish(t, best.order)
         best.judge(best.method, polished, polished=True)
-    if t.n and best.feasible and best.makespan > close_enough(bound, thorough) and start is None:
+    if t.n and best.feasible and best.makespan > enough and start is None:
         for name, eager in prefetching(t):
             best.judge(name, polish(t, eager))
     order = tuple(best.order)

@@ -21,7 +21,7 @@ WAIT = "wait"
 
 _REGION = "## Call CompiledFxGraph"
 _HOST = ("cpu_op", "user_annotation")
-_LAUNCH = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime")
+_LAUNCH = ("cuda_runtime", "cuda_driver", "xpu_runtime")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _KNOWN = {*_HOST, *_LAUNCH, *_DEVICE}
 _OP = re.compile(r"_c10d_functional::(\w+)")
