@@ -24,6 +24,7 @@ from inductor_passes.cost.profile import (
     GroupCost,
     MatmulPoint,
     ProfileError,
+    ShapeRate,
 )
 from inductor_passes.cost.specs import CPU, H100_SXM, SPECS, lookup
 
@@ -41,6 +42,11 @@ def calibrated() -> CostProfile:
         memory_bytes_per_s=4e9,
         kernel_ns=1_000.0,
         groups=(GroupCost(Layout(2, 1, 2), "gloo", "loopback", (cost,)),),
+        shapes=(
+            ShapeRate("matmul", "float32", 64, 0.08),
+            ShapeRate("matmul", "float32", 256, 0.02),
+            ShapeRate("attention", "float32", 0, 0.04),
+        ),
     )
 
 
@@ -171,6 +177,31 @@ def test_compute_is_a_roofline() -> None:
         profile.compute_ns(0, -1, "float32")
 
 
+@pytest.mark.parametrize(
+    ("kind", "side", "ns_per_flop"),
+    [
+        ("matmul", 64, 0.08),
+        ("matmul", 128, 0.04),  # between two measured sides, on a straight line of logarithms
+        ("matmul", 256, 0.02),
+        ("matmul", 257, 0.02),  # longer than all that was measured: as a square one
+        ("matmul", 16, 0.32),  # shorter: takes as long as the shortest
+        ("attention", 0, 0.04),
+        ("attention_backward", 0, 0.02),  # not measured
+    ],
+)
+def test_no_kernel_is_faster_than_its_shape(kind: str, side: int, ns_per_flop: float) -> None:
+    taken = calibrated().compute_ns(1e8, 0, "torch.float32", 0, (kind, side))
+    assert taken == pytest.approx(1e8 * ns_per_flop, rel=1e-6)
+    assert calibrated().compute_ns(140e9, 0, "bfloat16", 0, (kind, side)) == 10**9
+
+
+def test_profiles_of_before_shapes_still_load() -> None:
+    data = calibrated().to_json()
+    del data["shapes"]
+    loaded = CostProfile.from_json(json.loads(json.dumps({**data, "schema_version": 1})))
+    assert loaded.shapes == () and loaded.matmul == calibrated().matmul
+
+
 def test_round_trip_and_hash(tmp_path: Path) -> None:
     for profile in (calibrated(), CostProfile.default("cuda")):
         file = tmp_path / "profile.json"
@@ -201,7 +232,7 @@ def _with(path: str, value: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema_version", 99, "schema_version 99; expected 1"),
+        ("schema_version", 99, "schema_version 99; expected 2"),
         ("schema_version", KeyError, "schema_version is missing"),
         ("colour", "red", "colour is unknown; expected one of"),
         ("ranks_per_host", 0, "ranks_per_host is 0; expected a whole number of at least 1"),
@@ -218,6 +249,9 @@ def _with(path: str, value: object) -> dict[str, object]:
         ("groups.0.layout", [], "groups[0].layout is []; expected an object"),
         ("matmul.1.flops", 1e5, "matmul points of float32 must rise"),
         ("matmul.0.ns", 0, "matmul[0].ns is 0; expected a finite number above 0"),
+        ("shapes.0.kind", "conv", "a shape's kind is 'conv'; expected one of matmul, attention"),
+        ("shapes.1.side", 64, "shapes of matmul in float32 must have rising sides"),
+        ("shapes.1.ns_per_flop", 0, "shapes[1].ns_per_flop is 0; expected a finite number above 0"),
         ("memory_bytes_per_s", float("inf"), "memory_bytes_per_s is inf"),
     ],
 )

@@ -21,7 +21,7 @@ from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.rules import shape_of
 from inductor_passes.async_tp.slab import Partial, Slab, scattered
 from inductor_passes.async_tp.timeline import Costs, Run, run
-from inductor_passes.cost.compute import ComputeCosts, dtype_name, flops, value_bytes
+from inductor_passes.cost.compute import ComputeCosts, dtype_name, flops, library_shape, value_bytes
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
@@ -130,29 +130,15 @@ class Pricer:
         out = value_bytes(node.meta["val"])
         moved += out if isinstance(region.cuts[node], Partial) else out // region.parts
         dtype = dtype_name(next(iter(node.all_input_nodes)).meta.get("val"))
-        whole = self._profile.compute_ns(count / region.parts, moved, dtype, 1)
-        return round(whole * self._narrow(region, node, dtype, count / region.parts))
+        return self._profile.compute_ns(count / region.parts, moved, dtype, 1, self._part_shape(region, node))
 
-    def _narrow(self, region: Region, node: torch.fx.Node, dtype: str, count: float) -> float:
-        """How much slower a part is than a cube of as many FLOPs because one side of it is short.
-
-        A profile knows cubes. A matmul with a side ``s`` runs at the rate of a cube of side ``2 s`` (fitted: float32,
-        one CPU thread, 2048 x 2560 x 128 at 0.87, 256 x 2560 x 1024 at 0.94 of the whole's rate).
-        """
-        form, cut = matmul.canonical(node), region.cuts[node]
-        assert form is not None
-        if isinstance(cut, Partial):
-            side = cut.source.outer * cut.source.inner
-        elif form.dot_dim(cut) is matmul.DotDim.BATCH:
-            return 1.0
-        else:
-            side = cut.outer * cut.inner
-        short = 2.0 * (2.0 * side) ** 3
-        if count <= short:
-            return 1.0
-        per_flop = self._profile.compute_ns(short, 0, dtype, 0) / short
-        full_ns = self._profile.compute_ns(count, 0, dtype, 0)
-        return max(1.0, per_flop / (full_ns / count)) if full_ns else 1.0
+    def _part_shape(self, region: Region, node: torch.fx.Node) -> tuple[str, int] | None:
+        """The shape of a part of a matmul, for its price."""
+        whole, cut = library_shape(node), region.cuts[node]
+        form = matmul.canonical(node)
+        if whole is None or form is None or not isinstance(cut, Slab) or form.dot_dim(cut) is matmul.DotDim.BATCH:
+            return whole
+        return whole[0], min(whole[1], cut.outer * cut.inner)
 
     def _joining_ns(self, region: Region) -> int:
         total = 0
@@ -161,7 +147,7 @@ class Pricer:
             cut = region.cuts[node]
             if isinstance(cut, Partial):
                 total += region.parts * self._copy_ns(size)
-            elif not (matmul.canonical(node) is not None and cut.outer == 1 and _leading(node, cut)):
+            elif isinstance(cut, Slab) and (matmul.canonical(node) is None or not _leading(node, cut)):
                 # A matmul writes its part of the result in place where parts are blocks of rows.
                 total += self._copy_ns(size)
         return total

@@ -28,7 +28,7 @@ from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.order import Key
 from inductor_passes.async_tp.region import Region, is_layout
 from inductor_passes.async_tp.rules import rule_of
-from inductor_passes.async_tp.slab import Partial, Slab, assemble, scattered, take
+from inductor_passes.async_tp.slab import Partial, Slab, Uniform, assemble, scattered, take
 from inductor_passes.async_tp.timeline import Instance
 from inductor_passes.bucket.emit import Emitter
 from inductor_passes.ir import ops
@@ -165,6 +165,8 @@ class _Lowering:
         cut = self.region.cuts[node]
         pieces = [self.made[node, part] for part in range(self.region.parts)]
         value = node.meta["val"]
+        if isinstance(cut, Uniform):
+            return pieces[0]
         if isinstance(cut, Slab):
             return assemble(emit, pieces, cut, value)
         total = pieces[0]

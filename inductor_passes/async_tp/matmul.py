@@ -57,6 +57,7 @@ class Matmul:
         """Which dimension of the dot a cut of the output (or a sum over parts) is."""
         if isinstance(cut, Partial):
             return DotDim.CONTRACTING
+        assert isinstance(cut, Slab)
         if cut.dim == self.rank - 1:
             return DotDim.FREE_RIGHT
         if cut.dim == self.rank - 2:
@@ -99,6 +100,7 @@ class Matmul:
                 return None
             wanted = [(self.left, cut.source.on(left_rank - 1)), (self.right, cut.source.on(right_rank - 2))]
         else:
+            assert isinstance(cut, Slab)
             wanted.append((self.left, None if dot is DotDim.FREE_RIGHT else cut.on(cut.dim + left_rank - self.rank)))
             if dot is DotDim.FREE_LEFT:
                 wanted.append((self.right, None))

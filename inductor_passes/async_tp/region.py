@@ -24,7 +24,7 @@ import torch.fx
 from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.matmul import DotDim
 from inductor_passes.async_tp.rules import Needs, Rule, is_split, rule_of, shape_of
-from inductor_passes.async_tp.slab import Cut, Partial, Slab, cut_evenly, is_dense
+from inductor_passes.async_tp.slab import Cut, Partial, Slab, Uniform, cut_evenly, is_dense
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import Collective, GraphView
@@ -370,7 +370,7 @@ class _Growth:
                     return Refusal(Reason.UNSUPPORTED, f"{operand.name} has several results and is made outside")
         region = Region(self._parts, cuts, needs, collectives, matmuls, axis)
         for node in region.joined():
-            if not isinstance(node.meta["val"], torch.Tensor):
+            if not isinstance(node.meta["val"], torch.Tensor) and not isinstance(cuts[node], Uniform):
                 return Refusal(Reason.UNSUPPORTED, f"{node.name} has several results and is read outside")
         return region
 

@@ -20,7 +20,9 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.async_tp import matmul
-from inductor_passes.async_tp.slab import Cut, Partial, Slab, through_view
+from inductor_passes.async_tp.rules_attention import RULES as ATTENTION
+from inductor_passes.async_tp.rules_attention import Attention
+from inductor_passes.async_tp.slab import Cut, Partial, Slab, Uniform, through_view
 
 Needs = dict[torch.fx.Node, Slab | None]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -106,7 +108,7 @@ class _Pointwise(_Plain):
         return cut.on(cut.dim + value.dim() - rank_of(operand))
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial) or not isinstance(node.meta.get("val"), torch.Tensor):
+        if not isinstance(cut, Slab) or not isinstance(node.meta.get("val"), torch.Tensor):
             return None
         return {n: matmul.broadcast_part(n, cut, node) for n in _tensor_inputs(node)}
 
@@ -129,7 +131,7 @@ class _View:
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
         source = _first(node)
-        if isinstance(cut, Partial):
+        if not isinstance(cut, Slab):
             return None
         before = through_view(cut, shape_of(node), shape_of(source), parts)
         return None if before is None else {source: before}
@@ -179,7 +181,7 @@ class _Moves(_Plain):
         return cut.on(origins.index(cut.dim)) if cut.dim in origins else None
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial):
+        if not isinstance(cut, Slab):
             return None
         origin = self.origins(node)[cut.dim]
         return None if origin is None else {_first(node): cut.on(origin)}
@@ -192,7 +194,7 @@ class _Same(_Plain):
         return cut
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        return None if isinstance(cut, Partial) else {_first(node): cut}
+        return {_first(node): cut} if isinstance(cut, Slab) else None
 
 
 class _ViewDtype(_Same):
@@ -203,7 +205,7 @@ class _ViewDtype(_Same):
         return cut if same or cut.dim < rank_of(node) - 1 else None
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial) or self.result(node, _first(node), cut, parts) is None:
+        if not isinstance(cut, Slab) or self.result(node, _first(node), cut, parts) is None:
             return None
         return {_first(node): cut}
 
@@ -221,7 +223,7 @@ class _Expand(_Same):
         return cut.on(dim) if self._kept(node, dim) is not None else None
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial):
+        if not isinstance(cut, Slab):
             return None
         at = self._kept(node, cut.dim)
         return {_first(node): None if at is None else cut.on(at)}
@@ -259,7 +261,7 @@ class _Slice(_Same):
         return Slab(dim, (end - start) // block, cut.inner) if end > start else None
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial):
+        if not isinstance(cut, Slab):
             return None
         source = _first(node)
         dim, start, end, step = self._range(node)
@@ -331,12 +333,18 @@ class _Getitem(_Plain):
         index = node.args[1]
         if isinstance(rule, _Split) and isinstance(index, int):
             return rule.piece(operand, index, cut, parts)
+        if isinstance(rule, Attention) and isinstance(index, int):
+            found = rule.output(index, cut)
+            if isinstance(found, Uniform):
+                return found
         return cut if cut.fits(shape_of(node), parts) else None
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
         source = node.args[0]
         assert isinstance(source, torch.fx.Node)
-        if isinstance(cut, Partial):
+        if isinstance(cut, Uniform):
+            return {source: cut.source}
+        if not isinstance(cut, Slab):
             return None
         rule = rule_of(source)
         if rule is None:
@@ -360,7 +368,7 @@ class _Cat:
         return Slab(cut.dim, extent // (cut.inner * parts), cut.inner)
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial):
+        if not isinstance(cut, Slab):
             return None
         wanted: list[tuple[torch.fx.Node, Slab | None]] = []
         for operand in _torch.op_arguments(node)["tensors"]:
@@ -389,7 +397,7 @@ class _Pad(_Same):
         return None if self._padded(node, cut.dim) else cut
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial) or self._padded(node, cut.dim):
+        if not isinstance(cut, Slab) or self._padded(node, cut.dim):
             return None
         return {_first(node): cut}
 
@@ -419,6 +427,7 @@ class _Reduce(_Plain):
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
         if isinstance(cut, Partial):
             return {_first(node): cut.source} if self.sums else None
+        assert isinstance(cut, Slab)
         dims, keep = self._dims(node)
         if keep:
             return None if cut.dim in dims else {_first(node): cut}
@@ -434,33 +443,9 @@ class _AlongOthers(_Same):
         return None if cut.dim == along else cut
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial) or self.result(node, _first(node), cut, parts) is None:
+        if not isinstance(cut, Slab) or self.result(node, _first(node), cut, parts) is None:
             return None
         return {_first(node): cut}
-
-
-class _Attention(_Plain):
-    """Fused attention: batch and (with equal head counts) heads are independent; masks are not understood."""
-
-    def _operands(self, node: torch.fx.Node) -> list[torch.fx.Node]:
-        return _tensor_inputs(node)
-
-    def _allowed(self, node: torch.fx.Node, cut: Slab) -> bool:
-        arguments = _torch.op_arguments(node)
-        if arguments.get("attn_mask") is not None or arguments.get("dropout_p", 0.0):
-            return False
-        shapes = [shape_of(n) for n in self._operands(node)]
-        return cut.dim < 2 and all(
-            len(s) > cut.dim and str(s[cut.dim]) == str(shapes[0][cut.dim]) for s in shapes
-        )
-
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
-        return cut if self._allowed(node, cut) else None
-
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial) or not self._allowed(node, cut):
-            return None
-        return dict.fromkeys(self._operands(node), cut)
 
 
 class _AllGather(_Same):
@@ -473,7 +458,7 @@ class _AllGather(_Same):
         return Slab(0, cut.outer * self._world(node), cut.inner) if cut.dim == 0 else cut
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial):
+        if not isinstance(cut, Slab):
             return None
         if cut.dim:
             return {_first(node): cut}
@@ -491,7 +476,7 @@ class _ReduceScatter(_AllGather):
         return None if rest else Slab(0, outer, cut.inner)
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial):
+        if not isinstance(cut, Slab):
             return None
         return {_first(node): Slab(0, cut.outer * self._world(node), cut.inner) if cut.dim == 0 else cut}
 
@@ -513,7 +498,7 @@ class _AllToAll(_Same):
         return cut if self._allowed(node, cut, parts) else None
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if isinstance(cut, Partial) or not self._allowed(node, cut, parts):
+        if not isinstance(cut, Slab) or not self._allowed(node, cut, parts):
             return None
         return {_first(node): cut}
 
@@ -543,8 +528,7 @@ _RULES: dict[str, Rule] = {
     "aten::slice": _Slice(),
     "aten::cat": _Cat(),
     "aten::constant_pad_nd": _Pad(),
-    "aten::_scaled_dot_product_flash_attention_for_cpu": _Attention(),
-    "aten::_scaled_dot_product_flash_attention": _Attention(),
+    **ATTENTION,
     "_c10d_functional::all_gather_into_tensor": _AllGather(),
     "_c10d_functional::reduce_scatter_tensor": _ReduceScatter(),
     "_c10d_functional::all_reduce": _SAME,

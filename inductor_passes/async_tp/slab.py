@@ -52,7 +52,17 @@ class Partial:
     source: Slab
 
 
-Cut = Slab | Partial
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """A result that every part yields alike, whatever is cut (a generator's state, a size): any part's is the whole's.
+
+    ``source`` is the cut of the operation that it belongs to.
+    """
+
+    source: Slab
+
+
+Cut = Slab | Partial | Uniform
 
 
 def cut_evenly(shape: Sequence[Any], dim: int, parts: int, outer: int = 1) -> Slab | None:

@@ -116,6 +116,7 @@ def calibrate(
         memory_bytes_per_s=shared.bytes_per_s,
         kernel_ns=shared.kernel_ns,
         groups=group_costs(samples, merged),
+        shapes=shared.shapes,
     )
 
 

@@ -28,6 +28,8 @@ _SAME_FORMULA = {
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
 
+_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"})
+
 
 def flops(node: torch.fx.Node) -> int | None:
     """Floating-point operations of a matmul-like node; None for a node without a formula or without size hints."""
@@ -48,6 +50,19 @@ def flops(node: torch.fx.Node) -> int | None:
         # A formula that does not know this overload's arguments: the node counts as memory traffic.
         return None
     return _torch.size_hint(counted)
+
+
+def library_shape(node: torch.fx.Node) -> tuple[str, int] | None:
+    """(kind, shorter side of the result) of a matmul or of fused attention, for ``CostProfile.compute_ns``."""
+    name = _torch.op_name(node.target).partition("::")[2] if node.op == "call_function" else ""
+    if "dot_product" in name and "attention" in name:
+        return ("attention_backward" if "backward" in name else "attention"), 0
+    value = node.meta.get("val")
+    if name in _MATMULS and isinstance(value, torch.Tensor) and value.dim() >= 2:
+        sides = [_torch.size_hint(size) for size in value.shape[-2:]]
+        if all(side is not None for side in sides):
+            return "matmul", min(int(side) for side in sides if side is not None)
+    return None
 
 
 def value_bytes(value: object) -> int:
@@ -92,7 +107,7 @@ class ComputeCosts:
         if count is not None:
             moved = sum(value_bytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
             first = next((n for n in node.all_input_nodes), node)
-            return self._profile.compute_ns(count, moved, dtype_name(first.meta.get("val")), 1)
+            return self._profile.compute_ns(count, moved, dtype_name(first.meta.get("val")), 1, library_shape(node))
         read = sum(value_bytes(n.meta.get("val")) for n in node.all_input_nodes if not self._fuses(n))
         leaves = self._leaves(node)
         written = value_bytes(node.meta.get("val")) if leaves else 0

@@ -1,8 +1,8 @@
 """Cost profiles: how long compute and collectives take here, as frozen data with one JSON form.
 
 A profile is a device spec (datasheet defaults) with measurements laid over it: time of matmuls by dtype and
-size, streaming bandwidth, fixed cost per kernel, and per group layout and collective kind a line ``alpha +
-beta * bytes`` for the link and another for the host that issues. All ranks must load the same file: every
+size, what short sides and fused attention cost, streaming bandwidth, fixed cost per kernel, and per group layout and
+collective kind a line ``alpha + beta * bytes`` for the link and another for the host that issues. All ranks must load the same file: every
 query is a pure function of the profile and its arguments, and depends on a group only through its layout
 (size, hosts, ranks per host), so ranks that belong to different but equal groups get equal answers.
 
@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +34,11 @@ from inductor_passes.cost.communication import (
 from inductor_passes.cost.profile_json import ProfileError
 from inductor_passes.cost.specs import DeviceSpec, lookup
 
-__all__ = ["CollectiveCost", "CostProfile", "GroupCost", "MatmulPoint", "ProfileError"]
+__all__ = ["CollectiveCost", "CostProfile", "GroupCost", "MatmulPoint", "ProfileError", "ShapeRate"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+#: What :class:`ShapeRate` knows.
+SHAPES = ("matmul", "attention", "attention_backward")
 #: Files above this are refused before they are parsed.
 MAX_FILE_BYTES = 16 * 2**20
 
@@ -47,6 +50,22 @@ class MatmulPoint:
     dtype: str
     flops: float
     ns: float
+
+
+@dataclass(frozen=True)
+class ShapeRate:
+    """A measured rate of library kernels that square matmuls do not predict.
+
+    Attributes:
+        kind: ``matmul`` (with a short side), ``attention`` or ``attention_backward`` (fused).
+        side: rows or columns of the result, the shorter one; 0 for attention.
+        ns_per_flop: of FLOPs as ``torch.utils.flop_counter`` counts them.
+    """
+
+    kind: str
+    dtype: str
+    side: int
+    ns_per_flop: float
 
 
 @dataclass(frozen=True)
@@ -101,6 +120,7 @@ class CostProfile:
         memory_bytes_per_s: streaming bandwidth (read plus write). 0: the spec.
         kernel_ns: fixed cost per kernel. Negative: the spec.
         groups: measured group layouts, at most one each.
+        shapes: measured rates of kernels that are no square matmuls; per kind and dtype of rising side.
     """
 
     name: str
@@ -111,6 +131,7 @@ class CostProfile:
     memory_bytes_per_s: float = 0.0
     kernel_ns: float = -1.0
     groups: tuple[GroupCost, ...] = ()
+    shapes: tuple[ShapeRate, ...] = ()
 
     def __post_init__(self) -> None:
         if self.ranks_per_host < 1:
@@ -123,6 +144,13 @@ class CostProfile:
                     f"{self.name}: matmul points of {point.dtype} must rise; {before} is followed by {point}"
                 )
             last[point.dtype] = point
+        side: dict[tuple[str, str], int] = {}
+        for rate in self.shapes:
+            if rate.kind not in SHAPES:
+                raise ProfileError(f"{self.name}: a shape's kind is {rate.kind!r}; expected one of {', '.join(SHAPES)}")
+            if rate.side <= side.get((rate.kind, rate.dtype), -1):
+                raise ProfileError(f"{self.name}: shapes of {rate.kind} in {rate.dtype} must have rising sides")
+            side[rate.kind, rate.dtype] = rate.side
         layouts = [g.layout for g in self.groups]
         if len(set(layouts)) != len(layouts):
             raise ProfileError(f"{self.name}: a group layout is listed twice among {layouts}")
@@ -147,7 +175,9 @@ class CostProfile:
         """The device spec that fills what was not measured."""
         return lookup(self.device)
 
-    def compute_ns(self, flops: float, bytes_moved: int, dtype: str, kernels: int = 1) -> int:
+    def compute_ns(
+        self, flops: float, bytes_moved: int, dtype: str, kernels: int = 1, shape: tuple[str, int] | None = None
+    ) -> int:
         """Time on the compute lane, by the roofline: the slower of arithmetic and memory, plus fixed cost per
         kernel.
 
@@ -156,6 +186,8 @@ class CostProfile:
             bytes_moved: bytes read plus bytes written in device memory.
             dtype: of the operands, ``torch.`` prefix allowed.
             kernels: how many kernels the work is split over; 0 for work that launches none (views).
+            shape: (kind, shorter side of the result) of a library kernel, see :class:`ShapeRate`: it is no faster than
+                was measured for such shapes.
         """
         if flops < 0 or bytes_moved < 0 or kernels < 0:
             raise ValueError(
@@ -165,7 +197,28 @@ class CostProfile:
         bandwidth = self.memory_bytes_per_s or spec.memory_bytes_per_s.value * spec.memory_efficiency.value
         memory_ns = bytes_moved / bandwidth * 1e9
         fixed_ns = kernels * (self.kernel_ns if self.kernel_ns >= 0 else spec.kernel_ns.value)
-        return round(max(self._arithmetic_ns(float(flops), dtype), memory_ns) + fixed_ns)
+        arithmetic_ns = self._arithmetic_ns(float(flops), dtype)
+        if shape is not None and self.shapes:
+            arithmetic_ns = max(arithmetic_ns, flops * self._ns_per_flop(dtype.removeprefix("torch."), *shape))
+        return round(max(arithmetic_ns, memory_ns) + fixed_ns)
+
+    def _ns_per_flop(self, dtype: str, kind: str, side: int) -> float:
+        """Of the measured shape next to ``side``, on a straight line of logarithms between two; 0: not measured.
+
+        Below the shortest side time no longer falls with the FLOPs; beyond the longest one a square matmul says enough.
+        """
+        rates = [r for r in self.shapes if r.kind == kind and r.dtype == dtype]
+        if not rates:
+            return 0.0
+        if kind != "matmul":
+            return rates[0].ns_per_flop
+        if side <= rates[0].side:
+            return rates[0].ns_per_flop * rates[0].side / max(1, side)
+        for low, high in itertools.pairwise(rates):
+            if side <= high.side:
+                share = math.log(side / low.side) / math.log(high.side / low.side)
+                return float(low.ns_per_flop ** (1 - share) * high.ns_per_flop**share)
+        return 0.0
 
     def _arithmetic_ns(self, flops: float, dtype: str) -> float:
         name = dtype.removeprefix("torch.")
@@ -277,6 +330,8 @@ class CostProfile:
             ProfileError: other schema version, missing or unknown key, wrong type, value out of range; it
                 names the place in the file.
         """
+        if isinstance(data, dict) and data.get("schema_version") == 1 and "shapes" not in data:
+            data = {**data, "schema_version": SCHEMA_VERSION, "shapes": []}
         top = read.table(data, "", {"schema_version", *_names(CostProfile)})
         version = read.whole(top, "", "schema_version")
         if version != SCHEMA_VERSION:
@@ -292,6 +347,12 @@ class CostProfile:
                 )
             )
         groups = [_group_from_json(item, where) for where, item in read.items(top, "", "groups")]
+        shapes = []
+        for where, item in read.items(top, "", "shapes"):
+            row = read.table(item, where, _names(ShapeRate))
+            names = read.text(row, where, "kind"), read.text(row, where, "dtype")
+            side = read.whole(row, where, "side", least=0)
+            shapes.append(ShapeRate(*names, side, read.number(row, where, "ns_per_flop", above=0)))
         return CostProfile(
             name=read.text(top, "", "name"),
             device=read.text(top, "", "device"),
@@ -301,6 +362,7 @@ class CostProfile:
             memory_bytes_per_s=read.number(top, "", "memory_bytes_per_s", least=0),
             kernel_ns=read.number(top, "", "kernel_ns"),
             groups=tuple(groups),
+            shapes=tuple(shapes),
         )
 
     @staticmethod

@@ -15,11 +15,14 @@ from statistics import median
 
 import torch
 
-from inductor_passes.cost.profile import MatmulPoint
+from inductor_passes.cost.profile import MatmulPoint, ShapeRate
 
 #: Matmuls of as many FLOPs as square ones of these sizes.
 CPU_SIZES = (32, 64, 128, 256, 512)
 ACCELERATOR_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+#: Rows of matmuls with few of them, and how wide these are.
+CPU_SIDES, CPU_WIDTH = (32, 64, 128, 256, 512), 1024
+ACCELERATOR_SIDES, ACCELERATOR_WIDTH = (64, 128, 256, 512, 1024, 2048), 4096
 _STREAM_BYTES_CPU = 16 * 2**20
 _STREAM_BYTES_ACCELERATOR = 512 * 2**20
 #: What a layer's tensors share the caches with.
@@ -33,6 +36,7 @@ class Roofline:
     matmul: tuple[MatmulPoint, ...]
     bytes_per_s: float
     kernel_ns: float
+    shapes: tuple[ShapeRate, ...] = ()
 
 
 def measure(device: torch.device, dtypes: Sequence[torch.dtype], repeats: int) -> Roofline:
@@ -62,7 +66,48 @@ def measure(device: torch.device, dtypes: Sequence[torch.dtype], repeats: int) -
     # Fused kernels stream and compute at once: on a CPU a transcendental per element is what limits them.
     stream_ns = _time(device, lambda: torch.sigmoid(source, out=target), repeats, calls=3)
     moved = 2 * count * source.element_size()
-    return Roofline(tuple(points), moved / max(1.0, stream_ns - kernel_ns) * 1e9, kernel_ns)
+    bytes_per_s = moved / max(1.0, stream_ns - kernel_ns) * 1e9
+    shapes: list[ShapeRate] = []
+    for dtype in dtypes:
+        shapes += [*_narrow(device, dtype, repeats), *_attention(device, dtype, repeats)]
+    return Roofline(tuple(points), bytes_per_s, kernel_ns, tuple(shapes))
+
+
+def _narrow(device: torch.device, dtype: torch.dtype, repeats: int) -> list[ShapeRate]:
+    """Matmuls with few rows, as the parts of a larger one have."""
+    width = CPU_WIDTH if device.type == "cpu" else ACCELERATOR_WIDTH
+    found = []
+    for side in CPU_SIDES if device.type == "cpu" else ACCELERATOR_SIDES:
+        try:
+            left, right = (torch.ones(rows, width, device=device, dtype=dtype) for rows in (side, width))
+            out = torch.empty(side, width, device=device, dtype=dtype)
+            ns = _time(device, lambda: torch.mm(left, right.t(), out=out), repeats, 4)  # noqa: B023  called at once
+        except RuntimeError:
+            break
+        found.append(ShapeRate("matmul", _name(dtype), side, ns / (2.0 * side * width * width)))
+    return found
+
+
+def _attention(device: torch.device, dtype: torch.dtype, repeats: int) -> list[ShapeRate]:
+    """Fused attention, causal, forward and with its gradient; FLOPs as ``torch.utils.flop_counter`` counts them."""
+    batch, heads, sequence, width = (2, 4, 256, 64) if device.type == "cpu" else (4, 16, 2048, 128)
+    shape = (batch, heads, sequence, width)
+    product = 2.0 * batch * heads * sequence * sequence * width
+    try:
+        query, key, value = (torch.ones(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+        gradient = torch.ones(shape, device=device, dtype=dtype)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        with torch.no_grad():
+            forward = _time(device, lambda: attend(query, key, value, is_causal=True), repeats, 2)
+        result = attend(query, key, value, is_causal=True)
+        inputs = (query, key, value)
+        backward = _time(
+            device, lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True), repeats, 2
+        )
+    except RuntimeError:
+        return []
+    rates = (("attention", forward / (2 * product)), ("attention_backward", backward / (5 * product)))
+    return [ShapeRate(kind, _name(dtype), 0, ns) for kind, ns in rates]
 
 
 def _name(dtype: torch.dtype) -> str:

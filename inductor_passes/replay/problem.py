@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.cost.compute import dtype_name, flops
+from inductor_passes.cost.compute import dtype_name, flops, library_shape
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, describe
@@ -206,10 +206,12 @@ class _Builder:
                 fence = fence or ops.op_role(_torch.snode_op(node)) is ops.Role.FENCE
                 duration = self.profile.compute_ns(0, _torch.snode_bytes(node), "float32", 1)
         elif kind == "fused":
-            counts = [c for o in origins if (c := flops(o)) is not None] if _torch.snode_is_template(node) else []
+            counted = [o for o in origins if flops(o) is not None] if _torch.snode_is_template(node) else []
             dtype = dtype_name(origins[0].meta.get("val")) if origins else "float32"
-            duration = self.profile.compute_ns(sum(counts), _torch.snode_bytes(node), dtype, 1)
-            label = next((ops.label(o) for o in origins if flops(o) is not None), "") if counts else ""
+            shape = library_shape(counted[0]) if counted else None
+            count = sum(flops(o) or 0 for o in counted)
+            duration = self.profile.compute_ns(count, _torch.snode_bytes(node), dtype, 1, shape)
+            label = ops.label(counted[0]) if counted else ""
         return Task(name, Kind.COMPUTE, duration, label=label, source=source, fence=fence)
 
     def _extern_ns(self, node: Any, origin: torch.fx.Node) -> int:
@@ -218,7 +220,7 @@ class _Builder:
         count = flops(origin)
         first = next((n for n in origin.all_input_nodes), origin)
         dtype = dtype_name(first.meta.get("val"))
-        return self.profile.compute_ns(count or 0, _torch.snode_bytes(node), dtype, 1)
+        return self.profile.compute_ns(count or 0, _torch.snode_bytes(node), dtype, 1, library_shape(origin))
 
     def _storages(self) -> list[Storage]:
         root: dict[str, str] = {}

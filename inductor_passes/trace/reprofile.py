@@ -59,6 +59,7 @@ def updated_profile(base: CostProfile, measured: Sequence[Measured], name: str =
         name=name or f"{base.name}, corrected by a profile",
         measured=True,
         matmul=tuple(dataclasses.replace(p, ns=p.ns * matmul) for p in points),
+        shapes=tuple(dataclasses.replace(r, ns_per_flop=r.ns_per_flop * matmul) for r in base.shapes),
         memory_bytes_per_s=bandwidth / rest,
         kernel_ns=kernel * rest,
         groups=tuple(groups[layout] for layout in sorted(groups)),
