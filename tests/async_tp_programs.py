@@ -136,6 +136,13 @@ def _moe(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return a2a(done)
 
 
+def _grouped(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Two groups of equal size, as far as the program knows at run time only."""
+    ragged = {(2, 3): left.shape[0], (2, 2): left.shape[-1], (3, 2): right.shape[-1], (3, 3): 0}[left.dim(), right.dim()]
+    offsets = torch.arange(1, 3, dtype=torch.int32) * (ragged // 2) if ragged else None
+    return torch._grouped_mm(left, right, offsets)
+
+
 def _scaled(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float8_e4m3fn)
 
@@ -152,6 +159,10 @@ def _ag_scaled_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     full = ag(_scaled(x).view(torch.uint8)).view(torch.float8_e4m3fn)
     one = torch.ones((), dtype=torch.float32)
     return torch._scaled_mm(full, _scaled(w.t().contiguous()).t(), one, one, out_dtype=torch.bfloat16)
+
+
+def _groups(name: str, fn: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> Program:
+    return Program(name, fn, shapes, dtype=torch.bfloat16)
 
 
 X, W, B3 = (8, 16), (16, 12), (4, 8, 16)
@@ -245,6 +256,15 @@ PROGRAMS: list[Program] = [
     Program("a2a_mm", lambda x, w: a2a(x) @ w, (X, W)),
     Program("mm_a2a", lambda x, w: a2a(x @ w), (X, W)),
     Program("a2a_bmm_a2a", _moe, ((4, 4, 8), (2, 8, 8)), fused=2),
+    # products of groups: rows that offsets divide among them cannot be cut, all other dimensions can
+    _groups("ag_experts_columns", lambda x, w: _grouped(x, ag(w, 2)), ((16, 32), (2, 32, 16))),
+    _groups("ag_experts_rows", lambda x, w: _grouped(x, ag(w, 1)), ((16, 32), (2, 16, 16))),
+    _groups("ag_experts", lambda x, w: _grouped(x, ag(w, 0)), ((16, 32), (1, 32, 16))),
+    _groups("ag_tokens_grouped_mm", lambda x, w: _grouped(ag(x), w), ((16, 32), (2, 32, 16))),
+    _groups("grouped_mm_rs_columns", lambda x, w: rs(_grouped(x, w), 1), ((16, 32), (2, 32, 32))),
+    _groups("grouped_batches_rs", lambda x, w: rs(_grouped(x, w), 1), ((2, 16, 32), (2, 32, 16))),
+    _groups("grouped_wgrad_rs", lambda x, dy: rs(_grouped(dy.t(), x), 1), ((16, 32), (16, 32))),
+    _groups("ag_left_of_ragged_columns", lambda x, w: _grouped(ag(x, 1), w), ((2, 16, 32), (32, 16))),
     # pairs
     Program("ag_mm_rs", lambda x, w: rs(ag(x) @ w), (X, W), fused=2),
     Program("mlp_with_bias", _mlp, (X, W, (12,), (12, 16)), fused=2),

@@ -32,56 +32,43 @@ class Matmul:
     """A matmul node in canonical form.
 
     Attributes:
-        left / right: the operands, ([b,] m, k) and ([b,] k, n).
+        left / right: the operands.
+        dims: what the dimensions of left, right and result are, a letter each: ``m`` and ``n`` (free), ``k``
+            (contracting), ``b`` (batch), ``g`` (groups) and ``r`` (divided among groups by offsets). The last two cannot
+            be cut: where a group begins is known at run time only.
         added: what is added to the product (bias), broadcast to the output; None without.
         scales: (scale of left, scale of right), each a scalar or one value per row/column; empty without.
-        batched: the operands have a leading batch dimension.
-        groups: the operands are ragged along m or have groups (``_grouped_mm``): only cuts of n are understood.
+        offsets: where groups begin.
     """
 
     node: torch.fx.Node
     left: torch.fx.Node
     right: torch.fx.Node
+    dims: tuple[str, str, str]
     added: torch.fx.Node | None = None
     scales: tuple[torch.fx.Node, ...] = ()
-    batched: bool = False
-    groups: bool = False
     offsets: torch.fx.Node | None = None
-
-    @property
-    def rank(self) -> int:
-        """Number of dimensions of the output."""
-        return int(self.node.meta["val"].dim())
 
     def dot_dim(self, cut: Cut) -> DotDim:
         """Which dimension of the dot a cut of the output (or a sum over parts) is."""
         if isinstance(cut, Partial):
             return DotDim.CONTRACTING
         assert isinstance(cut, Slab)
-        if cut.dim == self.rank - 1:
-            return DotDim.FREE_RIGHT
-        if cut.dim == self.rank - 2:
-            return DotDim.FREE_LEFT
-        return DotDim.BATCH
+        return _DOT_DIMS[self.dims[2][cut.dim]]
 
     def result(self, operand: torch.fx.Node, cut: Slab) -> Cut | None:
         """The output's cut when ``operand`` comes in parts; None when that cannot be computed part by part."""
-        rank = self.rank
-        found: set[Cut] = set()
-        if operand is self.left and not self.groups:
-            left_rank = self.left.meta["val"].dim()
-            found.add(Partial(cut) if cut.dim == left_rank - 1 else cut.on(cut.dim + rank - left_rank))
-        if operand is self.right:
-            right_rank = self.right.meta["val"].dim()
-            if cut.dim == right_rank - 2:
-                found.add(Partial(cut.on(self.left.meta["val"].dim() - 1)))
-            elif cut.dim == right_rank - 1:
-                found.add(cut.on(rank - 1))
-            elif not self.groups:
-                found.add(cut)
+        left, right, out = self.dims
+        found: set[Cut | None] = set()
+        for factor, dims in ((self.left, left), (self.right, right)):
+            if operand is factor:
+                letter = dims[cut.dim]
+                if letter == "k":
+                    found.add(Partial(cut.on(left.index("k"))))
+                else:
+                    found.add(cut.on(out.index(letter)) if letter in _CUTTABLE else None)
         if self.added is not None and operand is self.added:
-            value = operand.meta["val"]
-            found.add(cut.on(cut.dim + rank - value.dim()))
+            found.add(cut.on(cut.dim + len(out) - operand.meta["val"].dim()))
         for scale in self.scales:
             if operand is scale:
                 found.add(cut)
@@ -90,30 +77,38 @@ class Matmul:
 
     def needs(self, cut: Cut) -> dict[torch.fx.Node, Slab | None] | None:
         """Per operand the part (None: the whole) that one part of the result needs; None: not computable so."""
-        wanted: list[tuple[torch.fx.Node, Slab | None]] = []
-        left_rank, right_rank = self.left.meta["val"].dim(), self.right.meta["val"].dim()
-        dot = self.dot_dim(cut)
-        if self.groups and dot is not DotDim.FREE_RIGHT:
-            return None
+        left, right, out = self.dims
         if isinstance(cut, Partial):
-            if self.scales or self.added is not None:
+            if self.scales or self.added is not None or "k" not in left:
                 return None
-            wanted = [(self.left, cut.source.on(left_rank - 1)), (self.right, cut.source.on(right_rank - 2))]
+            letter, part = "k", cut.source
         else:
             assert isinstance(cut, Slab)
-            wanted.append((self.left, None if dot is DotDim.FREE_RIGHT else cut.on(cut.dim + left_rank - self.rank)))
-            if dot is DotDim.FREE_LEFT:
-                wanted.append((self.right, None))
-            else:
-                wanted.append((self.right, cut.on(right_rank - 1) if dot is DotDim.FREE_RIGHT else cut))
+            letter, part = out[cut.dim], cut
+        if letter not in _CUTTABLE or not self._aligned(part):
+            return None
+        wanted = [
+            (factor, part.on(dims.index(letter)) if letter in dims else None)
+            for factor, dims in ((self.left, left), (self.right, right))
+        ]
+        if isinstance(cut, Slab):
             if self.added is not None:
                 wanted.append((self.added, broadcast_part(self.added, cut, self.node)))
-            for scale, dims in zip(self.scales, (DotDim.FREE_LEFT, DotDim.FREE_RIGHT)):
-                whole = scale.meta["val"].numel() == 1 or dot is not dims
+            for scale, own in zip(self.scales, "mn"):
+                whole = scale.meta["val"].numel() == 1 or letter != own
                 wanted.append((scale, None if whole else cut))
-            if self.offsets is not None:
-                wanted.append((self.offsets, None))
+        if self.offsets is not None:
+            wanted.append((self.offsets, None))
         return merged(wanted)
+
+    def _aligned(self, part: Slab) -> bool:
+        """Kernels for groups want rows that begin at multiples of 16 bytes."""
+        grouped = any("g" in dims or "r" in dims for dims in self.dims)
+        return not grouped or part.inner * self.left.meta["val"].element_size() % 16 == 0
+
+
+_DOT_DIMS = {"m": DotDim.FREE_LEFT, "n": DotDim.FREE_RIGHT, "b": DotDim.BATCH, "g": DotDim.BATCH, "r": DotDim.BATCH}
+_CUTTABLE = frozenset("mnkb")
 
 
 def broadcast_part(operand: torch.fx.Node, cut: Slab, result: torch.fx.Node) -> Slab | None:
@@ -150,12 +145,22 @@ def canonical(node: torch.fx.Node) -> Matmul | None:
     if name == "aten::_scaled_mm":
         if values.get("scale_result") is not None:
             return None
-        return Matmul(node, left, right, bias, scales=(values["scale_a"], values["scale_b"]))
+        return Matmul(node, left, right, _PLAIN, bias, scales=(values["scale_a"], values["scale_b"]))
     if name == "aten::_grouped_mm":
-        return Matmul(node, left, right, bias, groups=True, offsets=values.get("offs"))
-    return Matmul(node, left, right, bias, batched=name in ("aten::bmm", "aten::baddbmm"))
+        ranks = left.meta["val"].dim(), right.meta["val"].dim()
+        return Matmul(node, left, right, _GROUPED[ranks], bias, offsets=values.get("offs"))
+    return Matmul(node, left, right, _BATCHED if name in ("aten::bmm", "aten::baddbmm") else _PLAIN, bias)
 
 
+_PLAIN = ("mk", "kn", "mn")
+_BATCHED = ("bmk", "bkn", "bmn")
+#: By the operands' numbers of dimensions (torch/_meta_registrations.py, ``_meta_grouped_mm_common``).
+_GROUPED = {
+    (2, 3): ("rk", "gkn", "rn"),
+    (3, 3): _BATCHED,
+    (2, 2): ("mr", "rn", "gmn"),
+    (3, 2): ("gmk", "kr", "mr"),
+}
 #: op -> argument names of left, right and what is added
 _FORMS: dict[str, tuple[str, str, str]] = {
     "aten::mm": ("self", "mat2", ""),
