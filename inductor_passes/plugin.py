@@ -21,6 +21,7 @@ from inductor_passes.pin.file import GraphPlan
 from inductor_passes.pipeline import Context, Pass, has_collectives, new_report, run_passes, warn_once
 from inductor_passes.redistribute import audit
 from inductor_passes.redistribute.driver import RewriteCollectives
+from inductor_passes.redistribute.scatter_by_exchange import ScatterByExchange
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.replay import hook
 from inductor_passes.report import Verdict
@@ -44,6 +45,7 @@ def passes_of(settings: PassConfig) -> list[Pass]:
         passes.append(AsyncTpPass(mode=settings.async_tp))
     if settings.bucket == "on":
         passes.append(BucketPass())
+    passes.append(ScatterByExchange(settings.tier))
     if settings.schedule == "on":
         passes.append(ReorderPass())
     return passes

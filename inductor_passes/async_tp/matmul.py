@@ -34,7 +34,7 @@ class Matmul:
     Attributes:
         left / right: the operands.
         dims: what the dimensions of left, right and result are, a letter each: ``m`` and ``n`` (free), ``k``
-            (contracting), ``b`` (batch), ``g`` (groups) and ``r`` (divided among groups by offsets). The last two cannot
+            (contracting), ``b`` (batch), ``g`` (groups), ``r`` (divided among groups by offsets). The last two cannot
             be cut: where a group begins is known at run time only.
         added: what is added to the product (bias), broadcast to the output; None without.
         scales: (scale of left, scale of right), each a scalar or one value per row/column; empty without.

@@ -2,9 +2,9 @@
 
 A profile is a device spec (datasheet defaults) with measurements laid over it: time of matmuls by dtype and
 size, what short sides and fused attention cost, streaming bandwidth, fixed cost per kernel, and per group layout and
-collective kind a line ``alpha + beta * bytes`` for the link and another for the host that issues. All ranks must load the same file: every
-query is a pure function of the profile and its arguments, and depends on a group only through its layout
-(size, hosts, ranks per host), so ranks that belong to different but equal groups get equal answers.
+collective kind a line ``alpha + beta * bytes`` for the link and another for the host that issues. All ranks must load
+the same file: every query is a pure function of the profile and its arguments, and depends on a group only through its
+layout (size, hosts, ranks per host), so ranks that belong to different but equal groups get equal answers.
 
 Units: ns, bytes, FLOP. ``beta`` counts wire bytes, i.e. what one rank sends in the ring algorithm.
 """
