@@ -138,7 +138,8 @@ def _moe(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def _grouped(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Two groups of equal size, as far as the program knows at run time only."""
-    ragged = {(2, 3): left.shape[0], (2, 2): left.shape[-1], (3, 2): right.shape[-1], (3, 3): 0}[left.dim(), right.dim()]
+    sizes = {(2, 3): left.shape[0], (2, 2): left.shape[-1], (3, 2): right.shape[-1], (3, 3): 0}
+    ragged = sizes[left.dim(), right.dim()]
     offsets = torch.arange(1, 3, dtype=torch.int32) * (ragged // 2) if ragged else None
     return torch._grouped_mm(left, right, offsets)
 

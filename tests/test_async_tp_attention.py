@@ -35,11 +35,11 @@ def _training_step(masked: bool) -> Callable[..., torch.Tensor]:
         x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         query = _heads(ag(x, 1).reshape(-1, HIDDEN) @ w)
-        key, value = query * 0.5, query + 1.0
-        out, scores = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, not masked, attn_mask=mask)
+        key, value, causal = query * 0.5, query + 1.0, not masked
+        out, scores = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, attn_mask=mask)
         gradient = _heads(ag(dy, 1).reshape(-1, HIDDEN) @ v)
         parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, scores, 0.0, not masked, attn_mask=mask
+            gradient, query, key, value, out, scores, 0.0, causal, attn_mask=mask
         )
         back = (parts[0] + parts[1] + parts[2]).transpose(1, 2).reshape(-1, HIDDEN)
         return rs((back @ w.t()).reshape(BATCH, -1, HIDDEN), 1)

@@ -1,13 +1,15 @@
 """One rank of the async TP benchmark: every case with all contenders interleaved; rank 0 writes the rows.
 
-Times are virtual (processor time of the compute thread plus the waits that the link makes it take), so that a loaded
-machine does not change them; wall times stand beside them. A step's time is that of the slower rank.
+On the emulated link times are virtual (processor time of the compute thread plus the waits that the link makes it
+take), so that a loaded machine does not change them; wall times stand beside them. On a real link (``wire``) there is
+only the wall clock. A step's time is that of the slower rank.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -149,9 +151,12 @@ CASES: dict[str, Callable[[], Callable[[Callable[[Any], Any]], Step]]] = {
 # -- a rank ------------------------------------------------------------------------------------------------------------
 
 
-def contenders(profile: CostProfile, file: str, mode: str, say: bool) -> dict[str, dict[str, Any]]:
-    """Compile options by name; the first is the reference."""
+def contenders(profile: CostProfile, file: str, mode: str, say: bool, wire: bool) -> dict[str, dict[str, Any]]:
+    """Compile options by name; the first is the reference. On a real link all of ours is on."""
     plan = {"cost_profile": file, "memory_budget": "unlimited"}
+    if wire:
+        everything = inductor_passes.options(async_tp=mode, **plan)
+        return {"inductor": {}, "planned": inductor_passes.options(**plan), "async_tp": everything}
     own_pass = AsyncTp(profile, mode, say)
     ours = inductor_passes.options(inductor={"post_grad_custom_post_pass": own_pass}, **plan)
     return {"inductor": {}, "planned": inductor_passes.options(**plan), "async_tp": ours}
@@ -165,23 +170,50 @@ def _largest(a: Any, b: Any) -> float:
 def work(job: dict[str, Any], folder: str) -> None:
     """One rank: calibrate, then every case with all contenders interleaved."""
     torch.set_num_threads(1)
-    emulated_link.register()
-    dist.init_process_group("emulated")
+    wire = job["wire"]
+    if wire:
+        dist.init_process_group("gloo")
+        profile = calibrate(dtypes=[torch.float32], repeats=5, ranks_per_host=1)
+    else:
+        emulated_link.register()
+        dist.init_process_group("emulated")
+        rate = job["mbit"] * 1e6 / 8 if job["mbit"] else float("inf")
+        emulated_link.set_rate(LATENCY_NS if job["mbit"] else 0, rate)
+        profile = calibrate(
+            dtypes=[torch.float32], repeats=5, ranks_per_host=dist.get_world_size(), timed=emulated_link.timed
+        )
     rank = dist.get_rank()
-    rate = job["mbit"] * 1e6 / 8 if job["mbit"] else float("inf")
-    emulated_link.set_rate(LATENCY_NS if job["mbit"] else 0, rate)
-    profile = calibrate(
-        dtypes=[torch.float32], repeats=5, ranks_per_host=dist.get_world_size(), timed=emulated_link.timed
-    )
     file = f"{folder}/profile{rank}.json"
     profile.save(file)
-    rows = [measure(name, job["rounds"], contenders(profile, file, job["mode"], rank == 0)) for name in job["cases"]]
+    take = _by_the_watch if wire else _by_the_link
+    rows = [
+        measure(name, job["rounds"], contenders(profile, file, job["mode"], rank == 0, wire), take)
+        for name in job["cases"]
+    ]
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     leave()
 
 
-def measure(name: str, rounds: int, everyone: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _by_the_link(step: Step) -> tuple[int, int, int]:
+    """Virtual, wall and exposed ns of a step."""
+    with emulated_link.step_clock() as clock:
+        step()
+    return clock.time.virtual_ns, clock.time.wall_ns, clock.time.exposed_ns
+
+
+def _by_the_watch(step: Step) -> tuple[int, int, int]:
+    """Wall ns twice, and none exposed: nobody can tell."""
+    dist.barrier()
+    begin = time.perf_counter_ns()
+    step()
+    taken = time.perf_counter_ns() - begin
+    return taken, taken, 0
+
+
+def measure(
+    name: str, rounds: int, everyone: dict[str, dict[str, Any]], take: Callable[[Step], tuple[int, int, int]]
+) -> dict[str, Any]:
     """One case: compiled by every contender, then steps in turn."""
     make = CASES[name]()
     steps = {}
@@ -197,9 +229,7 @@ def measure(name: str, rounds: int, everyone: dict[str, dict[str, Any]]) -> dict
     times: dict[str, list[tuple[int, int, int]]] = {c: [] for c in steps}
     for _ in range(rounds):
         for contender, step in steps.items():
-            with emulated_link.step_clock() as clock:
-                step()
-            times[contender].append((clock.time.virtual_ns, clock.time.wall_ns, clock.time.exposed_ns))
+            times[contender].append(take(step))
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, times)
     for contender in steps:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import wire
 from async_tp_worker import CASES, LATENCY_NS
 from bench_ranks import torchrun
 from bench_record import RESULTS, chosen, geometric_mean, markdown_table, write
@@ -17,6 +18,12 @@ from rich.table import Table
 
 HEADER = ("case", "default Inductor", "exposed", "planned", "async TP", "exposed", "speed-up", "wall", "difference")
 _MODES = ("auto", "force", "off")
+_WIRE = (
+    "Milliseconds by the watch, medians, slower rank; two ranks with one thread each in two network namespaces, gloo "
+    'over real sockets, the rate enforced by a token-bucket filter. "planned" is the plugin at its defaults, '
+    '"async TP" with async_tp on as well, both with costs calibrated on this link. Nobody can tell here what is '
+    "exposed. The speed-up is default Inductor's time over async TP's."
+)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -32,16 +39,21 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def measure(mbit: float, ranks: int, rounds: int, mode: str, cases: Sequence[str]) -> list[dict[str, Any]]:
+def measure(
+    mbit: float, ranks: int, rounds: int, mode: str, cases: Sequence[str], on_wire: bool
+) -> list[dict[str, Any]]:
     """Rows of one link rate.
 
     Raises:
         RuntimeError: the ranks did not finish; with the end of their output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = {"mbit": mbit, "rounds": rounds, "mode": mode, "cases": list(cases)}
+        job = {"mbit": mbit, "rounds": rounds, "mode": mode, "cases": list(cases), "wire": on_wire}
         Path(folder, "job.json").write_text(json.dumps(job), encoding="utf-8")
-        code, tail = torchrun("async_tp_worker.py", folder, ranks, timeout_s=3600)
+        if on_wire:
+            code, tail = wire.run("async_tp_worker.py", folder, mbit, timeout_s=3600)
+        else:
+            code, tail = torchrun("async_tp_worker.py", folder, ranks, timeout_s=3600)
         rows = Path(folder, "rows.json")
         if not rows.exists():
             raise RuntimeError(f"the ranks ended with status {code}: {tail}")
@@ -72,20 +84,28 @@ def async_tp(
     ranks: Annotated[int, typer.Option(min=2)] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved steps per contender.")] = 7,
     mode: Annotated[str, typer.Option(help=f"Of the pass: {', '.join(_MODES)}.")] = "auto",
+    on_wire: Annotated[
+        bool,
+        typer.Option("--wire", help="Real sockets between two network namespaces, by the watch. Needs root and Linux."),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
     """Matmuls and collectives cut into parts that overlap, against default Inductor, case by case."""
     cases = chosen(case, CASES, "case")
     chosen([mode], _MODES, "mode")
-    body = [
+    if on_wire:
+        why = wire.unavailable() or ("" if ranks == 2 and all(mbit or (400,)) else "a wire has two ends and a rate")
+        if why:
+            raise typer.BadParameter(why, param_hint="--wire")
+    body = [_WIRE] if on_wire else [
         "Milliseconds on the load-insensitive clock (processor time of the compute thread plus waits on the modelled "
         'link), medians, slower rank. "exposed" is the time in which the compute thread stood still. "planned" is '
         "the planner without async TP. The speed-up is default Inductor's time over async TP's; wall is the same by "
         f"the watch. Latency {LATENCY_NS / 1e6:g} ms where the link has a rate. {ranks} ranks, one thread each.",
     ]
     everything: dict[float, list[dict[str, Any]]] = {}
-    for rate in mbit if mbit else (400.0, 0.0):
-        rows = everything[rate] = measure(rate, ranks, rounds, mode, cases)
+    for rate in mbit if mbit else (400.0,) if on_wire else (400.0, 0.0):
+        rows = everything[rate] = measure(rate, ranks, rounds, mode, cases, on_wire)
         view = Table(*HEADER, title=_title(rate))
         for row in rows:
             view.add_row(*cells(row))
@@ -94,5 +114,6 @@ def async_tp(
         body += ["", f"## {_title(rate)}", "", *markdown_table(HEADER, [cells(r) for r in rows])]
         body += ["", f"Speed-up, geometric mean: {mean:.2f}."]
     data = [{"mbit": rate, "rows": rows} for rate, rows in everything.items()]
-    title = "Async TP on the emulated link"
-    write("async_tp", title, body, data, lambda path: _draw(everything, path), folder=out)
+    title = "Async TP on a real link" if on_wire else "Async TP on the emulated link"
+    name = "async_tp_wire" if on_wire else "async_tp"
+    write(name, title, body, data, lambda path: _draw(everything, path), folder=out)

@@ -10,16 +10,22 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
+def environment_of_ranks() -> dict[str, str]:
+    """One thread per rank, this project importable."""
+    # AOTAutograd's cache does not see the names of process groups, which differ between the ranks of a 2-D mesh: one
+    # rank would load what another has compiled for its own groups. The FX-graph cache sees them.
+    environment = {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH", "")]))
+    return environment
+
+
 def torchrun(script: str, folder: str, ranks: int, timeout_s: int) -> tuple[int, str]:
     """Run ``script`` (beside this file, its argument is ``folder``) on ``ranks`` ranks.
 
     Returns:
         Exit status (-1: out of time) and the end of the output.
     """
-    # AOTAutograd's cache does not see the names of process groups, which differ between the ranks of a 2-D mesh: one
-    # rank would load what another has compiled for its own groups. The FX-graph cache sees them.
-    environment = {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE.parent), environment.get("PYTHONPATH", "")]))
+    environment = environment_of_ranks()
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

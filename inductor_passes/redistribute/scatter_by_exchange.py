@@ -15,8 +15,8 @@ reductions, and in front of scheduling.
 
 Sums of two terms are the same bits in every order; with more ranks rank order is another order than the library's, so
 that takes ``redistribute="reassociate"``. Types narrower than float32 are summed in it and rounded once. What arrives
-is as large as what is sent, instead of one piece of it: where the memory budget does not hold all, the ones that save most
-are taken.
+is as large as what is sent, instead of one piece of it: where the memory budget does not hold all, the ones that save
+most are taken.
 """
 
 from __future__ import annotations
