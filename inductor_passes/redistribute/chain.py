@@ -14,13 +14,14 @@ the rank is that member of it. All three hold on all ranks or on none.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir.groups import resolve
+from inductor_passes.ir.view import behind
 from inductor_passes.report import Reason
 
 from .mesh import Mesh
@@ -98,9 +99,9 @@ class Chain:
         """The groups as dimensions of a mesh, slow ones first. Refuses groups that form no grid."""
         groups = sorted(self.groups, key=lambda g: (g[-1] - g[0], g), reverse=True)
         own = set(groups[0]).intersection(*groups[1:])
-        if len(own) != 1:
+        if len(groups) > 1 and len(own) != 1:
             refuse(Reason.DIFFERENT_GROUP, "the groups form no grid")
-        (rank,) = own
+        rank = min(own)
         ranks = [rank]
         for group in groups:
             ranks = [r + member - rank for r in ranks for member in group]
@@ -135,6 +136,11 @@ class Chain:
         # Cuts of the source that the chain never touched are cuts of the result as well.
         return layout(self.source_cuts), layout(self.cuts)
 
+    def as_pairs(self, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
+        """The layouts of :meth:`layouts` with complex elements read as pairs along one more dimension."""
+        first, last = (replace(one, shape=(*one.shape, 2), cuts=(*one.cuts, ())) for one in layouts)
+        return first, last
+
 
 def chains_from(work: Work, root: torch.fx.Node) -> list[Chain]:
     """The chain that begins at a collective, as it is after each of its steps."""
@@ -143,7 +149,7 @@ def chains_from(work: Work, root: torch.fx.Node) -> list[Chain]:
         return []
     source = first.inputs[0] if first is not None else root.all_input_nodes[0]
     shape = static_shape(source)
-    if shape is None or not shape or source.meta["val"].dtype.is_complex:
+    if shape is None or not shape:
         return []
     chain = Chain(source, source, cuts=[[] for _ in shape], source_cuts=[[] for _ in shape])
     found: list[Chain] = []
@@ -195,9 +201,9 @@ def _gathered(work: Work, chain: Chain, start: torch.fx.Node) -> bool:
 def _exchanged(chain: Chain, op: torch.fx.Node) -> bool:
     arguments = _torch.op_arguments(op)
     shape = static_shape(op)
-    if not isinstance(arguments["group_name"], str) or shape is None:
+    if shape is None:
         return False
-    group = tuple(sorted(resolve(arguments["group_name"]).ranks))
+    group = tuple(sorted(resolve(behind(arguments["group_name"])).ranks))
     gather_dim, shard_dim = arguments["gather_dim"] % len(shape), arguments["shard_dim"] % len(shape)
     source = static_shape(op.all_input_nodes[0])
     if not group or source is None or source[shard_dim] % len(group) or gather_dim == shard_dim:

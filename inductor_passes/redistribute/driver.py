@@ -17,9 +17,11 @@ from typing import ClassVar, Literal
 
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.budget import exceeds, gathers_twice, graph_peak_bytes, may_be_asked
+from inductor_passes.ir.groups import resolve
 from inductor_passes.ir.ops import source_line
-from inductor_passes.ir.view import GraphView
+from inductor_passes.ir.view import GraphView, behind
 from inductor_passes.pipeline import Context
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 
@@ -172,7 +174,7 @@ def _decision(
     gain_ns: int,
     setting: str = "",
 ) -> Decision:
-    groups = [a for a in root.args if isinstance(a, str) and root.op == "call_function"]
+    group = _torch.op_arguments(root).get("group_name") if _torch.is_op(root.target) else None
     return Decision(
         subject=rewrite.name,
         node=root.name,
@@ -180,7 +182,7 @@ def _decision(
         reason=reason,
         detail=detail,
         source=source_line(root),
-        group=groups[-1] if groups else "",
+        group=resolve(behind(group)).name if group else "",
         gain_ns=gain_ns,
         setting=setting,
     )

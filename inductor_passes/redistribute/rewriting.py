@@ -100,6 +100,8 @@ class Work:
         fresh: starts that the last replacement made, and those whose operand it changed.
         visits: nodes touched by keeping the maps up to date.
         empty_pieces: some rank may hold no piece of a tensor that others slice: see :func:`_may_be_empty`.
+        for_all_ranks: the graph looks its process groups up when it runs (``compile_on_one_rank``): the name of a
+            group of this rank must not be written into it.
     """
 
     def __init__(self, graph: torch.fx.Graph, context: Context, exactness: Exactness) -> None:
@@ -117,6 +119,7 @@ class Work:
         self._numbered = len(view.collectives)
         self._named: dict[str, dict[torch.fx.Node, None]] = {name: {} for name in INDEXED}
         self.results_by_storage = _results(view)
+        self.for_all_ranks = any(isinstance(c.group_argument, torch.fx.Node) for c in view.collectives)
         sizes = {len(ranks) for _, ranks in _torch.group_layout().items()}
         self.empty_pieces = False
         for node in view.nodes:
@@ -212,6 +215,7 @@ class Work:
 
     def joint_group(self, outer: Collective, inner: Collective) -> tuple[tuple[int, ...], str]:
         """Ranks and name of the flat group over both groups."""
+        self.for_this_rank()
         ranks = product(outer.group.ranks, inner.group.ranks)
         if ranks is None:
             refuse(Reason.DIFFERENT_GROUP, "the groups form no grid")
@@ -224,6 +228,11 @@ class Work:
             )
         return ranks, name
 
+    def for_this_rank(self) -> None:
+        """Refuse to name a process group in a graph that is compiled for all ranks at once."""
+        if self.for_all_ranks:
+            refuse(Reason.DIFFERENT_GROUP, "the graph is compiled for all ranks and looks its groups up at run time")
+
     def same_reduction(self, first: Collective, second: Collective) -> None:
         """Refuse unless two reductions may be regrouped: one op, and a tier that lets its sums change order."""
         if first.reduce_op != second.reduce_op or first.reduce_op not in REDUCE_OPS:
@@ -232,6 +241,8 @@ class Work:
 
     def may_reassociate(self, reduction: Collective, detail: str = "sums in another order") -> None:
         """Refuse unless the tier lets this reduction be regrouped."""
+        if reduction.reduce_op not in REDUCE_OPS:
+            refuse(Reason.MIXED_REDUCE_OP, reduction.reduce_op)
         whole = all(not d.is_floating_point and not d.is_complex for d in reduction.dtypes)
         free = reduction.reduce_op in ORDER_FREE or (whole and reduction.reduce_op in ("sum", "product"))
         if not free and self.exactness != "reassociate":
