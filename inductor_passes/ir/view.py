@@ -38,6 +38,7 @@ class Collective:
         dtypes: of the inputs.
         in_place: it writes to memory that existed before (in-place or out variant).
         group_argument: what the start names its group by: a name, or a node or an object that is a process group.
+        member_bytes: of each input, by hint; 0 without one.
     """
 
     index: int
@@ -53,6 +54,7 @@ class Collective:
     dtypes: tuple[torch.dtype, ...]
     in_place: bool
     group_argument: object = ""
+    member_bytes: tuple[int, ...] = ()
 
 
 class GraphView:
@@ -217,6 +219,7 @@ def describe(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...])
         dtypes=tuple(v.dtype for v in values if isinstance(v, torch.Tensor)),
         in_place=bool(_torch.mutated_argument_names(start.target)),
         group_argument=argument,
+        member_bytes=tuple(_total([value]) or 0 for value in values),
     )
 
 

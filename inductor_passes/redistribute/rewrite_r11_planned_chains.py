@@ -12,7 +12,8 @@ Matches what ``chain`` can read with certainty, even shards only, and replaces t
 which the planner of ``plan_redistribution`` finds something cheaper. A gather whose own slice is taken again is the
 identity, a gather of which another slice is taken becomes an exchange: cases of the same rule.
 
-Complex elements travel as pairs of real ones. Bit-exact: only data moves, and every element of the result is the element of the global tensor that the layouts say.
+Bit-exact: only data moves, and every element of the result is the element of the global tensor that the layouts say.
+Complex elements travel as pairs of real ones.
 Saves bytes (a gather sends k times what an exchange does) and collectives; the cost profile decides.
 """
 

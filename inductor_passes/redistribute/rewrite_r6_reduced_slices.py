@@ -71,9 +71,8 @@ class ReduceWhatIsKept:
 
         def build(emit: Emitter) -> torch.fx.Node:
             whole = dense(emit, reduction.inputs[0])
-            return scattered(
-                emit, packed(emit, whole, dim, size) if dim else whole, reduction.reduce_op, size, reduction.group_argument
-            )
+            sent = packed(emit, whole, dim, size) if dim else whole
+            return scattered(emit, sent, reduction.reduce_op, size, reduction.group_argument)
 
         removed = (used[0], *(p for p in split.users if p is not used[0]), split, wait, reduction.start)
         whole_bytes = reduction.input_bytes or 0
