@@ -27,7 +27,8 @@ from inductor_passes.report import Reason
 from .mesh import Mesh
 from .movement import is_split, name_of
 from .origin import origin_of
-from .packing import joined_split, static_shape
+from .packing import static_shape
+from .permutation import unpack_ahead
 from .prepare import prepared_partitions
 from .rewriting import Work, refuse
 from .spec import Cut, Layout
@@ -180,16 +181,12 @@ def _gathered(work: Work, chain: Chain, start: torch.fx.Node) -> bool:
     assert gather is not None
     (wait,) = gather.waits
     nodes, node, dim = [start, wait], wait, 0
-    split = next(iter(wait.users), None) if len(wait.users) == 1 else None
-    if split is not None and is_split(split):
-        piece = next(iter(split.users), None)
-        cat = next(iter(piece.users), None) if piece is not None else None
-        joined = joined_split(cat) if cat is not None else None
-        whole = joined is not None and joined.closed and joined.even and not joined.padding and not joined.copied
-        if joined is not None and whole and joined.split_dim == 0 and joined.pieces == gather.group.size:
-            nodes += joined.nodes
-            node, dim = joined.cat, joined.cat_dim
-            chain.copied_bytes += _bytes(node)
+    unpack = unpack_ahead(wait, gather.group.size)
+    if unpack is not None:
+        dim, more = unpack
+        nodes += more
+        node = more[-1]
+        chain.copied_bytes += _bytes(node)
     if not chain.gather(dim, tuple(sorted(gather.group.ranks))):
         return False
     chain.link_ns += work.price_ns(gather)
