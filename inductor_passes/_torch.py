@@ -144,8 +144,12 @@ def aliased_argument_names(target: Any) -> tuple[str, ...]:
 
 
 def op_arguments(node: torch.fx.Node) -> dict[str, Any]:
-    """Arguments of an operator call by schema name, whether given as args or kwargs (defaults left out)."""
-    return {**dict(zip(_argument_names(node.target), node.args)), **node.kwargs}
+    """Arguments of an operator call by schema name and in its order, given as args or kwargs (defaults left out)."""
+    names = _argument_names(node.target)
+    if not node.kwargs:
+        return dict(zip(names, node.args))
+    given = {**dict(zip(names, node.args)), **node.kwargs}
+    return {name: given[name] for name in names if name in given}
 
 
 @functools.cache
@@ -169,11 +173,42 @@ def resolve_group_ranks(group: object) -> tuple[str, tuple[int, ...]] | None:
     if not dist.is_available():
         return None
     try:
-        process_group: Any = c10d._resolve_process_group(group) if isinstance(group, str) else group
+        process_group: Any = c10d._resolve_process_group(group) if isinstance(group, str) else _unwrapped(group)
         name = group if isinstance(group, str) else str(process_group.group_name)
         return name, tuple(int(r) for r in dist.get_process_group_ranks(process_group))
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def reduce_op_name(value: object) -> str:
+    """``sum``, ``avg`` ... of a reduction's argument: a name, a ``ReduceOp``, one of its values, or such a number.
+
+    A pre-multiplied sum carries its factor: reductions of equal name reduce alike.
+    """
+    import torch.distributed as dist
+
+    if isinstance(value, str):
+        return value.lower()
+    value = _unwrapped(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = dist.ReduceOp.RedOpType(value)
+    # A ReduceOp holds its kind; a kind is its own.
+    name = str(getattr(value, "op", value)).rsplit(".", 1)[-1].lower()
+    if not name.startswith("premul"):
+        return name
+    state = value.__getstate__() if hasattr(value, "__getstate__") else None
+    factor = state[1] if isinstance(state, tuple) and len(state) == 2 else None
+    # A factor that is a tensor, or not to be had, is like no other one.
+    return f"{name}({factor if isinstance(factor, (int, float)) else id(value)})"
+
+
+def _unwrapped(value: object) -> Any:
+    """What stands behind an object that torch wraps to trace through it."""
+    for name in ("real_obj", "wrapped_obj"):
+        inner = getattr(value, name, None)
+        if inner is not None:
+            return inner
+    return value
 
 
 def group_backend(name: str) -> str:

@@ -133,6 +133,7 @@ class Redistribution:
 
 Codegen = Literal["inductor", "aot_eager"]
 Verify = Literal["on", "strict"]
+Unpack = Literal["inductor", "kernel"]
 AsyncTp = Literal["auto", "force", "off"]
 InTree = Literal["error", "warn"]
 RankCheck = Literal["off", "warn", "error"]
@@ -175,6 +176,11 @@ class PassConfig:
         "Merge collectives of one process group into fewer, larger ones where the planner finds that this pays, "
         "copies charged and memory budget kept.",
         "on",
+    )
+    unpack: Unpack = _doc(
+        "What takes a merged message apart where matmuls, attention or results of the graph read its members: "
+        '"inductor" makes a copy kernel per member, "kernel" one launch per message (GPUs only; not yet timed on one).',
+        "inductor",
     )
     replay: Switch = _doc(
         "Plan again on Inductor's fused kernels and make the generated code run in that order. "
@@ -290,6 +296,7 @@ _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
     "async_tp": get_args(AsyncTp),
     "bucket": get_args(Switch),
+    "unpack": get_args(Unpack),
     "replay": get_args(Switch),
     "verify": get_args(Verify),
     "codegen": get_args(Codegen),

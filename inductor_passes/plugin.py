@@ -14,6 +14,7 @@ import torch.fx
 from inductor_passes import _torch, config, garbage, identity, in_tree, joint, rank_check, verify
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.pass_ import BucketPass
+from inductor_passes.bucket.unpack_pass import UnpackPass
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
@@ -45,6 +46,8 @@ def passes_of(settings: PassConfig) -> list[Pass]:
         passes.append(AsyncTpPass(mode=settings.async_tp))
     if settings.bucket == "on":
         passes.append(BucketPass())
+        if settings.unpack == "kernel":
+            passes.append(UnpackPass())
     passes.append(ScatterByExchange(settings.tier))
     if settings.schedule == "on":
         passes.append(ReorderPass())

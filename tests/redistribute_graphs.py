@@ -203,10 +203,15 @@ def _steps(
     raise AssertionError("no output")
 
 
+_WHOLE = (torch.int64, torch.int32)
+
+
 def _reduce(tensors: list[torch.Tensor], op: str) -> torch.Tensor:
     stacked = torch.stack(tensors)
+    if stacked.is_complex() and op not in ("sum", "avg"):
+        raise LockstepError(f"complex numbers have no {op}")
     if op == "avg":
-        return stacked.sum(0) / len(tensors) if stacked.is_floating_point() else stacked.sum(0) // len(tensors)
+        return stacked.sum(0) / len(tensors) if stacked.dtype not in _WHOLE else stacked.sum(0) // len(tensors)
     if op == "product":
         return stacked.prod(0).to(stacked.dtype)
     return stacked.sum(0).to(stacked.dtype) if op == "sum" else stacked.amax(0) if op == "max" else stacked.amin(0)
@@ -217,6 +222,8 @@ def _carry_out(requests: dict[int, _Request]) -> dict[int, torch.Tensor]:
     ranks = list(requests)
     first = requests[ranks[0]]
     g = len(ranks)
+    if first.kind.endswith("_coalesced"):
+        return _carry_out_members(requests)
     tensors = [requests[r].arguments.get("input", requests[r].arguments.get("self")) for r in ranks]
     if any(not t.is_contiguous() for t in tensors):
         raise LockstepError(f"{first.node} sends a tensor that is not dense")
@@ -239,6 +246,21 @@ def _carry_out(requests: dict[int, _Request]) -> dict[int, torch.Tensor]:
         whole = torch.cat(tensors, gather)
         return {r: part.contiguous() for r, part in zip(ranks, whole.chunk(g, shard))}
     raise LockstepError(f"{first.kind} is not simulated")
+
+
+def _carry_out_members(requests: dict[int, _Request]) -> dict[int, Any]:
+    """A coalesced collective: each member as the single collective that it stands for."""
+    lists = {r: next(v for v in q.arguments.values() if isinstance(v, list)) for r, q in requests.items()}
+    _equal([len(tensors) for tensors in lists.values()], next(iter(requests.values())))
+    results: dict[int, list[torch.Tensor]] = {r: [] for r in requests}
+    for index in range(len(next(iter(lists.values())))):
+        single = {
+            r: _Request(q.node, q.kind.removesuffix("_coalesced"), {**q.arguments, "input": lists[r][index]}, q.ranks)
+            for r, q in requests.items()
+        }
+        for r, tensor in _carry_out(single).items():
+            results[r].append(tensor)
+    return results
 
 
 def _equal(values: list[Any], request: _Request) -> None:

@@ -71,7 +71,7 @@ def text(graph):
     """One line: ops in order with their inputs, collectives with the size of their group."""
     words = []
     for node in graph.nodes:
-        if node.op != "call_function":
+        if not _torch.is_op(node.target):
             continue
         name = str(node.target).split(".")[1]
         if name == "wait_tensor":

@@ -19,7 +19,7 @@ from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost,
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pipeline import Context, new_report, run_passes
 from inductor_passes.report import PassReport, Reason, Verdict
-from tests.async_tp_programs import BY_NAME, GROUP, Program, ag, ar, inputs, rs, run_ranks, trace
+from tests.async_tp_programs import BY_NAME, GROUP, Program, ag, ar, c10d, inputs, rs, run_ranks, trace
 from tests.bucket_graphs import (
     assert_same_bits,
     check_fakes,
@@ -418,3 +418,37 @@ def test_dynamic_batch(kind: str) -> None:
         (decision,) = run(gm, link(32.0), mode="force", parts=(2,)).decisions
         assert decision.verdict is Verdict.APPLIED
         assert_same_bits(expected, [results(gm, batch) for batch in (6, 5)])
+
+
+def _coalesced(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One gather of the operand of a matmul and of a tensor that is only scaled."""
+    a, b = (c10d.wait_tensor(t) for t in c10d.all_gather_into_tensor_coalesced([x, v], 2, GROUP))
+    return a @ w, b * 2
+
+
+COALESCED = Program("coalesced", _coalesced, ((256, 64), (8, 64), (64, 64)))
+
+
+def test_a_member_of_a_coalesced_gather_is_computed_in_parts() -> None:
+    with local_world(2):
+        gm = trace(COALESCED)
+        before = trace(COALESCED)
+        report = run(gm, link(32.0), parts=(2,))
+        assert report.changed and small(gm).count("mm") >= 2, small(gm)
+        values = [inputs(COALESCED, rank) for rank in range(2)]
+        wanted, got = (run_ranks(one, values) for one in (before, gm))
+        for a, b in zip(wanted, got):
+            assert all(torch.equal(x, y) for x, y in zip(a, b))
+    applied = [d for d in report.decisions if d.verdict is Verdict.APPLIED]
+    assert len(applied) == 1
+
+
+@pytest.mark.parametrize("ns_per_byte", [0.001, 0.1])
+def test_a_coalesced_gather_stays_whole_when_no_member_gains(ns_per_byte: float) -> None:
+    with local_world(2):
+        gm = trace(COALESCED)
+        names = [n.name for n in gm.graph.nodes]
+        report = run(gm, link(ns_per_byte, 50_000.0))
+    assert not report.changed and [n.name for n in gm.graph.nodes] == names
+    (decision,) = report.decisions
+    assert decision.detail.endswith("coalesced collective")

@@ -12,6 +12,7 @@ from bench_best import best
 from bench_compile import compile_time
 from bench_gpu import gpu
 from bench_link import link
+from bench_packs import packs
 from bench_plan import plan
 from bench_record import provenance
 from bench_redistribute import redistribute
@@ -24,6 +25,7 @@ app.command()(best)
 app.command(name="compile")(compile_time)
 app.command(name="async-tp")(async_tp)
 app.command()(redistribute)
+app.command()(packs)
 app.command()(gpu)
 app.command()(scale)
 

@@ -4,9 +4,11 @@
 
 A program is what DTensor would trace: gathers with their unpacking, own slices, packed reduce_scatters, all_reduces and
 exchanges between random layouts on a random mesh, with casts, sums, several readers, repeated gathers, writes and
-uneven padding in between. Every rank has its own graph (its slices are baked in). Each is rewritten on its own; the
-verifier must be content; then all ranks run in lockstep before and after, which also finds ranks that communicate
-differently. Program i of a seed is the same wherever it runs.
+uneven padding in between. Shards may be nested in any order (strided shards and shard orders come out as that),
+elements may be complex, pieces may be moved by permutations, and collectives of one kind may be coalesced. Every rank
+has its own graph (its slices are baked in). Each is rewritten on its own; the verifier must be content; then all ranks
+run in lockstep before and after, which also finds ranks that communicate differently. Program i of a seed is the same
+wherever it runs.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class Builder:
         self.uneven = rng.random() < 0.1
         if self.uneven:
             sizes[-1] += 1
-        self.dtype = rng.choice([torch.float32, torch.float32, torch.int64])
+        self.dtype = rng.choice([torch.float32, torch.float32, torch.float32, torch.int64, torch.complex64])
         self.program = programs.Program(*([tuple(sizes)] * count), dtype=self.dtype)
         self.values = [self._input(node) for node in self.program.inputs]
         #: per input, the mesh dims along which ranks hold different things: replicas are equal, as DTensor's are
@@ -88,19 +90,24 @@ class Builder:
             part = random.Random(f"{seed}/{k}/{[at[m] for m in varying]}").randrange(2**31)
             generator = torch.Generator().manual_seed(part)
             value = node.meta["val"]
-            result.append(torch.randint(-2, 3, tuple(value.shape), generator=generator).to(value.dtype))
+            whole = torch.randint(-2, 3, (2, *value.shape), generator=generator)
+            result.append(torch.complex(*whole.float()) if value.dtype.is_complex else whole[0].to(value.dtype))
         return result
 
     def _input(self, node: Any) -> Value:
         value = Value(node, [[] for _ in node.meta["val"].shape])
-        for m in range(self.mesh.ndim):
+        dims = list(range(self.mesh.ndim))
+        if self.rng.random() < 0.3:
+            # Nested in another order than the mesh's: a strided shard, or a shard order.
+            self.rng.shuffle(dims)
+        for m in dims:
             kind = self.rng.choice(["replicate", "partial", "shard", "shard"])
             if kind == "partial":
                 value.partial[m] = self.rng.choice(["sum", "sum", "max", "min"])
             elif kind == "shard":
                 # The local tensor is what it is; its cut by m is remembered from the outside in.
                 value.cuts[self.rng.randrange(len(value.cuts))].append(m)
-        if len(set(value.partial.values())) > 1:
+        if len(set(value.partial.values())) > 1 or self.dtype.is_complex:
             value.partial = dict.fromkeys(value.partial, "sum")
         return value
 
@@ -133,9 +140,75 @@ class Builder:
         size = self.mesh.shape[m]
         result.node = self.collective("all_gather_into_tensor", value.node, size, self.names[m])
         if d:
-            parts = self.pieces(result.node, size, 0)
-            result.node = self.call(torch.ops.aten.cat.default, parts, d, origin="redistribute")
+            result.node = self.unpacked(result.node, size, d)
         return result
+
+    def unpacked(self, node: Any, count: int, d: int) -> Any:
+        """The pieces of dimension 0 side by side along dimension d: as DTensor writes it, or as a permutation."""
+        aten = torch.ops.aten
+        if self.rng.random() < 0.7:
+            return self.call(aten.cat.default, self.pieces(node, count, 0), d, origin="redistribute")
+        shape = list(node.meta["val"].shape)
+        part = [shape[0] // count, *shape[1:]]
+        grid = self.call(aten.view.default, node, [count, *part], origin="redistribute")
+        order = [*range(1, d + 1), 0, *range(d + 1, len(part) + 1)]
+        moved = self.call(aten.permute.default, grid, order, origin="redistribute")
+        dense = self.call(aten.clone.default, moved, memory_format=torch.contiguous_format, origin="redistribute")
+        return self.call(aten.view.default, dense, [*part[:d], count * part[d], *part[d + 1 :]], origin="redistribute")
+
+    def coalesced(self, value: Value) -> Value | None:
+        """One collective for several tensors of a dtype; now and then the next one reads all of its results."""
+        pending = sorted(value.partial)
+        m = self.rng.choice(pending) if pending else self.rng.randrange(self.mesh.ndim)
+        dtype = value.node.meta["val"].dtype
+        if pending:
+            op = value.partial[m]
+            others = [v for v in self.values if v.partial.get(m) == op]
+        else:
+            others = [v for v in self.values if v.cuts and v.cuts[0] and v.cuts[0][-1] == m]
+            if not value.cuts or not value.cuts[0] or value.cuts[0][-1] != m:
+                return None
+        others = [v for v in others if v.node.meta["val"].dtype == dtype and v.node is not value.node]
+        others = list({v.node: v for v in others if v.node.meta["val"].numel() <= 4096}.values())
+        if not others or value.node.meta["val"].numel() > 4096:
+            return None
+        members = [value, *self.rng.sample(others, min(len(others), self.rng.randint(1, 2)))]
+        nodes = [v.node for v in members]
+        size, name = self.mesh.shape[m], self.names[m]
+        if pending:
+            start = self.call(
+                programs._torch.collective_op("all_reduce_coalesced"), nodes, op, name, origin="redistribute"
+            )
+        else:
+            start = self.call(
+                programs._torch.collective_op("all_gather_into_tensor_coalesced"),
+                nodes,
+                size,
+                name,
+                origin="redistribute",
+            )
+        wait = programs._torch.collective_op("wait_tensor")
+        taken = [self.call(operator.getitem, start, k) for k in range(len(members))]
+        results = []
+        for member, one in zip(members, taken):
+            result = member.copy(self.call(wait, one, origin="redistribute"))
+            if pending:
+                del result.partial[m]
+            else:
+                result.cuts[0].pop()
+            results.append(result)
+        self.values += results[1:]
+        if self.rng.random() < 0.5 and not pending and results[0].node.meta["val"].dtype == torch.float32:
+            self.values += [made for v in results[1:] if (made := self.narrowed(v)) is not None]
+            return self.narrowed(results[0]) or results[0]
+        return results[0]
+
+    def as_pairs(self, value: Value) -> Value | None:
+        """Complex elements seen as pairs and back, as torch does it around collectives."""
+        if not value.node.meta["val"].dtype.is_complex:
+            return None
+        pairs = self.call(torch.ops.aten.view_as_real.default, value.node)
+        return value.copy(self.call(torch.ops.aten.view_as_complex.default, pairs))
 
     def slice(self, value: Value) -> Value | None:
         """A replicated mesh dimension cuts a dimension that it divides."""
@@ -184,9 +257,8 @@ class Builder:
             result.node = self.collective("reduce_scatter_tensor", packed, op, size, self.names[m])
             result.cuts[d].append(m)
         # Sums stay small enough to be exact in every dtype.
-        result.node = self.call(torch.ops.aten.clamp.default, result.node, -3, 3) if self.rng.random() < 0.3 else (
-            result.node
-        )
+        if self.rng.random() < 0.3 and not result.node.meta["val"].dtype.is_complex:
+            result.node = self.call(torch.ops.aten.clamp.default, result.node, -3, 3)
         return result
 
     def exchange(self, value: Value) -> Value | None:
@@ -214,11 +286,13 @@ class Builder:
         kinds = ["relu", "clamp", "double", "view", "cast"] if not value.partial else ["double", "view"]
         kind = self.rng.choice(kinds)
         node = value.node
+        if node.meta["val"].dtype.is_complex and kind not in ("double", "view"):
+            return None
         if kind == "relu":
             node = self.call(torch.ops.aten.relu.default, node)
         elif kind == "clamp":
             node = self.call(torch.ops.aten.clamp.default, node, -3, 3)
-        elif kind == "double" and not node.meta["val"].dtype.is_floating_point:
+        elif kind == "double" and node.meta["val"].dtype == torch.int64:
             return None
         elif kind == "double":
             node = self.call(torch.ops.aten.mul.Tensor, node, 2)
@@ -324,7 +398,7 @@ class Builder:
         shard = self.collective("reduce_scatter_tensor", packed, op, size, self.names[m])
         back = self.collective("all_gather_into_tensor", shard, size, self.names[m])
         if d:
-            back = self.call(torch.ops.aten.cat.default, self.pieces(back, size, 0), d, origin="redistribute")
+            back = self.unpacked(back, size, d)
         result.node = self.call(torch.ops.aten.slice.Tensor, back, d, 0, shape[d], origin="redistribute")
         result.node = self.call(
             torch.ops.aten.clone.default, result.node, memory_format=torch.contiguous_format, origin="redistribute"
@@ -335,7 +409,7 @@ class Builder:
         """The program as a graph."""
         steps = [self.gather, self.gather, self.slice, self.slice, self.reduce, self.reduce, self.exchange]
         steps += [self.compute, self.add, self.add, self.narrowed, self.write, self.padded]
-        steps += [self.all_of_a_kind, self.all_of_a_kind, self.summed]
+        steps += [self.all_of_a_kind, self.all_of_a_kind, self.summed, self.coalesced, self.coalesced, self.as_pairs]
         for _ in range(self.rng.randint(3, 12)):
             self.calls += 1
             # Mostly the newest value: chains; now and then an older one: other readers, repeated gathers.
@@ -416,6 +490,9 @@ def batch(seed: int, numbers: list[int], shape: tuple[int, ...], counts: collect
             continue
         applied = [d for d in said[number][0].decisions if d.verdict is Verdict.APPLIED]
         counts["programs that a rewrite changed"] += bool(applied)
+        names = {str(node.target) for node in before[number][0].graph.nodes}
+        counts["programs with coalesced collectives"] += any("coalesced" in name for name in names)
+        counts["programs with complex elements"] += builders[number].dtype.is_complex
         for decision in applied:
             counts[f"  {decision.subject} applied"] += 1
         try:
@@ -427,7 +504,8 @@ def batch(seed: int, numbers: list[int], shape: tuple[int, ...], counts: collect
 
 def _in_order(name: str) -> tuple[int, str]:
     """Totals first, then rewrites by number."""
-    return (int(name.split()[0][1:]), name) if name.startswith(" ") else (0, name)
+    digits = "".join(c for c in name.split()[0] if c.isdigit())
+    return (int(digits or 99), name) if name.startswith(" ") else (0, name)
 
 
 def run(

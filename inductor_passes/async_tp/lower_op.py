@@ -33,6 +33,8 @@ def fits(region: Region) -> bool:
     product = next(iter(region.matmuls))
     if _torch.op_name(product.target) != "aten::mm" or not product.meta["val"].dtype.is_floating_point:
         return False
+    if not isinstance(collective.group_argument, str):
+        return False
     wait = collective.waits[0]
     if collective.kind == "all_gather":
         return product.args[0] is wait and product.args[1] is not wait and set(wait.users) == {product}
@@ -50,13 +52,13 @@ def lower_op(
     """Replace a region that :func:`fits` in place; arguments and result as ``lower_decompose.lower``."""
     (collective,) = region.collectives
     product, wait = next(iter(region.matmuls)), collective.waits[0]
-    size, name = collective.group.size, _torch.op_arguments(collective.start)["group_name"]
+    size, name = collective.group.size, collective.group_argument
     last = list(region.cuts)[-1]
     emit = Emitter(graph, last)
     with emit.standing_for(product):
         if collective.kind == "all_gather":
             target = torch.ops.inductor_passes.gathered_mm.default
-            new = emit.call(target, collective.start.args[0], product.args[1], size, name, region.parts)
+            new = emit.call(target, collective.inputs[0], product.args[1], size, name, region.parts)
         else:
             target = torch.ops.inductor_passes.mm_scattered.default
             left, right = product.args

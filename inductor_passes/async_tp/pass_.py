@@ -27,9 +27,11 @@ from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.gathers import merge_identical
 from inductor_passes.async_tp.lower_decompose import Lowered, lower
 from inductor_passes.async_tp.lower_op import fits, lower_op
+from inductor_passes.async_tp.members import taken_apart
 from inductor_passes.async_tp.order import Key, legal_order
 from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
 from inductor_passes.async_tp.rules import shape_of
+from inductor_passes.bucket.split import splittable
 from inductor_passes.budget import exceeds, gathers_twice, graph_peak_bytes
 from inductor_passes.config import ConfigError
 from inductor_passes.cost.compute import ComputeCosts
@@ -116,19 +118,25 @@ class AsyncTpPass:
             report.decisions = [_refused(c, Reason.RANKS_DIFFER, UNEQUAL) for c in view.collectives]
             return report
         names_before = {n.name for n in graph.nodes}
+        whole = self._planned_whole(context, graph) if splittable(view) else None
+        splits = taken_apart(graph, context, lambda view: _Planner(self, view, context).members())
+        view = context.view(graph)
         peak = graph_peak_bytes(graph, context) if gathers_twice(view) else None
         merged, replaced = merge_identical(graph, view)
         if merged and context.snapshot is not None and exceeds(graph, context, peak):
             context.snapshot.restore()
             context.forget_view()
             report.decisions += [_above_budget(decision) for decision in merged]
-            merged, replaced = [], []
+            merged, replaced, splits = [], [], []
         elif merged:
             context.forget_view()
             report.decisions += merged
         view = context.view(graph)
         planner = _Planner(self, view, context)
         chosen = planner.choose()
+        if splits and whole is not None and planner.before is not None:
+            # What has to be beaten is the graph with its coalesced collectives whole.
+            planner.before = min(whole, planner.before, key=lambda p: (not p.feasible, p.makespan_ns))
         report.decisions += planner.decisions
         position = dict(view.position)
         keys: dict[torch.fx.Node, Key] = {}
@@ -143,7 +151,7 @@ class AsyncTpPass:
             lowered.append(one)
         if chosen:
             arrange(graph, legal_order(graph, keys, position))
-        report.changed = bool(chosen or merged)
+        report.changed = bool(chosen or merged or splits)
         if chosen and planner.before is not None and not any(self.mode_of(c) == "force" for c in view.collectives):
             worse = planner.worse_than_before(graph)
             if worse is not None:
@@ -157,7 +165,11 @@ class AsyncTpPass:
                     self.name,
                     removed=tuple(sorted(names_before - names)),
                     added=tuple(sorted(names - names_before)),
-                    replaced=(*replaced, *(pair for one in lowered for pair in one.replaced)),
+                    replaced=(
+                        *replaced,
+                        *(pair for one in splits for pair in one.replaced),
+                        *(pair for one in lowered for pair in one.replaced),
+                    ),
                 )
             )
         report.metrics = {
@@ -166,6 +178,14 @@ class AsyncTpPass:
             "merged_gathers": float(len(merged)),
         }
         return report
+
+    def _planned_whole(self, context: Context, graph: torch.fx.Graph) -> Plan | None:
+        """The plan of the graph as it came; None where nobody asks what a region is worth, or sizes have no hint."""
+        try:
+            fx = context.problem(graph)
+        except NoHintError:
+            return None
+        return plan(fx.problem, context.limit_bytes(simulate(fx.problem).peak_bytes), effort=0)
 
 
 def _refused(c: Collective, reason: Reason, detail: str, setting: str = "") -> Decision:
@@ -225,6 +245,10 @@ class _Planner:
         chosen = self._disjoint(options)
         self._decide(chosen, dict(options), refusals)
         return sorted(chosen, key=lambda p: self.view.position[next(iter(p.region.cuts))])
+
+    def members(self) -> set[torch.fx.Node]:
+        """Starts of the collectives of all regions that would be applied."""
+        return {c.start for priced in self.choose() for c in priced.region.collectives}
 
     def _pricer(self) -> Pricer | None:
         costs = ComputeCosts(self.view, self.context.profile, self.context.config.estimator)

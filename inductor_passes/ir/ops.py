@@ -309,7 +309,7 @@ def possibly_mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
         return []
     name = _torch.op_name(node.target)
     if name in _REINPLACED:
-        return _nodes_in(node.args[:1])
+        return _nodes_in(next(iter(_torch.op_arguments(node).values()), None))
     if name in (
         "higher_order::triton_kernel_wrapper_functional",
         "higher_order::auto_functionalized",

@@ -37,6 +37,8 @@ class Collective:
         input_bytes / output_bytes: payload by hint, None without a hint.
         dtypes: of the inputs.
         in_place: it writes to memory that existed before (in-place or out variant).
+        group_argument: what the start names its group by: a name, or a node or an object that is a process group.
+        member_bytes: of each input, by hint; 0 without one.
     """
 
     index: int
@@ -51,6 +53,8 @@ class Collective:
     output_bytes: int | None
     dtypes: tuple[torch.dtype, ...]
     in_place: bool
+    group_argument: object = ""
+    member_bytes: tuple[int, ...] = ()
 
 
 class GraphView:
@@ -197,10 +201,7 @@ def describe(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...])
     arguments = _torch.op_arguments(start)
     data = next(iter(arguments.values()))
     inputs = tuple(data) if isinstance(data, (list, tuple)) else (data,)
-    group = arguments.get("group_name", arguments.get("group", ""))
-    if isinstance(group, torch.fx.Node):
-        group = group.meta.get("val", group.name)
-    reduce_op = arguments.get("reduce_op", "")
+    argument = arguments.get("group_name", arguments.get("group", ""))
     values = [n.meta.get("val") for n in inputs]
     output = start.meta.get("val")
     outputs = output if isinstance(output, (list, tuple)) else [output]
@@ -209,15 +210,22 @@ def describe(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...])
         label=f"{_SHORT[kind]}{index}",
         start=start,
         kind=kind,
-        group=resolve(group),
-        reduce_op=reduce_op.lower() if isinstance(reduce_op, str) else str(reduce_op).rsplit(".", 1)[-1].lower(),
+        group=resolve(behind(argument)),
+        reduce_op=_torch.reduce_op_name(behind(arguments.get("reduce_op", ""))),
         inputs=inputs,
         waits=waits,
         input_bytes=_total(values),
         output_bytes=_total(outputs),
         dtypes=tuple(v.dtype for v in values if isinstance(v, torch.Tensor)),
         in_place=bool(_torch.mutated_argument_names(start.target)),
+        group_argument=argument,
+        member_bytes=tuple(_total([value]) or 0 for value in values),
     )
+
+
+def behind(argument: object) -> object:
+    """The value of an argument that may be a node: torch passes groups and reduce ops as objects that nodes make."""
+    return argument.meta.get("val", argument.name) if isinstance(argument, torch.fx.Node) else argument
 
 
 def _total(values: list[object] | tuple[object, ...]) -> int | None:

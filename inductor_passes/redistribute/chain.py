@@ -14,19 +14,21 @@ the rank is that member of it. All three hold on all ranks or on none.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir.groups import resolve
+from inductor_passes.ir.view import behind
 from inductor_passes.report import Reason
 
 from .mesh import Mesh
 from .movement import is_split, name_of
 from .origin import origin_of
-from .packing import joined_split, static_shape
+from .packing import static_shape
+from .permutation import unpack_ahead
 from .prepare import prepared_partitions
 from .rewriting import Work, refuse
 from .spec import Cut, Layout
@@ -98,9 +100,9 @@ class Chain:
         """The groups as dimensions of a mesh, slow ones first. Refuses groups that form no grid."""
         groups = sorted(self.groups, key=lambda g: (g[-1] - g[0], g), reverse=True)
         own = set(groups[0]).intersection(*groups[1:])
-        if len(own) != 1:
+        if len(groups) > 1 and len(own) != 1:
             refuse(Reason.DIFFERENT_GROUP, "the groups form no grid")
-        (rank,) = own
+        rank = min(own)
         ranks = [rank]
         for group in groups:
             ranks = [r + member - rank for r in ranks for member in group]
@@ -135,6 +137,11 @@ class Chain:
         # Cuts of the source that the chain never touched are cuts of the result as well.
         return layout(self.source_cuts), layout(self.cuts)
 
+    def as_pairs(self, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
+        """The layouts of :meth:`layouts` with complex elements read as pairs along one more dimension."""
+        first, last = (replace(one, shape=(*one.shape, 2), cuts=(*one.cuts, ())) for one in layouts)
+        return first, last
+
 
 def chains_from(work: Work, root: torch.fx.Node) -> list[Chain]:
     """The chain that begins at a collective, as it is after each of its steps."""
@@ -143,7 +150,7 @@ def chains_from(work: Work, root: torch.fx.Node) -> list[Chain]:
         return []
     source = first.inputs[0] if first is not None else root.all_input_nodes[0]
     shape = static_shape(source)
-    if shape is None or not shape or source.meta["val"].dtype.is_complex:
+    if shape is None or not shape:
         return []
     chain = Chain(source, source, cuts=[[] for _ in shape], source_cuts=[[] for _ in shape])
     found: list[Chain] = []
@@ -174,16 +181,12 @@ def _gathered(work: Work, chain: Chain, start: torch.fx.Node) -> bool:
     assert gather is not None
     (wait,) = gather.waits
     nodes, node, dim = [start, wait], wait, 0
-    split = next(iter(wait.users), None) if len(wait.users) == 1 else None
-    if split is not None and is_split(split):
-        piece = next(iter(split.users), None)
-        cat = next(iter(piece.users), None) if piece is not None else None
-        joined = joined_split(cat) if cat is not None else None
-        whole = joined is not None and joined.closed and joined.even and not joined.padding and not joined.copied
-        if joined is not None and whole and joined.split_dim == 0 and joined.pieces == gather.group.size:
-            nodes += joined.nodes
-            node, dim = joined.cat, joined.cat_dim
-            chain.copied_bytes += _bytes(node)
+    unpack = unpack_ahead(wait, gather.group.size)
+    if unpack is not None:
+        dim, more = unpack
+        nodes += more
+        node = more[-1]
+        chain.copied_bytes += _bytes(node)
     if not chain.gather(dim, tuple(sorted(gather.group.ranks))):
         return False
     chain.link_ns += work.price_ns(gather)
@@ -195,9 +198,9 @@ def _gathered(work: Work, chain: Chain, start: torch.fx.Node) -> bool:
 def _exchanged(chain: Chain, op: torch.fx.Node) -> bool:
     arguments = _torch.op_arguments(op)
     shape = static_shape(op)
-    if not isinstance(arguments["group_name"], str) or shape is None:
+    if shape is None:
         return False
-    group = tuple(sorted(resolve(arguments["group_name"]).ranks))
+    group = tuple(sorted(resolve(behind(arguments["group_name"])).ranks))
     gather_dim, shard_dim = arguments["gather_dim"] % len(shape), arguments["shard_dim"] % len(shape)
     source = static_shape(op.all_input_nodes[0])
     if not group or source is None or source[shard_dim] % len(group) or gather_dim == shard_dim:

@@ -5,6 +5,8 @@ The best one is matched again, since what was applied meanwhile may have changed
 collectives that this made or moved next to each other are asked again. When the queue is empty every root is asked once
 more, until a round applies nothing. Ties go to the order of the catalogue, then of the graph, so all ranks do the same.
 
+Coalesced collectives are taken apart first and put together again where nothing came of it (``coalesced``).
+
 Rounds and applications are bounded; every rewrite lowers the estimated time or keeps it and lowers the number of
 collectives or of bytes copied, so the bound is a guard and not part of the method.
 """
@@ -17,17 +19,22 @@ from typing import ClassVar, Literal
 
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.budget import exceeds, gathers_twice, graph_peak_bytes, may_be_asked
+from inductor_passes.ir.groups import resolve
 from inductor_passes.ir.ops import source_line
-from inductor_passes.ir.view import GraphView
+from inductor_passes.ir.view import GraphView, behind
 from inductor_passes.pipeline import Context
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 
 from . import audit
+from .coalesced import Taken
 from .rewrites import REWRITES
 from .rewriting import Exactness, Match, Refusal, Rewrite, Work, check_exactness
 
 MAX_ROUNDS = 8
+#: How often it is tried which coalesced collectives to take apart; the last time none is.
+MAX_ATTEMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -63,23 +70,38 @@ class RewriteCollectives:
         duplicates = gathers_twice(context.view(graph))
         before = graph_peak_bytes(graph, context) if duplicates else None
         may_extend = not duplicates or may_be_asked(graph, context)
-        run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend)
-        run.to_fixpoint()
+        taken = Taken(graph, context)
+        run = self._settled(taken, may_extend)
         if run.extended and context.snapshot is not None and exceeds(graph, context, before):
-            context.snapshot.restore()
-            context.forget_view()
-            run = _Run(Work(graph, context, self.exactness), self.rewrites, self.exactness, may_extend=False)
-            run.to_fixpoint()
+            taken.undo()
+            run = self._settled(taken, may_extend=False)
         certificates = run.work.applications.certificates()
         context.certificates.extend(certificates)
-        report = PassReport(self.name, changed=bool(run.applied))
+        report = PassReport(self.name, changed=bool(certificates))
         # What another rewrite made away with is no candidate any more.
-        report.decisions = [*run.applied, *(d for (_, root), d in run.refused.items() if run.work.alive(root))]
+        refused = [d for (_, root), d in run.refused.items() if run.work.alive(root)]
+        report.decisions = [*run.applied, *refused, *taken.refused]
         report.metrics = {"applied": len(run.applied), "rounds": run.rounds, "visits": run.work.visits}
         if found:
-            after = GraphView(graph) if run.applied else context.view(graph)
+            after = GraphView(graph) if certificates else context.view(graph)
             context.report.redistributions = audit.settled(found, report.decisions, certificates, after)
         return report
+
+    def _settled(self, taken: Taken, may_extend: bool) -> _Run:
+        """A run to the fixpoint in which only those coalesced collectives were taken apart for which that pays."""
+        apart = taken.candidates() if self.exactness != "off" else frozenset()
+        for attempt in range(MAX_ATTEMPTS):
+            splits = taken.apart(apart) if self.exactness != "off" else []
+            work = Work(taken.graph, taken.context, self.exactness, splits)
+            run = _Run(work, self.rewrites, self.exactness, may_extend)
+            run.to_fixpoint()
+            decisions = taken.together(work, splits, run.families, list(run.refused.items()))
+            if {d.node for d in decisions} == apart:
+                run.applied += decisions
+                break
+            taken.undo()
+            apart = frozenset(d.node for d in decisions) if attempt < MAX_ATTEMPTS - 2 else frozenset()
+        return run
 
 
 @dataclass
@@ -93,6 +115,7 @@ class _Run:
     queue: list[tuple[int, int, int, torch.fx.Node]] = field(default_factory=list)
     extended: bool = False
     rounds: int = 0
+    families: list[tuple[frozenset[str], int]] = field(default_factory=list)
     _entered: int = 0
 
     def to_fixpoint(self) -> None:
@@ -155,7 +178,10 @@ class _Run:
         self.applied.append(
             _decision(rewrite, root, Verdict.APPLIED, Reason.PROFITABLE, match.detail, match.gain_ns)
         )
+        self.work.touched.clear()
         match.apply()
+        if self.work.touched:
+            self.families.append((frozenset(self.work.touched), match.gain_ns))
         self.extended |= match.extends
         for fresh in self.work.fresh:
             for other, _ in enumerate(self.rewrites):
@@ -172,7 +198,7 @@ def _decision(
     gain_ns: int,
     setting: str = "",
 ) -> Decision:
-    groups = [a for a in root.args if isinstance(a, str) and root.op == "call_function"]
+    group = _torch.op_arguments(root).get("group_name") if _torch.is_op(root.target) else None
     return Decision(
         subject=rewrite.name,
         node=root.name,
@@ -180,7 +206,7 @@ def _decision(
         reason=reason,
         detail=detail,
         source=source_line(root),
-        group=groups[-1] if groups else "",
+        group=resolve(behind(group)).name if group else "",
         gain_ns=gain_ns,
         setting=setting,
     )

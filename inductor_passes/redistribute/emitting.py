@@ -9,26 +9,26 @@ from inductor_passes import _torch
 from inductor_passes.bucket.emit import Emitter
 
 
-def reduced(emitter: Emitter, tensor: torch.fx.Node, op: str, group: str) -> torch.fx.Node:
+def reduced(emitter: Emitter, tensor: torch.fx.Node, op: str, group: object) -> torch.fx.Node:
     """``wait(all_reduce(tensor))``."""
     start = emitter.call(_torch.collective_op("all_reduce"), tensor, op, group)
     return emitter.call(_torch.collective_op("wait_tensor"), start)
 
 
-def gathered(emitter: Emitter, tensor: torch.fx.Node, size: int, group: str) -> torch.fx.Node:
+def gathered(emitter: Emitter, tensor: torch.fx.Node, size: int, group: object) -> torch.fx.Node:
     """``wait(all_gather(tensor))`` along dimension 0."""
     start = emitter.call(_torch.collective_op("all_gather_into_tensor"), tensor, size, group)
     return emitter.call(_torch.collective_op("wait_tensor"), start)
 
 
-def scattered(emitter: Emitter, tensor: torch.fx.Node, op: str, size: int, group: str) -> torch.fx.Node:
+def scattered(emitter: Emitter, tensor: torch.fx.Node, op: str, size: int, group: object) -> torch.fx.Node:
     """``wait(reduce_scatter(tensor))`` along dimension 0."""
     start = emitter.call(_torch.collective_op("reduce_scatter_tensor"), tensor, op, size, group)
     return emitter.call(_torch.collective_op("wait_tensor"), start)
 
 
 def exchanged(
-    emitter: Emitter, tensor: torch.fx.Node, received: list[int], sent: list[int], group: str
+    emitter: Emitter, tensor: torch.fx.Node, received: list[int], sent: list[int], group: object
 ) -> torch.fx.Node:
     """``wait(all_to_all(tensor))`` along dimension 0 with these splits."""
     start = emitter.call(_torch.collective_op("all_to_all_single"), tensor, received, sent, group)

@@ -13,6 +13,7 @@ which the planner of ``plan_redistribution`` finds something cheaper. A gather w
 identity, a gather of which another slice is taken becomes an exchange: cases of the same rule.
 
 Bit-exact: only data moves, and every element of the result is the element of the global tensor that the layouts say.
+Complex elements travel as pairs of real ones.
 Saves bytes (a gather sends k times what an exchange does) and collectives; the cost profile decides.
 """
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+import torch
 import torch.fx
 
 from inductor_passes import _torch
@@ -28,6 +30,7 @@ from inductor_passes.bucket.emit import Emitter
 from inductor_passes.report import Reason
 
 from .chain import Chain, chains_from
+from .emitting import dense
 from .rewriting import Match, Refusal, Work, refuse
 from .search import Search
 from .steps import Pricing, Step
@@ -64,17 +67,19 @@ class PlanChains:
         return best
 
     def _planned(self, work: Work, chain: Chain) -> Match:
+        work.for_this_rank()
+        value = chain.source.meta["val"]
         mesh = chain.mesh()
-        source, target = chain.layouts(mesh)
+        layouts = chain.layouts(mesh)
+        source, target = chain.as_pairs(layouts) if value.dtype.is_complex else layouts
         for layout in (source, target):
             if not _even(layout.shape, layout.cuts, mesh.shape):
                 refuse(Reason.UNSUPPORTED, "sizes that do not divide")
-        value = chain.source.meta["val"]
-        pricing = Pricing(mesh, value.dtype.itemsize, work.context.profile)
+        pricing = Pricing(mesh, value.dtype.itemsize // (2 if value.dtype.is_complex else 1), work.context.profile)
         steps = Search(pricing, target).run(source)
         rank = _torch.process_rank()
         names = group_names(mesh, rank, steps)
-        if not value.is_contiguous():
+        if not value.is_contiguous() or value.is_conj():
             refuse(Reason.UNSUPPORTED, "the source is not dense")
         work.unwritten(chain.source, chain.nodes[0], chain.node)
         work.never_written(*chain.nodes)
@@ -83,7 +88,10 @@ class PlanChains:
         unroller = Unroller(mesh, rank, names)
 
         def build(emit: Emitter) -> torch.fx.Node:
-            return unroller.run(emit, chain.source, steps)
+            if not value.dtype.is_complex or not steps:
+                return unroller.run(emit, chain.source, steps)
+            pairs = emit.call(torch.ops.aten.view_as_real.default, chain.source)
+            return emit.call(torch.ops.aten.view_as_complex.default, dense(emit, unroller.run(emit, pairs, steps)))
 
         before = chain.link_ns + work.copy_ns(chain.copied_bytes)
         return Match(

@@ -11,7 +11,8 @@ after::
 
 Matches a shard dimension that the group divides. The operator copies the same way inside, waits inside, and nothing may
 move across it; in the new form both copies fuse with their neighbours and the exchange overlaps with what does not need
-it. Bit-exact: element [.., i, .., j, ..] of piece r goes to rank r in both forms.
+it. Complex elements travel as pairs of real ones. Bit-exact: element [.., i, .., j, ..] of piece r goes to rank r in
+both forms.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
+import torch
 import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.bucket.emit import Emitter
 from inductor_passes.ir.groups import resolve
+from inductor_passes.ir.view import behind
 from inductor_passes.report import Reason
 
 from .emitting import dense, exchanged
@@ -48,22 +51,26 @@ class VisibleExchange:
             return None
         arguments = _torch.op_arguments(root)
         x, gather_dim, shard_dim = arguments["input"], arguments["gather_dim"], arguments["shard_dim"]
-        if not isinstance(arguments["group_name"], str):
-            refuse(Reason.UNSUPPORTED, "the group is an object that the graph computes")
-        group = resolve(arguments["group_name"])
+        argument = arguments["group_name"]
+        group = resolve(behind(argument))
         shape = static_shape(x)
         if shape is None or not group.size:
             refuse(Reason.UNSUPPORTED, "symbolic sizes or an unknown group")
         gather_dim, shard_dim = gather_dim % len(shape), shard_dim % len(shape)
-        if gather_dim == shard_dim or shape[shard_dim] % group.size or x.meta["val"].dtype.is_complex:
+        if gather_dim == shard_dim or shape[shard_dim] % group.size:
             refuse(Reason.UNSUPPORTED, f"dimension {shard_dim} of {shape} does not divide by {group.size}")
+        if x.meta["val"].is_conj():
+            refuse(Reason.UNSUPPORTED, "a conjugation that is yet to be done")
         work.never_written(root)
         work.unwritten(x, root, root)
 
         def build(emit: Emitter) -> torch.fx.Node:
-            sent = packed(emit, dense(emit, x), shard_dim, group.size)
+            paired = x.meta["val"].dtype.is_complex
+            whole = emit.call(torch.ops.aten.view_as_real.default, dense(emit, x)) if paired else dense(emit, x)
+            sent = packed(emit, whole, shard_dim, group.size)
             rows = [sent.meta["val"].shape[0] // group.size] * group.size
-            return unpacked(emit, exchanged(emit, sent, rows, rows, group.name), gather_dim, group.size)
+            result = unpacked(emit, exchanged(emit, sent, rows, rows, argument), gather_dim, group.size)
+            return emit.call(torch.ops.aten.view_as_complex.default, result) if paired else result
 
         return Match(
             0,

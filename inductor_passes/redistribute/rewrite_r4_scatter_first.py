@@ -83,11 +83,11 @@ class ReduceOnShards:
 def _scatter_first(emit: Emitter, pair: Nested) -> torch.fx.Node:
     first, second = pair.first, pair.second
     packed = pair.between.replayed(emit, first.inputs[0])
-    shard = scattered(emit, packed, second.reduce_op, second.group.size, second.group.name)
-    return reduced(emit, shard, first.reduce_op, first.group.name)
+    shard = scattered(emit, packed, second.reduce_op, second.group.size, second.group_argument)
+    return reduced(emit, shard, first.reduce_op, first.group_argument)
 
 
 def _reduce_first(emit: Emitter, pair: Nested) -> torch.fx.Node:
     first, second = pair.first, pair.second
-    shard = reduced(emit, first.inputs[0], second.reduce_op, second.group.name)
-    return pair.between.replayed(emit, gathered(emit, shard, first.group.size, first.group.name))
+    shard = reduced(emit, first.inputs[0], second.reduce_op, second.group_argument)
+    return pair.between.replayed(emit, gathered(emit, shard, first.group.size, first.group_argument))

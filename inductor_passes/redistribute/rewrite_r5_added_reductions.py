@@ -120,9 +120,9 @@ class AddBeforeReducing:
             total = packs[-1].replayed(emit, total)
             c = last.collective
             if c.kind == "all_reduce":
-                result = reduced(emit, total, c.reduce_op, c.group.name)
+                result = reduced(emit, total, c.reduce_op, c.group_argument)
             else:
-                result = scattered(emit, total, c.reduce_op, c.group.size, c.group.name)
+                result = scattered(emit, total, c.reduce_op, c.group.size, c.group_argument)
             result = last.movement.replayed(emit, result)
             if rest:
                 others = rest[0]

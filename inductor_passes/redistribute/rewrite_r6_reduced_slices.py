@@ -61,7 +61,7 @@ class ReduceWhatIsKept:
         if len(used) != 1 or used[0].target is not operator.getitem or reduction.reduce_op not in REDUCE_OPS:
             return None
         group = own_group(split, used[0])
-        if group is None or group != tuple(sorted(reduction.group.ranks)):
+        if work.for_all_ranks or group is None or group != tuple(sorted(reduction.group.ranks)):
             return None
         work.may_reassociate(reduction, "reduces in another order")
         work.unwritten(reduction.inputs[0], reduction.start, used[0])
@@ -71,9 +71,8 @@ class ReduceWhatIsKept:
 
         def build(emit: Emitter) -> torch.fx.Node:
             whole = dense(emit, reduction.inputs[0])
-            return scattered(
-                emit, packed(emit, whole, dim, size) if dim else whole, reduction.reduce_op, size, reduction.group.name
-            )
+            sent = packed(emit, whole, dim, size) if dim else whole
+            return scattered(emit, sent, reduction.reduce_op, size, reduction.group_argument)
 
         removed = (used[0], *(p for p in split.users if p is not used[0]), split, wait, reduction.start)
         whole_bytes = reduction.input_bytes or 0
@@ -95,7 +94,7 @@ class ReduceWhatIsKept:
         first = pair.first
 
         def build(emit: Emitter) -> torch.fx.Node:
-            return reduced(emit, first.inputs[0], first.reduce_op, first.group.name)
+            return reduced(emit, first.inputs[0], first.reduce_op, first.group_argument)
 
         after = work.link_ns("all_reduce", first.input_bytes, first.input_bytes, first.group.ranks)
         return Match(

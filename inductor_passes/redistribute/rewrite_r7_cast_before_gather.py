@@ -84,7 +84,7 @@ class CastBeforeGather:
         def build(emit: Emitter) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
             cast = casts[0]
             narrow = emit.call(cast.target, gather.inputs[0], *cast.args[1:], **cast.kwargs)
-            whole = gathered(emit, narrow, gather.group.size, gather.group.name)
+            whole = gathered(emit, narrow, gather.group.size, gather.group_argument)
             new = replay(emit, region, {wait: whole})
             return [(c, new[c.all_input_nodes[0]]) for c in casts]
 
@@ -107,7 +107,7 @@ class CastBeforeGather:
         work.never_written(wide)
 
         def build(emit: Emitter) -> torch.fx.Node:
-            whole = gathered(emit, narrow, gather.group.size, gather.group.name)
+            whole = gathered(emit, narrow, gather.group.size, gather.group_argument)
             return emit.call(wide.target, whole, *wide.args[1:], **wide.kwargs)
 
         return Match(

@@ -17,6 +17,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.bucket.emit import Emitter
+from inductor_passes.bucket.split import Split
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
@@ -27,12 +28,15 @@ from inductor_passes.verify import Claim
 
 from .applications import Applications
 from .mesh import product
+from .movement import movement_behind
 from .spec import REDUCE_OPS
 
 Exactness = Literal["exact", "reassociate", "off"]
 #: Reductions that give the same bits however they are grouped.
 ORDER_FREE = ("min", "max")
 
+#: The name under which taking coalesced collectives apart is reported.
+COALESCED = "coalesced"
 #: Operators that rewrites start from besides collectives.
 INDEXED = ("aten::cat", "_dtensor::shard_dim_alltoall")
 
@@ -99,15 +103,26 @@ class Work:
         exactness: the tier.
         fresh: starts that the last replacement made, and those whose operand it changed.
         visits: nodes touched by keeping the maps up to date.
+        families: of starts that came out of coalesced collectives: the names of these.
+        touched: the families that lost a start; whoever asks clears it.
         empty_pieces: some rank may hold no piece of a tensor that others slice: see :func:`_may_be_empty`.
+        for_all_ranks: the graph looks its process groups up when it runs (``compile_on_one_rank``): the name of a
+            group of this rank must not be written into it.
     """
 
-    def __init__(self, graph: torch.fx.Graph, context: Context, exactness: Exactness) -> None:
+    def __init__(
+        self, graph: torch.fx.Graph, context: Context, exactness: Exactness, splits: Sequence[Split] = ()
+    ) -> None:
         view = context.view(graph)
         self.graph = graph
         self.context = context
         self.exactness = exactness
         self.applications = Applications()
+        self.families: dict[torch.fx.Node, frozenset[str]] = {}
+        self.touched: set[str] = set()
+        for one in splits:
+            self.applications.add(COALESCED, list(one.removed), list(one.added), list(one.replaced))
+            self.families.update((start, frozenset((one.name,))) for start in one.starts)
         self.fresh: list[torch.fx.Node] = []
         self.visits = len(view.nodes)
         self._by_start = dict(view.by_start)
@@ -117,6 +132,7 @@ class Work:
         self._numbered = len(view.collectives)
         self._named: dict[str, dict[torch.fx.Node, None]] = {name: {} for name in INDEXED}
         self.results_by_storage = _results(view)
+        self.for_all_ranks = any(isinstance(c.group_argument, torch.fx.Node) for c in view.collectives)
         sizes = {len(ranks) for _, ranks in _torch.group_layout().items()}
         self.empty_pieces = False
         for node in view.nodes:
@@ -212,6 +228,7 @@ class Work:
 
     def joint_group(self, outer: Collective, inner: Collective) -> tuple[tuple[int, ...], str]:
         """Ranks and name of the flat group over both groups."""
+        self.for_this_rank()
         ranks = product(outer.group.ranks, inner.group.ranks)
         if ranks is None:
             refuse(Reason.DIFFERENT_GROUP, "the groups form no grid")
@@ -224,6 +241,11 @@ class Work:
             )
         return ranks, name
 
+    def for_this_rank(self) -> None:
+        """Refuse to name a process group in a graph that is compiled for all ranks at once."""
+        if self.for_all_ranks:
+            refuse(Reason.DIFFERENT_GROUP, "the graph is compiled for all ranks and looks its groups up at run time")
+
     def same_reduction(self, first: Collective, second: Collective) -> None:
         """Refuse unless two reductions may be regrouped: one op, and a tier that lets its sums change order."""
         if first.reduce_op != second.reduce_op or first.reduce_op not in REDUCE_OPS:
@@ -232,6 +254,8 @@ class Work:
 
     def may_reassociate(self, reduction: Collective, detail: str = "sums in another order") -> None:
         """Refuse unless the tier lets this reduction be regrouped."""
+        if reduction.reduce_op not in REDUCE_OPS:
+            refuse(Reason.MIXED_REDUCE_OP, reduction.reduce_op)
         whole = all(not d.is_floating_point and not d.is_complex for d in reduction.dtypes)
         free = reduction.reduce_op in ORDER_FREE or (whole and reduction.reduce_op in ("sum", "product"))
         if not free and self.exactness != "reassociate":
@@ -307,11 +331,14 @@ class Work:
 
     def drop(self, subject: str, origin: torch.fx.Node, removed: Sequence[torch.fx.Node], kept: torch.fx.Node) -> None:
         """Users of the first of ``removed`` read ``kept``, which exists; ``removed`` is erased."""
+        # What makes ``kept`` had a part in this: a coalesced collective that it came out of stays apart.
+        self.touched.update(self.families.get(self._base(movement_behind(self._base(kept)).source), ()))
         self.replace(subject, origin, removed, lambda _: kept, claim=Claim.REMOVE)
 
     def _erase(self, node: torch.fx.Node) -> None:
         self.visits += 1
         self._by_start.pop(node, None)
+        self.touched.update(self.families.pop(node, ()))
         for one in self._of_wait.pop(node, ()):
             if one.start in self._by_start:
                 left = tuple(wait for wait in self._by_start[one.start].waits if wait is not node)
@@ -342,6 +369,8 @@ class Work:
             if ops.role(node) is Role.START:
                 waits = tuple(user for user in node.users if ops.is_wait(user))
                 self._take(node, waits)
+                if self.touched:
+                    self.families[node] = frozenset(self.touched)
         for result in results:
             for user in result.users:
                 self.visits += 1

@@ -7,6 +7,7 @@ compilation has no in-place writes to a new tensor.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -107,8 +108,15 @@ class Unroller:
 
         members = self._members(step)
         have, want = self._block(step, self.rank), self._block(step, self.rank, after=True)
+        regular = self._is_regular(step, members, ranges)
         sent, received, parts = [], [], []
         for member in members:
+            if regular and member == self.rank:
+                own = common(have, want)
+                parts.append(_flat(emit, _cut(emit, tensor, have, own)))
+                sent.append(numel(own))
+                received.append(numel(own))
+                continue
             outgoing = ranges(self.rank, member)
             part = common(have, self._block(step, member, after=True))
             for lo, hi in outgoing:
@@ -123,19 +131,32 @@ class Unroller:
         arrived: dict[Block, list[tuple[int, torch.fx.Node]]] = {}
         at = 0
         for member in members:
-            for lo, hi in ranges(member, self.rank):
+            incoming = [(0, received[members.index(member)])] if regular else ranges(member, self.rank)
+            for lo, hi in incoming:
                 block = common(self._block(step, member), want)
                 arrived.setdefault(block, []).append((lo, _rows(emit, buffer, at, hi - lo)))
                 at += hi - lo
         pieces = []
         own = common(have, want)
-        if numel(own):
+        if numel(own) and not regular:
             pieces.append(Piece(_cut(emit, tensor, have, own), _place(own, want)))
         for block, found in arrived.items():
             flats = [flat for _, flat in sorted(found, key=lambda f: f[0])]
             flat = flats[0] if len(flats) == 1 else emit.call(torch.ops.aten.cat.default, flats)
             pieces.append(Piece(emit.view(flat, list(shape_of(block))), _place(block, want)))
         return dense(emit, assembled(emit, pieces, shape_of(want)))
+
+    def _is_regular(
+        self, step: Step, members: tuple[int, ...], ranges: Callable[[int, int], list[tuple[int, int]]]
+    ) -> bool:
+        """Whether every rank has equally much for every rank, itself included.
+
+        Then its own part goes along: nothing more is sent, and equal splits leave bucketing and scheduling free to
+        treat the exchange as any other collective.
+        """
+        own = {numel(common(self._block(step, m), self._block(step, m, after=True))) for m in members}
+        others = {tuple(hi - lo for lo, hi in ranges(p, q)) for p in members for q in members if p != q}
+        return len(own) == 1 and others == {tuple(own)} and 0 not in own
 
 
 def _rows(emit: Emitter, tensor: torch.fx.Node, first: int, count: int) -> torch.fx.Node:

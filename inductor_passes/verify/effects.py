@@ -106,7 +106,7 @@ def reinplaced(node: torch.fx.Node) -> list[torch.fx.Node]:
         return []
     name = _torch.op_name(node.target)
     if name in REINPLACED:
-        return nodes_in(node.args[:1])
+        return nodes_in(next(iter(_torch.op_arguments(node).values()), None))
     if name == "higher_order::triton_kernel_wrapper_functional":
         return nodes_in(node.kwargs.get("kwargs"))
     return []

@@ -1,0 +1,32 @@
+"""``inductor_passes::unpack``: the columns of a message as dense tensors, all at once.
+
+On a GPU one Triton launch (``unpack_triton``); anywhere else a copy per tensor, as the operator that it stands for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("inductor_passes::unpack", mutates_args=())
+def unpack(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[torch.Tensor]:
+    """Ranges of columns of a matrix, each dense.
+
+    Args:
+        message: [rows, columns], contiguous.
+        firsts: first column of each result.
+        widths: columns of each result.
+
+    Returns:
+        One [rows, width] tensor per width, in memory of its own.
+    """
+    if message.device.type == "cuda":
+        from inductor_passes.bucket import unpack_triton
+
+        return unpack_triton.unpacked(message, firsts, widths)
+    return [message[:, a : a + width].clone(memory_format=torch.contiguous_format) for a, width in zip(firsts, widths)]
+
+
+@unpack.register_fake
+def _(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[torch.Tensor]:
+    return [message.new_empty(message.shape[0], width) for width in widths]

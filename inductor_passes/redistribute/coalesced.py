@@ -1,0 +1,176 @@
+"""Members of coalesced collectives are rewritten one by one, if that pays.
+
+A rewrite looks at single collectives. So coalesced ones are taken apart, everything is rewritten, and what is left of
+each of them, as well as what became of its members, travels together again in the coalesced form. Taking apart costs a
+latency for every message more than before; the rewrites of its members have to gain more than that. Where they do not,
+the graph is put back and rewritten with that collective whole. Collectives whose members were merged with each other
+win or lose together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch.fx
+
+from inductor_passes.bucket import rewrite as bucket
+from inductor_passes.bucket.members import Refused, slots
+from inductor_passes.bucket.split import Split, split, split_wait, splittable, waits_for_lists
+from inductor_passes.ir.ops import source_line
+from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.pipeline import Context, Snapshot
+from inductor_passes.report import Decision, Reason, Verdict
+
+from .rewriting import COALESCED, Work
+
+Refusals = Sequence[tuple[tuple[str, torch.fx.Node], Decision]]
+
+
+class Taken:
+    """The coalesced collectives of one graph.
+
+    Attributes:
+        refused: of those that stay whole: what would have to be different for their members to be rewritten.
+    """
+
+    def __init__(self, graph: torch.fx.Graph, context: Context) -> None:
+        self.graph = graph
+        self.context = context
+        self.refused: list[Decision] = []
+        self._wholes = {c.start.name: c for c in splittable(context.view(graph))}
+        # Node objects do not outlive the graph's being put back; what is asked of the wholes is plain.
+        self._sources = {name: source_line(c.start) for name, c in self._wholes.items()}
+        self._snapshot = context.snapshot
+        if self._snapshot is None and self._wholes:
+            self._snapshot = Snapshot(graph)
+
+    def candidates(self) -> frozenset[str]:
+        """Names of all starts that can be taken apart."""
+        return frozenset(self._wholes)
+
+    def apart(self, names: frozenset[str]) -> list[Split]:
+        """Take these apart, and all waits for lists."""
+        view = self.context.view(self.graph)
+        done = [split_wait(self.graph, wait) for wait in waits_for_lists(view)]
+        if done:
+            self.context.forget_view()
+        if names:
+            found = [c for c in splittable(self.context.view(self.graph)) if c.start.name in names]
+            done += [split(self.graph, c) for c in found]
+            self.context.forget_view()
+        return done
+
+    def undo(self) -> None:
+        """Put the graph back as it was."""
+        if self._snapshot is not None:
+            self._snapshot.restore()
+        self.context.forget_view()
+
+    def together(
+        self,
+        work: Work,
+        splits: Sequence[Split],
+        applied: Sequence[tuple[frozenset[str], int]],
+        refusals: Refusals,
+    ) -> list[Decision]:
+        """Put what is left together again; a decision for every collective that it paid to take apart.
+
+        Args:
+            applied: per rewrite that touched members, whose members these were, and what it gained in ns.
+            refusals: the run's, by rewrite and root.
+        """
+        sizes = {one.name: len(one.starts) for one in splits if one.starts}
+        if not sizes:
+            return []
+        families = _connected(names for names, _ in applied)
+        self.refused += [
+            replace(decision, node=name)
+            for (_, root), decision in refusals
+            for name in work.families.get(root, ())
+            if not any(name in family for family in families)
+        ]
+        self.refused = list({(d.subject, d.node, d.detail): d for d in self.refused}.values())
+        view = GraphView(self.graph)
+        merged = self._merge(work, view, families)
+        decisions = []
+        for family in families:
+            gain = sum(ns for names, ns in applied if names <= family)
+            gain += sum(work.price_ns(self._wholes[name]) - self._price_apart(work, name) for name in sorted(family))
+            gain += sum(ns for names, ns in merged if names <= family)
+            for name in sorted(family):
+                if gain > 0:
+                    decisions.append(self._decision(name, Verdict.APPLIED, Reason.PROFITABLE, sizes[name], gain))
+                else:
+                    self.refused.append(
+                        self._decision(name, Verdict.REFUSED, Reason.NOT_PROFITABLE, sizes[name], gain)
+                    )
+        return decisions
+
+    def _merge(
+        self, work: Work, view: GraphView, families: Sequence[frozenset[str]]
+    ) -> list[tuple[frozenset[str], int]]:
+        """Put single collectives of each family together; whose they were, and what it saves in ns."""
+        alike: dict[tuple[int, tuple[object, ...]], list[Collective]] = {}
+        for collective in view.collectives:
+            names = work.families.get(collective.start, frozenset())
+            number = next((k for k, family in enumerate(families) if names & family), None)
+            if number is None or collective.in_place or not _fits(view, collective):
+                continue
+            what = (collective.kind, collective.group, collective.reduce_op, collective.dtypes)
+            alike.setdefault((number, what), []).append(collective)
+        groups = [(families[number], found) for (number, _), found in alike.items() if len(found) > 1]
+        if not groups:
+            return []
+        try:
+            made = bucket.merge(self.graph, view, [found for _, found in groups], forms=["coalesced"] * len(groups))
+        except bucket.MergeError:
+            return []
+        saved = []
+        for (family, found), one in zip(groups, made):
+            work.applications.add(COALESCED, list(one.removed), list(one.added), list(one.results))
+            ranks = found[0].group.ranks
+            sizes = [sum(c.input_bytes or 0 for c in found), sum(c.output_bytes or 0 for c in found)]
+            saved.append((family, work.price_ns(*found) - work.link_ns(one.kind, sizes[0], sizes[1], ranks)))
+        self.context.forget_view()
+        return saved
+
+    def _price_apart(self, work: Work, name: str) -> int:
+        whole = self._wholes[name]
+        total = 0
+        for size, received in _sizes(whole):
+            total += work.link_ns(whole.kind, size, received, whole.group.ranks)
+        return total
+
+    def _decision(self, name: str, verdict: Verdict, reason: Reason, members: int, gain: int) -> Decision:
+        what = "taken apart" if verdict is Verdict.APPLIED else "its members gain less than the messages that they need"
+        whole = self._wholes[name]
+        return Decision(
+            COALESCED, name, verdict, reason, f"{members} members: {what}", self._sources[name], whole.group.name, gain
+        )
+
+
+def _connected(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
+    """Unions of sets that overlap, in order of first occurrence."""
+    found: list[frozenset[str]] = []
+    for one in sets:
+        touching = [other for other in found if other & one]
+        joined = one.union(*touching)
+        at = found.index(touching[0]) if touching else len(found)
+        found = [other for other in found if other not in touching]
+        found.insert(min(at, len(found)), joined)
+    return found
+
+
+def _fits(view: GraphView, collective: Collective) -> bool:
+    try:
+        slots(view, collective)
+    except Refused:
+        return False
+    return True
+
+
+def _sizes(whole: Collective) -> list[tuple[int, int]]:
+    """(input bytes, output bytes) per member, by hint."""
+    scale = {"all_gather": (1, whole.group.size), "reduce_scatter": (whole.group.size, 1)}.get(whole.kind, (1, 1))
+    return [(size, size * scale[1] // scale[0]) for size in whole.member_bytes]

@@ -1,0 +1,136 @@
+"""Members of a message taken out in one launch: the kernel, the operator, the pass."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from inductor_passes.bucket import unpack_op
+from inductor_passes.bucket.unpack_pass import UnpackPass
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.pipeline import Context, new_report, run_passes
+from inductor_passes.plugin import passes_of
+from inductor_passes.report import Reason, Verdict
+from tests.async_tp_programs import GROUP, Program, c10d, inputs, run_ranks, trace
+from tests.bucket_graphs import local_world
+
+ROOT = Path(__file__).resolve().parents[1]
+ON_CPU = UnpackPass(devices=("cpu",))
+aten = torch.ops.aten
+
+
+def run(gm, one=ON_CPU, **settings):
+    config, profile = PassConfig.from_mapping({"verify": "strict", **settings}), CostProfile.default("cuda")
+    context = Context(config, profile, new_report(gm.graph, True, config, profile), backward=False)
+    run_passes(gm.graph, [one], context)
+    gm.graph.lint()
+    gm.recompile()
+    return context.report.passes[0]
+
+
+def calls(gm, name):
+    return [n for n in gm.graph.nodes if getattr(n.target, "_opname", "") == name]
+
+
+def _weights(x, m):
+    """A bucket of three weights: matmuls read the first two, a scaling the third."""
+    message = c10d.wait_tensor(c10d.all_gather_into_tensor(m, 2, GROUP))
+    parts = [
+        aten.clone.default(aten.slice.Tensor(message, 1, a, b), memory_format=torch.contiguous_format)
+        for a, b in ((0, 32), (32, 96), (96, 112))
+    ]
+    y = x @ parts[0].view(8, 8)
+    return y @ parts[1].view(8, 16), parts[2] * 2
+
+
+WEIGHTS = Program("weights", _weights, ((4, 8), (1, 112)))
+
+
+def test_members_that_matmuls_read_come_out_together() -> None:
+    with local_world(2):
+        gm, before = trace(WEIGHTS), trace(WEIGHTS)
+        report = run(gm, memory_budget="unlimited")
+        (made,) = calls(gm, "unpack")
+        assert made.args[1:] == ([0, 32], [32, 64]) and len(calls(gm, "clone")) == 1
+        (decision,) = report.decisions
+        assert decision.verdict is Verdict.APPLIED and decision.gain_ns > 0
+        values = [inputs(WEIGHTS, rank) for rank in range(2)]
+        for a, b in zip(run_ranks(before, values), run_ranks(gm, values)):
+            assert all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def test_the_memory_budget_may_say_no() -> None:
+    def late(x, m):
+        message = c10d.wait_tensor(c10d.all_gather_into_tensor(m, 2, GROUP))
+        for k in range(4):
+            part = aten.slice.Tensor(message, 1, 4096 * k, 4096 * (k + 1))
+            x = x @ aten.clone.default(part, memory_format=torch.contiguous_format).view(128, 64)[:64]
+        return x
+
+    program = Program("late", late, ((4, 64), (1, 4 * 4096)))
+    with local_world(2):
+        gm = trace(program)
+        names = [n.name for n in gm.graph.nodes]
+        report = run(gm, memory_budget="0")
+        assert report.rolled_back is Reason.MEMORY_BUDGET and [n.name for n in gm.graph.nodes] == names
+        assert run(trace(program), memory_budget="unlimited").changed
+
+
+def test_on_a_cpu_and_by_default_nothing_happens() -> None:
+    with local_world(2):
+        gm = trace(WEIGHTS)
+        assert not run(gm, UnpackPass()).changed and not calls(gm, "unpack")
+    assert not any(isinstance(p, UnpackPass) for p in passes_of(PassConfig()))
+    assert any(isinstance(p, UnpackPass) for p in passes_of(PassConfig(unpack="kernel")))
+
+
+def test_the_operator_and_its_fake() -> None:
+    message = torch.arange(24.0).view(2, 12)
+    torch.library.opcheck(unpack_op.unpack, (message, [0, 5], [5, 7]))
+    first, second = unpack_op.unpack(message, [1, 8], [2, 4])
+    assert first.tolist() == [[1, 2], [13, 14]] and second.is_contiguous()
+
+
+def test_the_kernel_under_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "unpack_worker.py")],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
+
+
+def test_the_kernel_compiles_for_a_gpu() -> None:
+    """Down to PTX, without a GPU."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from inductor_passes.bucket import unpack_triton
+
+    three = ("*fp32",) * 3
+    signature = {
+        "message": "*fp32",
+        "outs": three,
+        "firsts": ("i32",) * 3,
+        "widths": ("i32",) * 3,
+        "columns": "i32",
+        "block": "constexpr",
+    }
+    source = ASTSource(unpack_triton.take_apart, signature, constexprs={(5,): 1024})
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    except (RuntimeError, OSError) as error:
+        pytest.skip(f"this Triton compiles for no GPU here: {error}")
+    assert compiled.asm["ptx"].count("st.global") >= 3
