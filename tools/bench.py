@@ -17,9 +17,11 @@ from bench_plan import plan
 from bench_record import provenance
 from bench_redistribute import redistribute
 from bench_scale import scale
+from bench_summary import summary
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 app.command()(link)
+app.command()(summary)
 app.command()(plan)
 app.command()(best)
 app.command(name="compile")(compile_time)

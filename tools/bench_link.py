@@ -16,15 +16,12 @@ from typing import Annotated, Any
 
 import typer
 from bench_ranks import torchrun
-from bench_record import RESULTS, chosen, geometric_mean, markdown_table, write
+from bench_record import RESULTS, chosen, markdown_table, write
 from link_lab import CONTENDERS, RATES
 from link_models import LAYOUTS, Layout
-from link_report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, row, table
+from link_report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, table
+from link_summary import HEADER, REFERENCE, means, standing, step_ns
 from rich.console import Console
-
-_REFERENCE = "inductor"
-#: Rates over which the summary's means go.
-_BUSY = ("balanced", "bandwidth-bound")
 
 
 def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -> list[dict[str, Any]]:
@@ -48,10 +45,10 @@ def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -
                 return data
             journal = Path(folder, "journal.jsonl")
             said = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
-            last = json.loads(said[-1]) if said else {"phase": "starting", "contender": _REFERENCE}
+            last = json.loads(said[-1]) if said else {"phase": "starting", "contender": REFERENCE}
         console.print(tail, style="dim", markup=False)
-        if last["contender"] == _REFERENCE:
-            raise RuntimeError(f"the job ended with status {code} while {last['phase']} {_REFERENCE}")
+        if last["contender"] == REFERENCE:
+            raise RuntimeError(f"the job ended with status {code} while {last['phase']} {REFERENCE}")
         died[last["contender"]] = f"took the job down (status {code}) while {last['phase']}"
         console.print(f"{last['contender']} {died[last['contender']]}; starting again without it")
 
@@ -63,47 +60,14 @@ def contenders_of(names: Sequence[str], layout: Layout) -> list[str]:
         for name in names
         if (name != "fsdp2" or layout.native) and (CONTENDERS[name].reshard is True or layout.sharded)
     ]
-    return found if _REFERENCE in found else [_REFERENCE, *found]
-
-
-def _step(results: dict[str, Any], name: str) -> float | None:
-    found = row(results, name)
-    return None if found is None else median(found["virtual_ns"])
-
-
-def best_other(results: dict[str, Any]) -> tuple[str, float]:
-    """Title and median step of the fastest contender that is not ours."""
-    others = [r for r in results["rows"] if r["family"] != "ours"]
-    best = min(others, key=lambda r: median(r["virtual_ns"]))
-    return best["title"], median(best["virtual_ns"])
+    return found if REFERENCE in found else [REFERENCE, *found]
 
 
 def summary(everything: Sequence[dict[str, Any]], ours: str = "ours") -> list[str]:
     """Lines of Markdown: what ours (at its defaults) is against each of the others, model by model and rate by rate."""
-    rows, speed_ups, against_in_tree = [], [], []
-    for results in everything:
-        mine, default = _step(results, ours), _step(results, _REFERENCE)
-        if mine is None or default is None:
-            continue
-        title, other = best_other(results)
-        in_tree = best_in_tree(results)
-        to_in_tree = median(in_tree["virtual_ns"]) / mine if in_tree else None
-        if results["rate"] in _BUSY:
-            speed_ups.append(default / mine)
-            against_in_tree += [] if to_in_tree is None else [to_in_tree]
-        cells = (default / mine, to_in_tree, other / mine, mine / limit_ns(results))
-        shown = ["-" if value is None else f"{value:.3f}" for value in cells]
-        rows.append([results["title"], results["rate"], *shown[:3], title, shown[3]])
-    header = ["model", "link", "default / ours", "in-tree / ours", "best other / ours", "best other", "ours / limit"]
-    text = markdown_table(header, rows)
-    busy = " and ".join(_BUSY)
-    text += [
-        "",
-        f"Geometric mean over {busy}: {geometric_mean(speed_ups):.3f} times default Inductor's speed "
-        f"({len(speed_ups)} rows), "
-        f"{geometric_mean(against_in_tree):.3f} times the best in-tree setting's ({len(against_in_tree)} rows).",
-    ]
-    return text
+    found = [one for results in everything if (one := standing(results, ours)) is not None]
+    rows = [[one.title, one.rate, *one.cells()] for one in found]
+    return [*markdown_table(["model", "link", *HEADER], rows), "", means(found)]
 
 
 def page(everything: Sequence[dict[str, Any]]) -> list[str]:
@@ -139,10 +103,10 @@ def _draw(everything: Sequence[dict[str, Any]], path: Path) -> None:
 
     series: dict[str, list[float]] = {"best in-tree": [], "ours, default": [], "limit": []}
     for results in everything:
-        default = _step(results, _REFERENCE) or math.nan
+        default = step_ns(results, REFERENCE) or math.nan
         in_tree = best_in_tree(results)
         series["best in-tree"].append(median(in_tree["virtual_ns"]) / default if in_tree else math.nan)
-        series["ours, default"].append((_step(results, "ours") or math.nan) / default)
+        series["ours, default"].append((step_ns(results, "ours") or math.nan) / default)
         series["limit"].append(limit_ns(results) / default)
     groups = [f"{results['title']}\n{results['rate']}" for results in everything]
     bars(path, groups, series, "step / default Inductor's", line=1.0)

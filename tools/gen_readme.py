@@ -1,4 +1,5 @@
-"""Writes the README's table of measurements out of docs/results/link.json, so that both say the same.
+"""Writes the README's table of measurements out of docs/results/link.json, and the means over all models out of
+docs/results/summary.json, so that all say the same.
 
     python tools/gen_readme.py
 """
@@ -7,10 +8,10 @@ from __future__ import annotations
 
 import json
 import textwrap
-from pathlib import Path
 from typing import Any
 
 from bench_record import RESULTS, ROOT, Provenance, markdown_table
+from bench_summary import titled
 from link_report import COLUMNS, lines
 
 README = ROOT / "README.md"
@@ -19,10 +20,8 @@ BEGIN, END = "<!-- measured: python tools/gen_readme.py -->", "<!-- end -->"
 SHOWN = (0, 3, 4, 5, 7)
 
 
-def block(stored: dict[str, Any]) -> list[str]:
-    """The README's lines: the FSDP model on the balanced link, and the means over all that were measured."""
-    from bench_link import summary
-
+def block(stored: dict[str, Any], summed_up: dict[str, Any]) -> list[str]:
+    """The README's lines: the FSDP model on the balanced link, and the means over all models that were measured."""
     source, everything = Provenance(**stored["provenance"]), stored["data"]
     (results,) = [r for r in everything if (r["layout"], r["rate"]) == ("fsdp", "balanced")]
     header = ["", "step ms", "to default Inductor", "to the best in-tree setting", "to the limit", "peak memory"]
@@ -38,27 +37,37 @@ def block(stored: dict[str, Any]) -> list[str]:
         "",
         *markdown_table(header, rows),
         "",
-        f"The losses of our rows {losses}. {summary(everything)[-1]} Measured by:",
+        f"The losses of our rows {losses}. Measured by:",
         "",
         "```bash",
         *" \\\n".join(textwrap.wrap(source.command, 112, subsequent_indent="    ", break_on_hyphens=False)).split("\n"),
         "```",
+        "",
+        "Over [all models and links](docs/results/summary.md), by `tools/bench summary`:",
+        "",
+        *(f"- {titled(name)}: {sentence}" for name, sentence in summed_up["means"].items()),
     ]
 
 
-def written(text: str, stored: dict[str, Any]) -> str:
+def written(text: str, stored: dict[str, Any], summed_up: dict[str, Any]) -> str:
     """``text`` with the block between the markers replaced."""
     head, _, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not end:
         raise ValueError(f"the text has no block between {BEGIN!r} and {END!r}")
-    return "\n".join([head + BEGIN, *block(stored), END]) + tail
+    return "\n".join([head + BEGIN, *block(stored, summed_up), END]) + tail
+
+
+def sources() -> tuple[dict[str, Any], dict[str, Any]]:
+    """The stored link page and the stored summary; the latter without its provenance."""
+    files = (RESULTS / f"{name}.json" for name in ("link", "summary"))
+    link, summary = (json.loads(file.read_text(encoding="utf-8")) for file in files)
+    return link, summary["data"]
 
 
 def main() -> None:
     """Rewrite the README."""
-    stored = json.loads(Path(RESULTS, "link.json").read_text(encoding="utf-8"))
-    README.write_text(written(README.read_text(encoding="utf-8"), stored), encoding="utf-8")
+    README.write_text(written(README.read_text(encoding="utf-8"), *sources()), encoding="utf-8")
 
 
 if __name__ == "__main__":
