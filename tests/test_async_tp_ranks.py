@@ -1,4 +1,4 @@
-"""Async TP on real ranks: every program and its gradient, part by part against whole, all bits, 2 and 4 gloo processes."""
+"""Async TP on real ranks: every program and its gradient, in parts against whole, all bits, 2 and 4 gloo processes."""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import inductor_passes
-from inductor_passes.report import GraphReport
+from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
+from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 
@@ -76,6 +80,14 @@ def build(name: str, rank: int, world_size: int) -> Case:
     tensor_parallel(model, mesh["tp"])
     simple_fsdp(model, mesh["dp"])
     return model, reference, batch, cross_entropy, mesh["dp"].get_local_rank(), 2
+
+
+def slow_scatters(ranks: int) -> CostProfile:
+    """A measured link on which a reduce_scatter takes twice an exchange's time."""
+    rates = {"all_gather": 20.0, "all_to_all": 20.0, "reduce_scatter": 40.0, "all_reduce": 40.0}
+    costs = tuple(CollectiveCost(kind, 50_000.0, rate, 1_000.0, 0.0) for kind, rate in rates.items())
+    group = GroupCost(Layout(ranks, 1, ranks), "test", "wire", costs)
+    return replace(CostProfile.default("cpu", ranks), measured=True, groups=(group,))
 
 
 def step(model: nn.Module, call: Any, batch: Any, loss: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -187,6 +199,19 @@ def test_two_ranks_with_everything_on(pair: Ranks) -> None:
     check_reports(reports)
     merged = [p for p in reports[0][0].passes if p.name == "bucket"]
     assert merged and merged[0].changed, "so small a model is latency-bound: its gathers travel together"
+
+
+def test_reductions_as_exchanges(pair: Ranks, tmp_path: Path) -> None:
+    """Where the library's reduce_scatter is measured to be slow: the same bits, of two ranks."""
+    file = tmp_path / "profile.json"
+    slow_scatters(2).save(file)
+    reports = pair.run(
+        compare, "fsdp", {"memory_budget": "+100%", "bucket": "off", "cost_profile": str(file)}, timeout=600
+    )
+    check_reports(reports)
+    (exchange,) = [p for p in reports[0][1].passes if p.name == "exchange"]
+    assert exchange.changed and all(d.verdict is Verdict.APPLIED for d in exchange.decisions)
+    assert "all_to_all" in {c.kind for c in reports[0][1].collectives}
 
 
 @pytest.mark.parametrize("name", ["hybrid", "fsdp_tp"])
