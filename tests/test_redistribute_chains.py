@@ -10,10 +10,12 @@ from redistribute_graphs import assert_equal_on_all_ranks, duplicate, group_rank
 from redistribute_programs import Program, context_for
 from test_redistribute_copies import on_all_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from inductor_passes import _torch
 from inductor_passes.ir.view import GraphView
 from inductor_passes.redistribute.audit import sent_bytes
+from inductor_passes.reorder.canonical import shards
 from inductor_passes.report import Reason, Verdict
 
 R, P, S = Replicate(), Partial(), Shard
@@ -35,6 +37,39 @@ def test_chains_of_dtensor_become_one_collective(layouts, before, after):
     was, now, report = on_all_ranks((2, 3), (36, 12), layouts)
     assert [[op for op in ops if op.startswith("all_")] for ops in (was, now)] == [before, after]
     assert applied(report) == ["R11"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=["real", "complex"])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ([R, S(1)], [R, S(0)]),  # along one group; on CPU DTensor gathers and slices
+        ([S(1), R], [S(0), R]),
+        ([StridedShard(0, split_factor=3), S(0)], [S(1), S(0)]),
+        ([StridedShard(0, split_factor=3), S(0)], [S(0), S(0)]),
+    ],
+    ids=["inner", "outer", "strided to another dimension", "strided to plain"],
+)
+def test_an_exchange_is_no_gather(layouts, dtype):
+    was, now, report = on_all_ranks((2, 3), (36, 12), layouts, dtype=dtype)
+    assert "all_gather_into_tensor" in was and "all_to_all_single" in now and "all_gather_into_tensor" not in now
+    assert "R11" in applied(report)
+
+
+def test_an_exchange_that_is_alike_everywhere_has_equal_splits():
+    """Bucketing and scheduling then treat it as any other collective."""
+    with mesh_world((2, 3)):
+        gm = Program((6, 12))
+        name = next(n for n, ranks in group_ranks().items() if len(ranks) == 3 and 0 in ranks)
+        whole = gm.collective("all_gather_into_tensor", gm.inputs[0], 3, name)
+        split = gm.call(torch.ops.aten.split.Tensor, whole, 4, 1)
+        split.meta["source_fn_stack"] = [("one", "redistribute")]
+        graph = gm.output(gm.call(torch.ops.aten.neg.default, gm.call(operator.getitem, split, 0)))
+        module = torch.fx.GraphModule(torch.nn.Module(), graph)
+        assert applied(rewritten(module, context_for(graph))) == ["R11"]
+        (exchange,) = GraphView(graph).collectives
+        assert exchange.kind == "all_to_all" and exchange.start.args[1:3] == ([24] * 3, [24] * 3)
+        assert shards(GraphView(graph)).ranks_agree
 
 
 def test_a_reduction_that_is_sliced_becomes_a_reduce_scatter():

@@ -51,7 +51,7 @@ def redistribution(mesh, shape, *layouts):
     return run
 
 
-def on_all_ranks(mesh_shape, shape, layouts, exactness="exact", only=(), copy=duplicate):
+def on_all_ranks(mesh_shape, shape, layouts, exactness="exact", only=(), copy=duplicate, dtype=torch.float32):
     """(ops before, ops after, report) of rank 0; equality is checked on all ranks."""
     before, after, groups, reports = {}, {}, {}, {}
     size = 1
@@ -59,7 +59,7 @@ def on_all_ranks(mesh_shape, shape, layouts, exactness="exact", only=(), copy=du
         size *= s
     for rank in range(size):
         with mesh_world(mesh_shape, rank) as mesh:
-            x = torch.zeros(local_shape(mesh, shape, layouts[0]))
+            x = torch.zeros(local_shape(mesh, shape, layouts[0]), dtype=dtype)
             captured = capture(redistribution(mesh, shape, *layouts), [x])
             (before[rank],), groups[rank] = captured.graphs, captured.groups
             after[rank] = copy(before[rank])

@@ -117,7 +117,7 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from inductor_passes.bucket import unpack_triton
+    from inductor_passes.bucket.kernels import unpack as kernel
 
     three = ("*fp32",) * 3
     signature = {
@@ -128,7 +128,7 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
         "columns": "i32",
         "block": "constexpr",
     }
-    source = ASTSource(unpack_triton.take_apart, signature, constexprs={(5,): 1024})
+    source = ASTSource(kernel.take_apart, signature, constexprs={(5,): 1024})
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
     except (RuntimeError, OSError) as error:

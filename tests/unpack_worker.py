@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inductor_passes.bucket import unpack_triton
+from inductor_passes.bucket.kernels import unpack as kernel
 
 for rows, columns, firsts, widths, dtype in (
     (4, 30, [0, 7, 27], [7, 20, 3], torch.float32),
@@ -13,7 +13,7 @@ for rows, columns, firsts, widths, dtype in (
     (2, 400, [8 * k for k in range(40)], [8] * 40, torch.uint8),
 ):
     message = torch.randint(0, 100, (rows, columns)).to(dtype)
-    results = unpack_triton.unpacked(message, firsts, widths)
+    results = kernel.unpacked(message, firsts, widths)
     for result, first, width in zip(results, firsts, widths, strict=True):
         assert result.is_contiguous() and torch.equal(result, message[:, first : first + width]), (first, width)
 print("equal")

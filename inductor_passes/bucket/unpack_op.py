@@ -1,6 +1,6 @@
 """``inductor_passes::unpack``: the columns of a message as dense tensors, all at once.
 
-On a GPU one Triton launch (``unpack_triton``); anywhere else a copy per tensor, as the operator that it stands for.
+On a GPU one Triton launch (``kernels.unpack``); anywhere else a copy per tensor, as the operator that it stands for.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def unpack(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[
         One [rows, width] tensor per width, in memory of its own.
     """
     if message.device.type == "cuda":
-        from inductor_passes.bucket import unpack_triton
+        from inductor_passes.bucket.kernels import unpack as kernel
 
-        return unpack_triton.unpacked(message, firsts, widths)
+        return kernel.unpacked(message, firsts, widths)
     return [message[:, a : a + width].clone(memory_format=torch.contiguous_format) for a, width in zip(firsts, widths)]
 
 
