@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
 import bench_plan
 from bench_plan import IN_TREE, INPUT, OURS, OURS_BUCKETED, Row
+from bench_record import Provenance
 from capture_graphs import Graphs, as_problem, capture, fake_world
 from capture_models import SCENARIOS
 
@@ -94,6 +95,50 @@ def test_the_report_tells_where_ours_falls_short() -> None:
     )
     good = [dataclasses.replace(r, makespan_ns=1001, peak_bytes=100) for r in rows]
     assert bench_plan.shortfalls(good) == ["None."]
+
+
+def test_rows_of_several_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ran(command: str, commit: str) -> Provenance:
+        source = Provenance(command, commit, "2026-01-01", {"Python": "3"}, {"cores": "2"})
+        monkeypatch.setattr(bench_plan, "provenance", lambda: source)
+        return source
+
+    file = tmp_path / "latency_bound-1.forward.json"
+    graph = "latency_bound-1.forward"
+    rows = [dataclasses.replace(row, graph=graph) for row in (_row(INPUT, 1500), _row(OURS, 1080))]
+    first = ran("all", "aaa")
+    bench_plan._store(file, rows, "d", "H100")
+    second = ran("ours", "bbb")
+    bench_plan._store(file, rows[1:], "d", "H100")
+    stored = json.loads(file.read_text())
+    assert {r["contender"]: r["commit"] for r in stored["rows"]} == {INPUT: "aaa", OURS: "bbb"}
+    assert bench_plan.runs_of([stored]) == [first, second]
+    found = bench_plan.load(tmp_path)
+    table = bench_plan.run_lines(found, [first, second])
+    assert "| aaa | 2026-01-01 | `all` | 1 | 1 | 0 | input |" in table
+    assert "| bbb | 2026-01-01 | `ours` | 1 | 1 | 0 | ours |" in table
+    source = bench_plan._source([first, second], found)
+    assert source is not None and source.commit == "aaa, bbb (see Runs)"
+    # Once all its rows are replaced, a run is no longer named.
+    bench_plan._store(file, rows, "d", "H100")
+    assert bench_plan.runs_of([json.loads(file.read_text())]) == [second]
+    assert bench_plan._source([second], bench_plan.load(tmp_path)) == second
+    # Of another graph nothing is kept.
+    bench_plan._store(file, [dataclasses.replace(rows[0], nodes=11)], "d", "H100")
+    assert [r.contender for r in bench_plan.load(tmp_path)] == [INPUT]
+
+
+def test_a_page_can_be_taken_apart_again(tmp_path: Path) -> None:
+    folder = tmp_path / "rows"
+    bench_plan.unpack(tmp_path / "none.json", folder)
+    assert list(folder.iterdir()) == []
+    bench_plan.unpack(bench_plan.RESULTS / "plan.json", folder)
+    found = bench_plan.load(folder)
+    assert len({row.graph for row in found}) == 20
+    # Every stored row names its run.
+    files = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+    runs = {(run.commit, run.date) for run in bench_plan.runs_of(files)}
+    assert {(row.commit, row.date) for row in found} == runs
 
 
 def test_the_report_has_means_and_violations() -> None:

@@ -16,7 +16,6 @@ import inductor_passes
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 
-pytest.importorskip("transformers")
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 

@@ -6,7 +6,9 @@ given over the lower bound of the graph *as captured*, which ignores memory; buc
 one may come below 1. Times are processor times of this process: the graph as it comes in to the graph as it goes out;
 ours include verification.
 
-One JSON file per graph is written at once to ``--rows``; ``--render`` makes the report from what is there.
+One JSON file per graph is written at once to ``--rows``; ``--render`` makes the report from what is there. Where the
+folder does not exist yet it is filled from the stored page, so that a run of a few contenders or graphs renews those
+rows and keeps the others. Every row says by which commit and when it was made; the page lists the runs it is made of.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import in_tree_schedule
 import torch
 import typer
-from bench_record import RESULTS, Provenance, chosen, geometric_mean, provenance, write
+from bench_record import RESULTS, Provenance, chosen, geometric_mean, markdown_table, provenance, write
 from capture_graphs import as_problem, capture, copied, fake_world
 from capture_models import SCENARIOS
 from rich.console import Console
@@ -56,6 +58,7 @@ class Row:
         collectives: in the graph that the contender left.
         seconds: processor time; 0 for the input order.
         error: why there is no result, else "".
+        commit / date: of the run that made it.
     """
 
     graph: str
@@ -70,6 +73,8 @@ class Row:
     collectives: int
     seconds: float
     error: str = ""
+    commit: str = ""
+    date: str = ""
 
     @property
     def over_bound(self) -> float:
@@ -213,7 +218,25 @@ def violations(rows: list[Row]) -> str:
     return f"{len(over)} over, at most {max(over):.3f}" if over else "0 over"
 
 
-def markdown(rows: Sequence[Row], depths: Sequence[str], device: str) -> list[str]:
+def run_lines(rows: Sequence[Row], runs: Sequence[Provenance]) -> list[str]:
+    """A markdown table: the runs that the rows are of, the newest first, and what of each is on the page."""
+    made: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        made.setdefault((row.commit, row.date), []).append(row)
+    lines = []
+    for (commit, date), mine in sorted(made.items(), key=lambda one: one[0][1], reverse=True):
+        commands = dict.fromkeys(f"`{r.command}`" for r in runs if (r.commit, r.date) == (commit, date))
+        graphs = len({r.graph for r in mine})
+        budgets = " ".join(b for b in BUDGETS if any(r.budget == b for r in mine))
+        who = ", ".join(c for c in CONTENDERS if any(r.contender == c for r in mine))
+        cells = [commit or "unknown", date or "unknown", ", ".join(commands) or "unknown", str(len(mine)), str(graphs)]
+        lines.append([*cells, budgets, who])
+    return markdown_table(("commit", "date", "command", "rows", "graphs", "budgets", "contenders"), lines)
+
+
+def markdown(
+    rows: Sequence[Row], depths: Sequence[str], device: str, runs: Sequence[Provenance] = ()
+) -> list[str]:
     """The page's lines."""
     lines = [
         f"Default costs for {device}, fake process group, rank 0. Planning times are processor times.",
@@ -243,6 +266,7 @@ def markdown(rows: Sequence[Row], depths: Sequence[str], device: str) -> list[st
     goals = ", ".join(f"{goal} with budget {budget}" for budget, goal in GOAL.items())
     held = "`ours` is held against the input and in-tree scheduling, `ours + bucketing` against all."
     lines += [f"Goals: {goals}. {held}", "", *shortfalls(rows)]
+    lines += ["", "## Runs", "", "What the rows above were made by.", "", *run_lines(rows, runs)]
     return lines
 
 
@@ -286,7 +310,8 @@ def plan(
     """Captured graphs of cluster-sized models: our planner against the in-tree scheduler, by one simulator."""
     scenarios, contenders = chosen(scenario, SCENARIOS, "scenario"), chosen(contender, CONTENDERS, "contender")
     budgets = chosen(budget, BUDGETS, "budget")
-    rows.mkdir(parents=True, exist_ok=True)
+    if not rows.exists():
+        unpack(out / "plan.json", rows)
     profile = CostProfile.default(device)
     for name in [] if render else scenarios:
         with fake_world(SCENARIOS[name].world):
@@ -298,23 +323,57 @@ def plan(
     show(found)
     files = [json.loads((rows / f"{graph}.json").read_text()) for graph in dict.fromkeys(r.graph for r in found)]
     depths = list(dict.fromkeys(file["depth"] for file in files))
-    # Rows may come from several runs; the page names the oldest.
-    sources = [Provenance(**file["provenance"]) for file in files if "provenance" in file]
-    source = min(sources, key=lambda s: s.date, default=None)
-    body = markdown(found, depths, profile.spec.name)
-    write("plan", "Planning captured graphs", body, files, lambda path: _draw(found, path), folder=out, source=source)
+    runs = runs_of(files)
+    body = markdown(found, depths, profile.spec.name, runs)
+    title = "Planning captured graphs"
+    write("plan", title, body, files, lambda path: _draw(found, path), folder=out, source=_source(runs, found))
+
+
+def runs_of(files: Sequence[dict[str, Any]]) -> list[Provenance]:
+    """The runs that files of rows name, each once."""
+    found = [Provenance(**run) for file in files for run in file["runs"]]
+    return [run for k, run in enumerate(found) if run not in found[:k]]
+
+
+def _source(runs: Sequence[Provenance], rows: Sequence[Row]) -> Provenance | None:
+    """The newest run; with the command that makes all, and all commits, when there are several."""
+    if not runs:
+        return None
+    newest = max(runs, key=lambda run: run.date)
+    commits = sorted({row.commit for row in rows if row.commit})
+    if len(commits) <= 1 and len(runs) == 1:
+        return newest
+    return replace(newest, command="tools/bench plan", commit=f"{', '.join(commits)} (see Runs)")
+
+
+def unpack(page: Path, folder: Path) -> None:
+    """Fill ``folder`` with the rows of a stored page, one file per graph; empty when there is no page."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not page.exists():
+        return
+    for contents in json.loads(page.read_text(encoding="utf-8"))["data"]:
+        graph = contents["rows"][0]["graph"]
+        (folder / f"{graph}.json").write_text(json.dumps(contents, indent=1), encoding="utf-8")
 
 
 def _store(file: Path, fresh: Sequence[Row], depth: str, device: str) -> None:
-    """Write a graph's rows; those of contenders that did not run this time stay, when they are about the same graph."""
-    stored = json.loads(file.read_text())["rows"] if file.exists() else []
+    """Write a graph's rows, with the run that made them; those of contenders that did not run this time stay, when they
+    are about the same graph.
+    """
+    before = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "runs": []}
     ran = {(r.contender, r.budget) for r in fresh}
     about = (fresh[0].nodes, fresh[0].bound_ns)
     kept = [
-        r for r in stored if (r["contender"], r["budget"]) not in ran and (r["nodes"], r["bound_ns"]) == about
+        r
+        for r in before["rows"]
+        if (r["contender"], r["budget"]) not in ran and (r["nodes"], r["bound_ns"]) == about
     ]
-    contents = {"depth": depth, "device": device, "provenance": asdict(provenance())}
-    file.write_text(json.dumps({**contents, "rows": kept + [asdict(r) for r in fresh]}, indent=1))
+    this = provenance()
+    mine = [asdict(replace(r, commit=this.commit, date=this.date)) for r in fresh]
+    used = {(r["commit"], r["date"]) for r in kept}
+    runs = [run for run in before["runs"] if (run["commit"], run["date"]) in used and run != asdict(this)]
+    contents = {"depth": depth, "device": device, "runs": [*runs, asdict(this)], "rows": kept + mine}
+    file.write_text(json.dumps(contents, indent=1), encoding="utf-8")
 
 
 def _draw(rows: Sequence[Row], path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from inductor_passes.schedule.bounds import tails
 from inductor_passes.schedule.guarded import Candidate, Guard, Timing, just_in_time
-from inductor_passes.schedule.justify import improve
+from inductor_passes.schedule.justify import backwards, improve
 from inductor_passes.schedule.list_schedule import Rule, list_schedule
 from inductor_passes.schedule.memory import replay
 from inductor_passes.schedule.simulate import replay_time
@@ -71,15 +71,19 @@ def construct(
         offer(found)
         return found
 
+    def refined(name: str, first: Sequence[int]) -> list[Candidate]:
+        mine = [candidate(name, first)]
+        for order in improve(t, first, _ROUNDS if thorough else _ROUNDS_QUICK):
+            if mine[-1].makespan <= bound:
+                break
+            mine.append(candidate(f"{name}/justified", order))
+        return mine
+
     enough = close_enough(bound, thorough)
     guard = None if cap_bytes is None else Guard(t, cap_bytes, enough, candidate)
     ideals: list[Candidate] = []
     for rule in rules(t, thorough):
-        mine = [candidate(rule.name, list_schedule(t, rule))]
-        for order in improve(t, mine[0].order, _ROUNDS if thorough else _ROUNDS_QUICK):
-            if mine[-1].makespan <= bound:
-                break
-            mine.append(candidate(f"{rule.name}/justified", order))
+        mine = refined(rule.name, list_schedule(t, rule))
         ideals += mine
         if thorough:
             continue
@@ -88,10 +92,15 @@ def construct(
             guard.attempt(mine[-1], Timing(relief=True))
         if (guard is not None and guard.done) or (fits and mine[-1].makespan <= enough):
             break
+    near = close_enough(bound, thorough=False)
     if guard is not None:
         if not guard.done:
             guard.descend(guard.ranked(ideals))
+        if guard.fastest > near:
+            guard.once_more(guard.ranked(refined("list/backwards", backwards(t))))
         return
+    if min(c.makespan for c in ideals) > near:
+        ideals += refined("list/backwards", backwards(t))
     fastest = min(c.makespan for c in ideals)
     for ideal in [c for c in ideals if c.makespan == fastest][: None if thorough else 1]:
         # As fast with luck, and then with less memory.

@@ -8,6 +8,7 @@ repeated from the best order found.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,8 @@ from inductor_passes.schedule.tables import Tables
 
 #: Guarded schedules: about this many tasks scheduled in all, at least and at most that many schedules.
 _TASKS, _LEAST, _MOST = 64_000, 4, 24
+#: Schedules that an ideal order of another make gets at the end, whatever the others have used up.
+_MORE = 3
 _SUFFIX = "/just-in-time"
 
 
@@ -87,6 +90,11 @@ class Guard:
         self._references = [c for c in found if c.peak <= cap]
 
     @property
+    def fastest(self) -> float:
+        """Makespan in ns of the best so far; infinite when there is none."""
+        return math.inf if self._best is None else self._best.makespan
+
+    @property
     def done(self) -> bool:
         """Whether trying more is pointless or not allowed."""
         return self._left <= 0 or (self._best is not None and self._best.makespan <= self._enough)
@@ -143,6 +151,12 @@ class Guard:
         for other in ranked[3:]:
             self.attempt(other, timing)
         self._repeat(timing)
+
+    def once_more(self, ranked: Sequence[Candidate]) -> None:
+        """A few schedules more, after an ideal order of another make; the best stays unless one is better."""
+        self._left = max(self._left, _MORE)
+        for timing in (Timing(), Timing(0, True), Timing(1, True)):
+            self.attempt(ranked[0], timing)
 
     def _repeat(self, timing: Timing) -> None:
         while self._best is not None and self.attempt(self._best, timing, self._best):

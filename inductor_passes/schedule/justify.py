@@ -6,6 +6,10 @@ round, waits and starts exchanged) packs everything against the end, machines in
 latest begin under resource limits. Forward and backward passes alternate, each taking its priorities from the other
 (K. Y. Li and R. J. Willis, *An iterative scheduling technique for resource-constrained project scheduling*, EJOR 56,
 1992; double justification: V. Valls et al., EJOR 165, 2005).
+
+They need not begin forwards. A reduction of many gradients is ready last and should go last; what an order from the
+front put behind it stays behind it in every pass. Seen from the back it has the longest path before it, so the mirrored
+program scheduled by its own longest tails (:func:`backwards`) puts it where it belongs.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from inductor_passes.schedule.bounds import tails
 from inductor_passes.schedule.list_schedule import Rule, list_schedule
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import Trace, replay_time
@@ -63,18 +68,26 @@ def improve(t: Tables, order: Sequence[int], rounds: int) -> Iterator[list[int]]
     """Orders from ``rounds`` backward and forward passes that begin with ``order``; memory is unlimited."""
     mirror = mirrored(t)
     n = t.n
-    trace = replay_time(t, order)
     for _ in range(rounds):
-        ends = _ends(t, trace)
-        by_end = [-ends[n - 1 - i] for i in range(n)]
-        back = list_schedule(mirror, Rule("", by_end, by_end))
-        back_trace = replay_time(mirror, back)
-        back_ends = _ends(mirror, back_trace)
-        due = [back_trace.makespan - back_ends[n - 1 - i] for i in range(n)]
-        # A start's due date is its begin on the machine: the mirrored wait only marks where that ends.
-        order = list_schedule(t, Rule("", due, due))
-        trace = replay_time(t, order)
+        ends = _ends(t, replay_time(t, order))
+        order = _there_and_back(t, mirror, [-ends[n - 1 - i] for i in range(n)])
         yield order
+
+
+def backwards(t: Tables) -> list[int]:
+    """The order whose due dates are those of the mirrored program, scheduled by its longest tails; memory is unlimited.
+    """
+    mirror = mirrored(t)
+    return _there_and_back(t, mirror, [-q for q in tails(mirror)[0]])
+
+
+def _there_and_back(t: Tables, mirror: Tables, priority: Sequence[int]) -> list[int]:
+    """Schedule the mirrored program by ``priority``, and the program by the due dates that come of it."""
+    back_trace = replay_time(mirror, list_schedule(mirror, Rule("", priority, priority)))
+    back_ends = _ends(mirror, back_trace)
+    # A start's due date is its begin on the machine: the mirrored wait only marks where that ends.
+    due = [back_trace.makespan - back_ends[t.n - 1 - i] for i in range(t.n)]
+    return list_schedule(t, Rule("", due, due))
 
 
 def _ends(t: Tables, trace: Trace) -> list[int]:
