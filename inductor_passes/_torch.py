@@ -1148,8 +1148,7 @@ def symmetric_buffer(size_bytes: int, name: str, device: torch.device) -> tuple[
 
 def symmetric_op(name: str) -> Any:
     """``torch.ops.symm_mem.<name>`` as an operator overload, None where this torch lacks it."""
-    if not torch.distributed.is_available():
-        return None
-    import torch.distributed._symmetric_memory  # noqa: F401  registers the operators
+    if torch.distributed.is_available():
+        from torch.distributed import _symmetric_memory  # noqa: F401  registers the operators
 
     return registered_op("symm_mem", name, "default")

@@ -10,8 +10,8 @@ The choice is a pure function of region, settings, cost profile and what was est
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
 
@@ -33,11 +33,23 @@ from inductor_passes.ir.view import GraphView
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """What lowerings need to know about the graph that the regions are from."""
+    """What lowerings need to know about the graph that the regions are from.
+
+    Attributes:
+        owned: nodes that belong to a region that is carried out.
+    """
 
     view: GraphView
     profile: CostProfile
     costs: ComputeCosts
+    owned: dict[torch.fx.Node, Region] = field(default_factory=dict)
+    _sites: dict[Region, tuple[Site, ...] | str] = field(default_factory=dict)
+
+    def sites(self, region: Region) -> tuple[Site, ...] | str:
+        """The region's sites, found before anything is lowered."""
+        if region not in self._sites:
+            self._sites[region] = sites(region, self.view, self.owned)
+        return self._sites[region]
 
 
 class Lowering(Protocol):
@@ -103,7 +115,7 @@ class Opaque:
 
     def fits(self, region: Region, graph: Graph) -> str | None:
         """None when every collective is a site that the operator can compute."""
-        found = sites(region, graph.view)
+        found = graph.sites(region)
         if isinstance(found, str):
             return found
         for site in found:
@@ -118,7 +130,7 @@ class Opaque:
         Crude: nothing else of the region is taken to overlap with it.
         """
         region = priced.region
-        found = sites(region, graph.view)
+        found = graph.sites(region)
         assert not isinstance(found, str)
         total, least = priced.before_ns, 0
         for site in found:
@@ -129,12 +141,15 @@ class Opaque:
             fused = fused_ns(
                 self.name, graph.profile, one.kind, (given, received), products, dtype_name(left), ranks, region.parts
             )
-            total -= sum(graph.costs.duration_ns(form.node) for form in site.products)
+            for form in site.products:
+                whole = graph.costs.duration_ns(form.node)
+                total -= whole
+                least -= 0 if form.node in region.cuts else whole
             total -= graph.profile.communication_ns(one.kind, given, received, ranks)
             total -= graph.profile.issue_ns(one.kind, given, received, ranks)
             total += fused
             least += fused
-        return max(total, least)
+        return max(total, least, 0)
 
     def lower(
         self,
@@ -145,7 +160,7 @@ class Opaque:
     ) -> Lowered:
         """See ``sites.Replacement``."""
         into = Replacement(graph.view.graph, priced.region, graph.view, position, moved)
-        found = sites(priced.region, graph.view)
+        found = graph.sites(priced.region)
         assert not isinstance(found, str)
         for site in found:
             self.put(into, site, priced.region)
@@ -192,6 +207,18 @@ class Choice:
     lowering: Lowering
     priced: Priced
     note: str = ""
+
+
+def choose_all(setting: AsyncTpLowering, regions: Sequence[Priced], graph: Graph) -> dict[Priced, Choice]:
+    """The lowering of every region that is carried out; together, because matmuls of no region go to one of them."""
+    graph.owned.update({node: p.region for p in regions for node in p.region.cuts})
+    found = {}
+    for priced in regions:
+        found[priced] = choose(setting, priced, graph)
+        taken = graph.sites(priced.region)
+        if found[priced].lowering is not DECOMPOSE and not isinstance(taken, str):
+            graph.owned.update({form.node: priced.region for site in taken for form in site.products})
+    return found
 
 
 def choose(setting: AsyncTpLowering, priced: Priced, graph: Graph) -> Choice:

@@ -28,7 +28,7 @@ from inductor_passes import _torch
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.gathers import merge_identical
 from inductor_passes.async_tp.lower_decompose import Lowered
-from inductor_passes.async_tp.lowerings import Choice, Graph, choose
+from inductor_passes.async_tp.lowerings import Choice, Graph, choose_all
 from inductor_passes.async_tp.order import Key, legal_order
 from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
 from inductor_passes.async_tp.rules import shape_of
@@ -338,7 +338,7 @@ class _Planner:
     def _decide(
         self, chosen: list[Priced], options: dict[Collective, list[Priced]], refusals: dict[Collective, Refusal]
     ) -> None:
-        self.choices = {p: choose(self.settings.lowering, p, self.graph) for p in chosen}
+        self.choices = choose_all(self.settings.lowering, chosen, self.graph)
         of: dict[Collective, Priced] = {c: p for p in chosen for c in p.region.collectives}
         for collective in self.view.collectives:
             if collective in of:

@@ -6,7 +6,7 @@ adds one piece at the end that nothing hides::
     fused = max(matmul, link) + min(matmul, link) / pieces + overhead
 
 Styles differ in pieces and overhead: ``op`` multiplies per peer and part and issues a message for each, ``symm_mem``
-multiplies per peer and copies on a second stream, ``kernels`` runs one matmul that reaches a share of the library's
+multiplies per peer and copies on a second stream, ``kernels`` runs one matmul in tiles, at a share of the library's
 rate (an assumption; the measured ratio is what ``tools/bench gpu`` prints).
 """
 
@@ -24,6 +24,8 @@ from inductor_passes.ir import groups
 
 #: Share of the library's matmul rate that our kernels are taken to reach.
 KERNEL_RATE = 0.85
+#: Into how many pieces per rank tiles cut the work, at least.
+_TILES = 8
 
 
 def fused_ns(
@@ -54,7 +56,7 @@ def fused_ns(
     if style == "kernels":
         launch = profile.compute_ns(0, 0, dtype, 1)
         # One program for all ranks' rows, another one that pushes or adds up.
-        return round(_overlapped(slabs / KERNEL_RATE, link, world)) + 2 * launch
+        return round(_overlapped(slabs / KERNEL_RATE, link, _TILES * world)) + 2 * launch
     issue = profile.issue_ns(kind, *communicated, ranks)
     messages = (world - 1) * parts if style == "op" else 1
     return round(_overlapped(slabs, link, pieces)) + messages * issue

@@ -15,8 +15,9 @@ two-dimensional matrix is rows ``r * rows`` and following, whatever shape the co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.fx
@@ -60,23 +61,50 @@ class Site:
         return self.collective.kind == "all_gather"
 
 
-def sites(region: Region, view: GraphView) -> tuple[Site, ...] | str:
-    """Every collective of a region as a site, or why one of them is none."""
-    found = []
+IsProduct = Callable[[torch.fx.Node], Matmul | None]
+
+
+def sites(
+    region: Region, view: GraphView, owned: Mapping[torch.fx.Node, Region] = MappingProxyType({})
+) -> tuple[Site, ...] | str:
+    """Every collective of a region as a site, or why one of them is none.
+
+    ``owned`` are nodes that belong to a region. A matmul of no region joins the site that it is next to.
+    """
+
+    def product(node: torch.fx.Node) -> Matmul | None:
+        return _plain_product(node) if owned.get(node, region) is region else None
+
+    found: list[Site] = []
+    taken: dict[torch.fx.Node, Collective] = {}
     for collective in region.collectives:
-        one = _gather(collective, region, view) if collective.kind == "all_gather" else _scatter(collective, region, view)
+        one = _gather(collective, product, view) if collective.kind == "all_gather" else _scatter(collective, product)
         if isinstance(one, str):
             return f"{collective.label}: {one}"
+        for form in one.products:
+            if form.node in taken:
+                return f"{collective.label}: its matmul is that of {taken[form.node].label} too"
+            taken[form.node] = collective
         found.append(one)
     return tuple(found)
 
 
 def _in_order(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and _torch.op_name(node.target) in _IN_ORDER
+    """Whether a node is a view with the same elements in the same order."""
+    if node.op != "call_function" or _torch.op_name(node.target) not in _IN_ORDER:
+        return False
+    return bool(node.meta["val"].dtype == node.all_input_nodes[0].meta["val"].dtype)
 
 
-def _plain_product(node: torch.fx.Node, region: Region) -> Matmul | None:
-    form = matmul.canonical(node) if node in region.cuts else None
+def _in_order_or_bytes(node: torch.fx.Node) -> bool:
+    """Also views of the elements as another dtype of the same size: what is only moved may be called anything."""
+    if node.op != "call_function" or _torch.op_name(node.target) not in _IN_ORDER:
+        return False
+    return bool(node.meta["val"].dtype.itemsize == node.all_input_nodes[0].meta["val"].dtype.itemsize)
+
+
+def _plain_product(node: torch.fx.Node) -> Matmul | None:
+    form = matmul.canonical(node)
     if form is None or form.batched or form.groups or not _fixed(node, form.left, form.right):
         return None
     arguments = _torch.op_arguments(node)
@@ -88,26 +116,26 @@ def _fixed(*nodes: torch.fx.Node) -> bool:
     return all(isinstance(size, int) for node in nodes for size in node.meta["val"].shape)
 
 
-def _gather(collective: Collective, region: Region, view: GraphView) -> Site | str:
+def _gather(collective: Collective, product: IsProduct, view: GraphView) -> Site | str:
     wait, world = collective.waits[0], collective.group.size
     same = [wait]
     products: list[Matmul] = []
     readers: list[torch.fx.Node] = []
     for node in same:
         for user in node.users:
-            form = _plain_product(user, region)
-            if _in_order(user):
+            form = product(user)
+            if _in_order_or_bytes(user):
                 same.append(user)
             elif form is not None and form.left is node and sum(n is node for n in user.all_input_nodes) == 1:
                 products.append(form)
             else:
                 readers.append(user)
-    lefts = {tuple(form.left.meta["val"].shape) for form in products}
+    lefts = {(*form.left.meta["val"].shape, form.left.meta["val"].dtype) for form in products}
     if not products:
         return "no matmul has its rows as the left operand"
     if len(lefts) > 1:
         return "its matmuls see it in different shapes"
-    (total, columns) = lefts.pop()
+    total, columns, _ = lefts.pop()
     if total % world or not total:
         return f"{total} rows are no blocks of rows of {world} ranks"
     after = _descendants(wait)
@@ -157,7 +185,7 @@ def _again(operand: torch.fx.Node, wait: torch.fx.Node, view: GraphView) -> bool
     )
 
 
-def _scatter(collective: Collective, region: Region, view: GraphView) -> Site | str:
+def _scatter(collective: Collective, product: IsProduct) -> Site | str:
     if collective.kind != "reduce_scatter":
         return f"{collective.kind} has no operator of its own"
     node, reader = collective.inputs[0], collective.start
@@ -166,7 +194,7 @@ def _scatter(collective: Collective, region: Region, view: GraphView) -> Site | 
             return "its matmul has other users"
         (source,) = node.all_input_nodes
         node, reader = source, node
-    form = _plain_product(node, region)
+    form = product(node)
     if form is None:
         return "what it sends is no matmul of two matrices"
     if set(node.users) != {reader}:
@@ -224,8 +252,10 @@ class Replacement:
         emit = self._emitter(site)
         with emit.standing_for(site.products[0].node):
             shard = _reshaped(emit, start.args[0], [site.rows, site.columns])
-            made, gathered = make(emit, shard)
+            left = self.products(site)[0].left
+            made, gathered = make(emit, _called(emit, shard, left.meta["val"].dtype))
             if gathered is not None:
+                gathered = _called(emit, gathered, wait.meta["val"].dtype)
                 gathered = _reshaped(emit, gathered, list(wait.meta["val"].shape))
         self._keep_keys(emit, site)
         for form, new in zip(site.products, made):
@@ -279,3 +309,8 @@ def _reshaped(emit: Emitter, node: object, shape: list[int]) -> torch.fx.Node:
     if list(node.meta["val"].shape) == shape:
         return node
     return emit.call(aten.reshape.default, node, shape)
+
+
+def _called(emit: Emitter, node: torch.fx.Node, dtype: torch.dtype) -> torch.fx.Node:
+    """The same bytes as elements of another dtype of the same size."""
+    return node if node.meta["val"].dtype == dtype else emit.call(aten.view.dtype, node, dtype)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from inductor_passes.async_tp.kernels.signals import acquire, page, release, tile_of
-from inductor_passes.async_tp.kernels.tiles import Tiles, precision, programs_for
+from inductor_passes.async_tp.kernels.tiles import Tiles, precision, programs_for, widened
 
 
 @triton.jit
@@ -43,6 +43,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     data, right, bias, out, flags, data_page, flag_page, rank, counter, rows, k, n, right_k, right_n,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     epoch = tl.load(counter)
     gathered = page(data, rank, epoch, data_page).to(right.dtype, bitcast=True)
@@ -69,6 +70,8 @@ def _gemm(  # type: ignore[no-untyped-def]
                 left_in_k = inner[None, :] < k - begin
                 a = tl.load(lefts, mask=left_in_k, other=0.0, cache_modifier=".cg")
                 b = tl.load(rights, mask=inner[:, None] < k - begin, other=0.0)
+            if WIDEN:
+                a, b = a.to(tl.float32), b.to(tl.float32)
             total = tl.dot(a, b, total, input_precision=PRECISION)
             lefts += BLOCK_K
             rights += BLOCK_K * right_k
@@ -137,7 +140,7 @@ def gemm(
     _gemm[(programs or programs_for(right.device, count, reserved=8),)](
         data, right, right if bias is None else bias, out, flags, *pages, rank, epoch, rows, k, n, *right.stride(),
         WORLD=world, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
-        EVEN_K=k % tiles.k == 0, HAS_BIAS=bias is not None, PRECISION=precision(),
+        EVEN_K=k % tiles.k == 0, HAS_BIAS=bias is not None, PRECISION=precision(), WIDEN=widened(right),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )
     return out

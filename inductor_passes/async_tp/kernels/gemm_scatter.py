@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from inductor_passes.async_tp.kernels.signals import acquire, page, release, tile_of
-from inductor_passes.async_tp.kernels.tiles import Tiles, precision, programs_for
+from inductor_passes.async_tp.kernels.tiles import Tiles, precision, programs_for, widened
 
 
 @triton.jit
@@ -23,6 +23,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     left, right, data, flags, data_page, flag_page, rank, counter, rows, k, n, left_m, left_k, right_k, right_n,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     epoch = tl.load(counter)
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
@@ -46,6 +47,8 @@ def _gemm(  # type: ignore[no-untyped-def]
             else:
                 a = tl.load(lefts, mask=inner[None, :] < k - begin, other=0.0)
                 b = tl.load(rights, mask=inner[:, None] < k - begin, other=0.0)
+            if WIDEN:
+                a, b = a.to(tl.float32), b.to(tl.float32)
             total = tl.dot(a, b, total, input_precision=PRECISION)
             lefts += BLOCK_K * left_k
             rights += BLOCK_K * right_k
@@ -116,7 +119,7 @@ def gemm(
     _gemm[(programs or programs_for(left.device, count),)](
         left, right, data, flags, *pages, rank, epoch, rows, k, n, *left.stride(), *right.stride(),
         WORLD=world, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
-        EVEN_K=k % tiles.k == 0, PRECISION=precision(), num_warps=tiles.warps, num_stages=tiles.stages,
+        EVEN_K=k % tiles.k == 0, PRECISION=precision(), WIDEN=widened(right), num_warps=tiles.warps, num_stages=tiles.stages,
     )
 
 

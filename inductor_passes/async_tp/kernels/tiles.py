@@ -48,6 +48,11 @@ def precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
+def widened(operand: torch.Tensor) -> bool:
+    """Whether operands become float32 before they are multiplied: the interpreter multiplies no bfloat16."""
+    return operand.device.type == "cpu" and operand.dtype is torch.bfloat16
+
+
 def programs_for(device: torch.device, tiles: int, reserved: int = 0) -> int:
     """How many persistent programs to launch: one per multiprocessor less ``reserved``, at most one per tile."""
     if device.type == "cpu":
