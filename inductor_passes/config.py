@@ -155,8 +155,8 @@ class AsyncTpOverrides:
     sizes: tuple[tuple[int, AsyncTp], ...] = ()
     parts: tuple[int, ...] = ()
 
-    GROUPS = 'pairs "name=mode" separated by commas, e.g. "mesh_tp=force,mesh_dp=off", with mode "auto", "force" or "off"'
-    SIZES = 'pairs "size=mode" separated by commas, e.g. "0B=off,1MiB=auto", with mode "auto", "force" or "off"'
+    GROUPS = 'pairs "name=mode" separated by commas, e.g. "mesh_tp=force,mesh_dp=off", mode "auto", "force" or "off"'
+    SIZES = 'pairs "size=mode" separated by commas, e.g. "0B=off,1MiB=auto", mode "auto", "force" or "off"'
     PARTS = 'integers of at least 2 separated by commas, e.g. "2,4,8"'
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a group can do: one answer on all ranks, in the cache key, gone with the groups; settings that reach the pass."""
+"""What a group can do: one answer on all ranks, in the cache key, gone with the groups; and the settings."""
 
 from __future__ import annotations
 

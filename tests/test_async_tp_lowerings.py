@@ -52,7 +52,7 @@ REFUSED = {
 
 def operators(gm: torch.fx.GraphModule) -> list[str]:
     """Operators that communicate inside, in graph order."""
-    names = [str(getattr(n.target, "namespace", "")) + "::" + str(getattr(n.target, "_opname", "")) for n in gm.graph.nodes]
+    names = [f"{getattr(n.target, 'namespace', '')}::{getattr(n.target, '_opname', '')}" for n in gm.graph.nodes]
     return [n for n in names if n.startswith(("inductor_passes::", "symm_mem::"))]
 
 

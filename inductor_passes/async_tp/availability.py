@@ -87,9 +87,15 @@ def own_facts(name: str) -> Facts:
         overlapping=os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1",
         point_to_point="" if kind in _POINT_TO_POINT else f"backend {backend!r} is not known to send to single ranks",
         symmetric_memory="" if device_id else "torch's symmetric memory needs CUDA devices",
-        compiled=triton or ("TRITON_INTERPRET=1 is set" if interpreted else "" if device_id else "there is no CUDA device"),
+        compiled=triton or _uncompiled(interpreted, device_id),
         interpreted=triton or ("" if interpreted else "on CPUs kernels run under TRITON_INTERPRET=1 only"),
     )
+
+
+def _uncompiled(interpreted: bool, device_id: str) -> str:
+    if interpreted:
+        return "TRITON_INTERPRET=1 is set"
+    return "" if device_id else "there is no CUDA device"
 
 
 def _host() -> str:
@@ -179,7 +185,8 @@ def establish(name: str) -> Availability:
 
 def _read(text: str) -> Facts:
     values: dict[str, Any] = json.loads(text)
-    return Facts(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    values.update(visible=tuple(values["visible"]), reachable=tuple(values["reachable"]))
+    return Facts(**values)
 
 
 #: A store does not tell an empty value from a missing one on every backend.

@@ -1,7 +1,7 @@
 """Our kernels as operators of a graph: a gather or scatter inside a matmul, and all-reduce with residual and RMSNorm.
 
-Registered as ``inductor_passes::symm_gathered_mm``, ``symm_mm_scattered`` and ``all_reduce_residual_rms_norm`` with fake
-kernels; results are contiguous. They are for graphs behind autograd. All ranks of the group call them in the same
+Registered as ``inductor_passes::symm_gathered_mm``, ``symm_mm_scattered`` and ``all_reduce_residual_rms_norm``, with
+fake kernels; results are contiguous. They are for graphs behind autograd. All ranks of the group call them in the same
 order, from one stream at a time; the memory that they share comes from ``workspace`` at the first call.
 """
 
@@ -143,7 +143,7 @@ def all_reduce_residual_rms_norm(
     """``h = residual + all_reduce(x)`` and ``y = h * rsqrt(mean(h * h, -1) + eps) * weight``.
 
     Args:
-        x: (..., columns), this rank's terms; residual: of the same shape, equal on all ranks; weight: (columns,).
+        x: (..., columns), this rank's terms; residual: of the same shape; weight: (columns,).
         y_dtype: of ``y``.
         world: ranks of the group.
         two_shot: see ``kernels.reduce_norm``.

@@ -25,6 +25,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes.async_tp import norms
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.gathers import merge_identical
 from inductor_passes.async_tp.lower_decompose import Lowered
@@ -83,7 +84,8 @@ class AsyncTpPass:
             if mode not in MODES:
                 raise ConfigError("async_tp", mode, " or ".join(f'"{m}"' for m in MODES))
         if self.lowering not in get_args(AsyncTpLowering):
-            raise ConfigError("async_tp lowering", self.lowering, " or ".join(f'"{n}"' for n in get_args(AsyncTpLowering)))
+            allowed = " or ".join(f'"{name}"' for name in get_args(AsyncTpLowering))
+            raise ConfigError("async_tp lowering", self.lowering, allowed)
         if not self.parts or any(not isinstance(p, int) or p < 2 for p in self.parts):
             raise ConfigError("async_tp parts", self.parts, "a tuple of integers of at least 2")
 
@@ -127,6 +129,8 @@ class AsyncTpPass:
         elif merged:
             context.forget_view()
             report.decisions += merged
+        normed = self._norms(graph, context)
+        report.decisions += normed.decisions
         view = context.view(graph)
         planner = _Planner(self, view, context)
         chosen = planner.choose()
@@ -141,7 +145,7 @@ class AsyncTpPass:
             lowered.append(one)
         if chosen:
             arrange(graph, legal_order(graph, keys, position))
-        report.changed = bool(chosen or merged)
+        report.changed = bool(chosen or merged or normed.count)
         if chosen and planner.before is not None and not any(self.mode_of(c) == "force" for c in view.collectives):
             worse = planner.worse_than_before(graph)
             if worse is not None:
@@ -155,15 +159,29 @@ class AsyncTpPass:
                     self.name,
                     removed=tuple(sorted(names_before - names)),
                     added=tuple(sorted(names - names_before)),
-                    replaced=(*replaced, *(pair for one in lowered for pair in one.replaced)),
+                    replaced=(*replaced, *normed.replaced, *(pair for one in lowered for pair in one.replaced)),
                 )
             )
         report.metrics = {
             "regions": float(len(chosen)),
             "gain_ns": float(sum(planner.choices[p].priced.gain_ns for p in chosen)),
             "merged_gathers": float(len(merged)),
+            "fused_norms": float(normed.count),
         }
         return report
+
+    def _norms(self, graph: torch.fx.Graph, context: Context) -> norms.Fused:
+        """All-reduces with residual and norm become one operator, where kernels may be used."""
+        view = context.view(graph)
+        wanted: dict[Collective, Literal["auto", "force"]] = {}
+        for collective in view.collectives if self.lowering in ("auto", "kernels") else ():
+            mode = self.mode_of(collective)
+            if mode != "off":
+                wanted[collective] = "force" if mode == "force" and self.lowering == "kernels" else "auto"
+        found = norms.fuse(graph, view, context.profile, wanted)
+        if found.count:
+            context.forget_view()
+        return found
 
 
 def _refused(c: Collective, reason: Reason, detail: str, setting: str = "") -> Decision:

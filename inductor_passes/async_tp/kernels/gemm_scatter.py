@@ -119,7 +119,8 @@ def gemm(
     _gemm[(programs or programs_for(left.device, count),)](
         left, right, data, flags, *pages, rank, epoch, rows, k, n, *left.stride(), *right.stride(),
         WORLD=world, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
-        EVEN_K=k % tiles.k == 0, PRECISION=precision(), WIDEN=widened(right), num_warps=tiles.warps, num_stages=tiles.stages,
+        EVEN_K=k % tiles.k == 0, PRECISION=precision(), WIDEN=widened(right),
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )
 
 

@@ -4,7 +4,8 @@
 
 One shot: every rank publishes its rows in its own buffer, then reads all ranks' rows. The latency of one exchange,
 ``world`` times the bytes: right for the small messages of decoding. Two shots: the owner of a row reads it from all
-ranks, norms it and hands ``h`` and ``y`` to all: two latencies, but about three messages' bytes whatever the world.
+ranks and hands the float32 sum to all: two latencies, but the bytes do not grow with the world. Either way each rank
+adds its own residual and norms all rows: nothing has to be known about whether residuals are equal.
 
 Sums run in rank order in float32, so all ranks get the same bits. Programs take rows in order, one row each; a program
 waits only for programs of the same row, so the smallest row that is not finished anywhere can always go on.
@@ -97,33 +98,32 @@ def _two_shot(  # type: ignore[no-untyped-def]
     if owner == rank:
         for peer in range(WORLD):
             acquire(mine + peer, epoch)
-        total = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-        total += _sum_row(x, data, epoch, data_page, place, mask, WORLD, BLOCK)
-        normed = _normed(total, weight, offsets, mask, columns, eps)
+        summed = _sum_row(x, data, epoch, data_page, place, mask, WORLD, BLOCK)
         for step in range(WORLD):
             peer = (rank + step) % WORLD
-            target = page(data, peer, epoch, data_page)
-            tl.store((target + part).to(hidden.dtype, bitcast=True) + place, total.to(hidden.dtype.element_ty), mask=mask)
-            tl.store((target + 2 * part).to(y.dtype, bitcast=True) + place, normed.to(y.dtype.element_ty), mask=mask)
+            target = (page(data, peer, epoch, data_page) + part).to(tl.pointer_type(tl.float32), bitcast=True)
+            tl.store(target + place, summed, mask=mask)
             done = page(flags, peer, epoch, flag_page).to(flag_type, bitcast=True)
             release(done + row * (WORLD + 1) + WORLD, epoch)
     acquire(mine + WORLD, epoch)
-    theirs = tl.load((own + part).to(hidden.dtype, bitcast=True) + place, mask=mask, cache_modifier=".cv")
-    tl.store(hidden + place, theirs, mask=mask)
-    normed_row = tl.load((own + 2 * part).to(y.dtype, bitcast=True) + place, mask=mask, cache_modifier=".cv")
-    tl.store(y + place, normed_row, mask=mask)
+    sums = (own + part).to(tl.pointer_type(tl.float32), bitcast=True)
+    total = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+    total += tl.load(sums + place, mask=mask, other=0.0, cache_modifier=".cv")
+    tl.store(hidden + place, total.to(hidden.dtype.element_ty), mask=mask)
+    normed = _normed(total, weight, offsets, mask, columns, eps)
+    tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
     if QUANTISE:
-        _store_quantised(quantised, scale, normed_row.to(tl.float32), place, mask, limit)
+        _store_quantised(quantised, scale, normed, place, mask, limit)
 
 
 def _part_bytes(rows: int, columns: int) -> int:
-    """Bytes of each of a page's parts in two shots: rows of at most four bytes an element, x, h and y."""
+    """Bytes of each of a page's two parts in two shots: what this rank sends, and float32 sums."""
     return -(-rows * columns * 4 // 16) * 16
 
 
 def data_bytes(rows: int, columns: int, dtype: torch.dtype, two_shot: bool) -> int:
     """Bytes of each rank's page."""
-    return 3 * _part_bytes(rows, columns) if two_shot else rows * columns * dtype.itemsize
+    return 2 * _part_bytes(rows, columns) if two_shot else rows * columns * dtype.itemsize
 
 
 def flag_count(rows: int, world: int) -> int:
@@ -152,7 +152,7 @@ def all_reduce_residual_rms_norm(
 
     Args:
         x: (rows, columns) contiguous, this rank's partial sums; rows and dtype alike on all ranks.
-        residual: (rows, columns) contiguous, equal on all ranks; weight: (columns,).
+        residual: (rows, columns) contiguous; weight: (columns,).
         data / flags: int64 (world,), addresses of the ranks' buffers and flags, each of two pages.
         pages: bytes from a page to the next, of the buffers and of the flags.
         epoch: int32 scalar tensor, 1 for the first call on these buffers and one more each time; buffers serve either
