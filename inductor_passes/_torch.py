@@ -1138,11 +1138,12 @@ def enable_symmetric_memory(name: str) -> None:
 
 def symmetric_buffer(size_bytes: int, name: str, device: torch.device) -> tuple[torch.Tensor, list[int], Any]:
     """(own bytes, address of every rank's bytes as this rank sees them, handle that keeps them mapped). Collective."""
-    import torch.distributed._symmetric_memory as symmetric
+    from torch._C._distributed_c10d import _SymmetricMemory
 
     enable_symmetric_memory(name)
-    own = symmetric.empty(size_bytes, dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(own, name)
+    # An allocation of its own: within a pool's block the addresses would be those of the block.
+    own = _SymmetricMemory.empty_strided_p2p((size_bytes,), [1], torch.uint8, device, name)
+    handle = _SymmetricMemory.rendezvous(own)
     return own, [int(pointer) for pointer in handle.buffer_ptrs], handle
 
 

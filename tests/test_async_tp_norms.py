@@ -16,6 +16,7 @@ from inductor_passes.async_tp.availability import Availability, record
 from inductor_passes.cost.communication import Layout
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.report import Reason, Verdict
+from inductor_passes.trace.collector import collect
 from tests.async_tp_programs import Program, ar, inputs, trace
 from tests.bucket_graphs import check_fakes, local_world, output_layouts
 from tests.ranks import Ranks
@@ -44,12 +45,6 @@ def cast_last(x: T, r: T, w: T) -> tuple[T, T]:
     return (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + 1e-6) * w.float()).to(h.dtype), h.sum(0)
 
 
-def functional(x: T, r: T, w: T) -> T:
-    """torch's own, as AOTAutograd's functional graphs have it."""
-    norm = torch.func.functionalize(torch.nn.functional.rms_norm)
-    return norm(ar(x) + r, (w.shape[0],), w, 1e-5)
-
-
 def wide_residual(x: T, r: T, w: T) -> tuple[T, T]:
     """A residual stream in float32 beside half-precision matmuls."""
     h = ar(x).float() + r.float()
@@ -62,7 +57,7 @@ def three_dimensional(x: T, r: T, w: T) -> T:
 
 FORMS = {
     f"{fn.__name__} {str(dtype).removeprefix('torch.')}": Program(fn.__name__, fn, (ROWS, ROWS, COLUMNS), dtype=dtype)
-    for fn in (plain, llama, cast_last, functional, wide_residual, three_dimensional)
+    for fn in (plain, llama, cast_last, wide_residual, three_dimensional)
     for dtype in (torch.float32, torch.bfloat16)
 }
 
@@ -151,6 +146,38 @@ def test_every_form(world: int) -> None:
     with Ranks(world, env={"TRITON_INTERPRET": "1"}) as ranks:
         answers = ranks.run(compare)
     assert all(a == answers[0] for a in answers) and len(answers[0]) == 2 * len(FORMS)
+
+
+def compile_block(rank: int, world: int) -> tuple[list[str], float, bool]:
+    """torch's RMSNorm behind a row-parallel matmul, compiled with everything on, against default Inductor."""
+    inductor_passes.prepare_groups(groups=[dist.group.WORLD])
+    name = dist.group.WORLD.group_name
+    norm = torch.nn.RMSNorm(16, eps=1e-5)
+    torch.manual_seed(rank)
+    x, left, right = torch.randn(4, 16), torch.randn(4, 8), torch.randn(8, 16)
+
+    def block(x: T, left: T, right: T) -> tuple[T, T]:
+        h = x + torch.distributed._functional_collectives.all_reduce(left @ right, "sum", name)
+        return norm(h), h
+
+    ours = inductor_passes.options(async_tp="force", async_tp_lowering="kernels", verify="strict")
+    results, details = [], []
+    with torch.no_grad(), collect() as reports:
+        for options in ({}, ours):
+            torch._dynamo.reset()
+            compiled = torch.compile(block, options=options, fullgraph=True)
+            results.append([compiled(x, left, right) for _ in range(3)][-1])
+    details = [d.detail for r in reports for p in r.passes if p.name == "async_tp" for d in p.decisions]
+    worst = max(float((a - b).abs().max()) for a, b in zip(*results))
+    return details, worst, all(a.stride() == b.stride() for a, b in zip(*results))
+
+
+@pytest.mark.ranks
+def test_a_compiled_block_with_the_norm_of_torch() -> None:
+    with Ranks(2, env={"TRITON_INTERPRET": "1"}) as ranks:
+        (details, worst, same), other = ranks.run(compile_block)
+    assert details == other[0] and max(worst, other[1]) < 1e-5 and same and other[2]
+    assert len(details) == 1 and details[0].startswith("kernels, all-reduce with residual and RMSNorm of float32 in")
 
 
 @pytest.mark.parametrize("fn", NOT, ids=lambda fn: fn.__name__.strip("_"))
