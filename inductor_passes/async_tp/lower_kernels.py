@@ -16,7 +16,7 @@ import operator
 import torch
 import torch.fx
 
-import inductor_passes.async_tp.kernel_ops  # noqa: F401  registers the operators
+import inductor_passes.async_tp.kernel_ops  # noqa: F401  registers the operators, for graphs out of a cache too
 from inductor_passes import _torch
 from inductor_passes.async_tp.availability import Availability
 from inductor_passes.async_tp.matmul import Matmul

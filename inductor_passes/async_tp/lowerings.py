@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.fx
 
-from inductor_passes.async_tp import lower_decompose, lower_op, lower_symm_mem
+from inductor_passes.async_tp import lower_decompose, lower_kernels, lower_op, lower_symm_mem
 from inductor_passes.async_tp.availability import UNKNOWN, Availability, availability
 from inductor_passes.async_tp.gate import Priced
 from inductor_passes.async_tp.lower_decompose import Lowered
@@ -167,26 +167,12 @@ class Opaque:
         return into.result
 
 
-def _kernels_unfit(site: Site, available: Availability) -> str:
-    if available.kernels:
-        return available.kernels
-    from inductor_passes.async_tp import lower_kernels
-
-    return lower_kernels.unfit(site, available)
-
-
-def _kernels_put(into: Replacement, site: Site, region: Region) -> None:
-    from inductor_passes.async_tp import lower_kernels
-
-    lower_kernels.replace(into, site, region)
-
-
 DECOMPOSE = Decompose()
 #: In the order in which equal prices are taken.
 ALL: Mapping[str, Lowering] = MappingProxyType(
     {
         "decompose": DECOMPOSE,
-        "kernels": Opaque("kernels", _kernels_unfit, _kernels_put),
+        "kernels": Opaque("kernels", lower_kernels.unfit, lower_kernels.replace),
         "symm_mem": Opaque("symm_mem", lower_symm_mem.unfit, lower_symm_mem.replace),
         "op": Opaque("op", lower_op.unfit, lower_op.replace),
     }

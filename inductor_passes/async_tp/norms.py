@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 import torch.fx
 
+import inductor_passes.async_tp.kernel_ops  # noqa: F401  registers the operator
 from inductor_passes import _torch
 from inductor_passes.async_tp.availability import availability
 from inductor_passes.async_tp.region import unsupported
@@ -295,8 +296,6 @@ def _unfit(norm: Norm) -> str:
 
 
 def _replace(graph: torch.fx.Graph, norm: Norm, two_shot: bool) -> list[tuple[str, str]]:
-    import inductor_passes.async_tp.kernel_ops  # noqa: F401  registers the operator
-
     collective, wait = norm.collective, norm.collective.waits[0]
     shape = list(norm.hidden.meta["val"].shape)
     emit = Emitter(graph, norm.hidden.prev)
