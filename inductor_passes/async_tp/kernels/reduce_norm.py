@@ -7,8 +7,8 @@ One shot: every rank publishes its rows in its own buffer, then reads all ranks'
 ranks and hands the float32 sum to all: two latencies, but the bytes do not grow with the world. Either way each rank
 adds its own residual and norms all rows: nothing has to be known about whether residuals are equal.
 
-Sums run in rank order in float32, so all ranks get the same bits. Programs take rows in order, one row each; a program
-waits only for programs of the same row, so the smallest row that is not finished anywhere can always go on.
+Sums run in rank order in float32, so all ranks get the same bits. Programs take rows in order and wait only for what
+concerns the same row on other ranks, so the smallest row that is not finished anywhere can always go on.
 
 Two pages alternate by epoch. A rank writes epoch ``e + 2`` only after it has seen every peer's flag of ``e + 1``, which
 a peer raises after it has read ``e``: so nothing is overwritten while it is being read.
@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from inductor_passes.async_tp.kernels.signals import acquire, page, release
+from inductor_passes.async_tp.kernels.tiles import programs_for
 
 
 @triton.jit
@@ -54,27 +55,28 @@ def _one_shot(  # type: ignore[no-untyped-def]
     x, residual, weight, hidden, y, quantised, scale, data, flags, data_page, flag_page, rank, counter, rows, columns,
     eps, limit, WORLD: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
 ):
-    row = tl.program_id(0)
     epoch = tl.load(counter)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < columns
-    place = row.to(tl.int64) * columns + offsets
-    own = page(data, rank, epoch, data_page).to(x.dtype, bitcast=True)
-    tl.store(own + place, tl.load(x + place, mask=mask), mask=mask)
+    wide = tl.full([BLOCK], 1, tl.int64) * columns
     flag_type = tl.pointer_type(tl.int32)
-    for peer in range(WORLD):
-        # Flag [row, rank] of the peer: "rank has published row".
-        release(page(flags, peer, epoch, flag_page).to(flag_type, bitcast=True) + row * WORLD + rank, epoch)
-    mine = page(flags, rank, epoch, flag_page).to(flag_type, bitcast=True) + row * WORLD
-    for peer in range(WORLD):
-        acquire(mine + peer, epoch)
-    total = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    total += _sum_row(x, data, epoch, data_page, place, mask, WORLD, BLOCK)
-    tl.store(hidden + place, total.to(hidden.dtype.element_ty), mask=mask)
-    normed = _normed(total, weight, offsets, mask, columns, eps)
-    tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
-    if QUANTISE:
-        _store_quantised(quantised, scale, normed, place, mask, limit)
+    own = page(data, rank, epoch, data_page).to(x.dtype, bitcast=True)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        place = row * wide + offsets
+        tl.store(own + place, tl.load(x + place, mask=mask), mask=mask)
+        for peer in range(WORLD):
+            # Flag [row, rank] of the peer: "rank has published row".
+            release(page(flags, peer, epoch, flag_page).to(flag_type, bitcast=True) + row * WORLD + rank, epoch)
+        mine = page(flags, rank, epoch, flag_page).to(flag_type, bitcast=True) + row * WORLD
+        for peer in range(WORLD):
+            acquire(mine + peer, epoch)
+        total = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        total += _sum_row(x, data, epoch, data_page, place, mask, WORLD, BLOCK)
+        tl.store(hidden + place, total.to(hidden.dtype.element_ty), mask=mask)
+        normed = _normed(total, weight, offsets, mask, columns, eps)
+        tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
+        if QUANTISE:
+            _store_quantised(quantised, scale, normed, place, mask, limit)
 
 
 @triton.jit
@@ -82,38 +84,39 @@ def _two_shot(  # type: ignore[no-untyped-def]
     x, residual, weight, hidden, y, quantised, scale, data, flags, data_page, flag_page, rank, counter, rows, columns,
     eps, limit, part, WORLD: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
 ):
-    row = tl.program_id(0)
     epoch = tl.load(counter)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < columns
-    place = row.to(tl.int64) * columns + offsets
-    own = page(data, rank, epoch, data_page)
-    tl.store(own.to(x.dtype, bitcast=True) + place, tl.load(x + place, mask=mask), mask=mask)
+    wide = tl.full([BLOCK], 1, tl.int64) * columns
     flag_type = tl.pointer_type(tl.int32)
-    owner = row % WORLD
-    # Flags [row, rank]: "rank has published row"; the one behind them: "row is done".
-    to_owner = page(flags, owner, epoch, flag_page).to(flag_type, bitcast=True)
-    release(to_owner + row * (WORLD + 1) + rank, epoch)
-    mine = page(flags, rank, epoch, flag_page).to(flag_type, bitcast=True) + row * (WORLD + 1)
-    if owner == rank:
-        for peer in range(WORLD):
-            acquire(mine + peer, epoch)
-        summed = _sum_row(x, data, epoch, data_page, place, mask, WORLD, BLOCK)
-        for step in range(WORLD):
-            peer = (rank + step) % WORLD
-            target = (page(data, peer, epoch, data_page) + part).to(tl.pointer_type(tl.float32), bitcast=True)
-            tl.store(target + place, summed, mask=mask)
-            done = page(flags, peer, epoch, flag_page).to(flag_type, bitcast=True)
-            release(done + row * (WORLD + 1) + WORLD, epoch)
-    acquire(mine + WORLD, epoch)
-    sums = (own + part).to(tl.pointer_type(tl.float32), bitcast=True)
-    total = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
-    total += tl.load(sums + place, mask=mask, other=0.0, cache_modifier=".cv")
-    tl.store(hidden + place, total.to(hidden.dtype.element_ty), mask=mask)
-    normed = _normed(total, weight, offsets, mask, columns, eps)
-    tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
-    if QUANTISE:
-        _store_quantised(quantised, scale, normed, place, mask, limit)
+    own = page(data, rank, epoch, data_page)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        place = row * wide + offsets
+        tl.store(own.to(x.dtype, bitcast=True) + place, tl.load(x + place, mask=mask), mask=mask)
+        owner = row % WORLD
+        # Flags [row, rank]: "rank has published row"; the one behind them: "row is done".
+        to_owner = page(flags, owner, epoch, flag_page).to(flag_type, bitcast=True)
+        release(to_owner + row * (WORLD + 1) + rank, epoch)
+        mine = page(flags, rank, epoch, flag_page).to(flag_type, bitcast=True) + row * (WORLD + 1)
+        if owner == rank:
+            for peer in range(WORLD):
+                acquire(mine + peer, epoch)
+            summed = _sum_row(x, data, epoch, data_page, place, mask, WORLD, BLOCK)
+            for step in range(WORLD):
+                peer = (rank + step) % WORLD
+                target = (page(data, peer, epoch, data_page) + part).to(tl.pointer_type(tl.float32), bitcast=True)
+                tl.store(target + place, summed, mask=mask)
+                done = page(flags, peer, epoch, flag_page).to(flag_type, bitcast=True)
+                release(done + row * (WORLD + 1) + WORLD, epoch)
+        acquire(mine + WORLD, epoch)
+        sums = (own + part).to(tl.pointer_type(tl.float32), bitcast=True)
+        total = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        total += tl.load(sums + place, mask=mask, other=0.0, cache_modifier=".cv")
+        tl.store(hidden + place, total.to(hidden.dtype.element_ty), mask=mask)
+        normed = _normed(total, weight, offsets, mask, columns, eps)
+        tl.store(y + place, normed.to(y.dtype.element_ty), mask=mask)
+        if QUANTISE:
+            _store_quantised(quantised, scale, normed, place, mask, limit)
 
 
 def _part_bytes(rows: int, columns: int) -> int:
@@ -146,6 +149,7 @@ def all_reduce_residual_rms_norm(
     two_shot: bool = False,
     scale: torch.Tensor | None = None,
     y_dtype: torch.dtype | None = None,
+    programs: int | None = None,
     quantised_dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """See the module's docstring.
@@ -159,6 +163,7 @@ def all_reduce_residual_rms_norm(
             one shot or two.
         scale: float32 scalar tensor: also quantise.
         y_dtype: of y; that of x without.
+        programs: how many run at once; where ranks share a device, those of all ranks must fit on it.
 
     Returns:
         (h of the residual's dtype, y, quantised y or None).
@@ -180,8 +185,9 @@ def all_reduce_residual_rms_norm(
         data, flags, *pages, rank, epoch, rows, columns, eps, torch.finfo(quantised_dtype).max,
     )
     launch = {"WORLD": world, "BLOCK": block, "QUANTISE": scale is not None, "num_warps": 16 if block >= 8192 else 8}
+    grid = (programs or programs_for(x.device, rows),)
     if two_shot:
-        _two_shot[(rows,)](*common, _part_bytes(rows, columns), **launch)
+        _two_shot[grid](*common, _part_bytes(rows, columns), **launch)
     else:
-        _one_shot[(rows,)](*common, **launch)
+        _one_shot[grid](*common, **launch)
     return hidden, y, quantised
