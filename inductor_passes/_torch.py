@@ -1123,3 +1123,68 @@ def plain_values(values: Sequence[Any]) -> bool:
         or (type(v) in (torch.Tensor, torch.nn.Parameter, FakeTensor) and not is_traceable_wrapper_subclass(v))
         for v in values
     )
+
+
+# -- symmetric memory and what a group can do ----------------------------------------------------------------
+
+
+def group_descriptions() -> dict[str, str]:
+    """Group name -> what it was described as when it was made (``mesh_tp`` for a mesh dimension), where it was."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    import torch.distributed.distributed_c10d as c10d
+
+    names = dict(c10d._world.pg_names)
+    return {str(name): str(getattr(group, "group_desc", "") or "") for group, name in names.items()}
+
+
+def exchange(name: str, key: str, value: str) -> list[str]:
+    """Every rank's ``value``, in group order, through the group's store: nothing is issued on the group itself.
+
+    Collective: all ranks of the group call it alike, with a ``key`` that is used once. Waits for the slowest rank, at
+    most as long as the store's timeout.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    found = group_store(name)
+    if found is None:
+        raise ValueError(f"this process is not in the process group {name!r}")
+    store, own, ranks = found
+    store.set(f"{key}/{own}", value)
+    return [bytes(store.get(f"{key}/{rank}")).decode() for rank in ranks]
+
+
+def enable_symmetric_memory(name: str) -> None:
+    """Make torch's symmetric memory know a group; nothing to do from 2.15 on."""
+    import warnings
+
+    import torch.distributed._symmetric_memory as symmetric
+
+    known = getattr(symmetric, "is_symm_mem_enabled_for_group", None)
+    enable = getattr(symmetric, "enable_symm_mem_for_group", None)
+    if enable is not None and not (known is not None and known(name)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            enable(name)
+
+
+def symmetric_buffer(size_bytes: int, name: str, device: torch.device) -> tuple[torch.Tensor, list[int], Any]:
+    """(own bytes, address of every rank's bytes as this rank sees them, handle that keeps them mapped). Collective."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    enable_symmetric_memory(name)
+    # An allocation of its own: within a pool's block the addresses would be those of the block.
+    own = _SymmetricMemory.empty_strided_p2p((size_bytes,), [1], torch.uint8, device, name)
+    handle = _SymmetricMemory.rendezvous(own)
+    return own, [int(pointer) for pointer in handle.buffer_ptrs], handle
+
+
+def symmetric_op(name: str) -> Any:
+    """``torch.ops.symm_mem.<name>`` as an operator overload, None where this torch lacks it."""
+    if torch.distributed.is_available():
+        from torch.distributed import _symmetric_memory  # noqa: F401  registers the operators
+
+    return registered_op("symm_mem", name, "default")

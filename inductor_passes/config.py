@@ -135,10 +135,66 @@ Codegen = Literal["inductor", "aot_eager"]
 Verify = Literal["on", "strict"]
 Unpack = Literal["inductor", "kernel"]
 AsyncTp = Literal["auto", "force", "off"]
+AsyncTpLowering = Literal["auto", "decompose", "op", "symm_mem", "kernels"]
 InTree = Literal["error", "warn"]
 RankCheck = Literal["off", "warn", "error"]
 PlanMismatch = Literal["error", "replan"]
 Switch = Literal["on", "off"]
+
+
+@dataclass(frozen=True)
+class AsyncTpOverrides:
+    """Where another mode than ``async_tp`` applies, and how many parts may be made.
+
+    Attributes:
+        groups: (name or description of a process group, mode).
+        sizes: (bytes, mode) for collectives whose full message has at least so many bytes.
+        parts: numbers of parts to choose from.
+    """
+
+    groups: tuple[tuple[str, AsyncTp], ...] = ()
+    sizes: tuple[tuple[int, AsyncTp], ...] = ()
+    parts: tuple[int, ...] = ()
+
+    GROUPS = 'pairs "name=mode" separated by commas, e.g. "mesh_tp=force,mesh_dp=off", mode "auto", "force" or "off"'
+    SIZES = 'pairs "size=mode" separated by commas, e.g. "0B=off,1MiB=auto", mode "auto", "force" or "off"'
+    PARTS = 'integers of at least 2 separated by commas, e.g. "2,4,8"'
+
+    @staticmethod
+    def parse(groups: object, sizes: object, parts: object) -> AsyncTpOverrides:
+        """Parse the fields ``async_tp_groups``, ``async_tp_sizes`` and ``async_tp_parts``.
+
+        Raises:
+            ConfigError: text of another form, a name or size given twice, no part.
+        """
+        named = _modes("async_tp_groups", groups, AsyncTpOverrides.GROUPS)
+        sized: dict[int, AsyncTp] = {}
+        for text, mode in _modes("async_tp_sizes", sizes, AsyncTpOverrides.SIZES):
+            match = _BYTES.fullmatch(text)
+            if match is None or match[2].upper() not in _UNITS:
+                raise ConfigError("async_tp_sizes", sizes, AsyncTpOverrides.SIZES)
+            size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
+            if size in sized:
+                raise ConfigError("async_tp_sizes", sizes, f"every size once; {AsyncTpOverrides.SIZES}")
+            sized[size] = mode
+        numbers = [part.strip() for part in parts.split(",")] if isinstance(parts, str) else [""]
+        if not all(part.isdecimal() and int(part) >= 2 for part in numbers):
+            raise ConfigError("async_tp_parts", parts, AsyncTpOverrides.PARTS)
+        return AsyncTpOverrides(tuple(named), tuple(sorted(sized.items())), tuple(sorted({int(p) for p in numbers})))
+
+
+def _modes(key: str, value: object, allowed: str) -> list[tuple[str, AsyncTp]]:
+    if not isinstance(value, str):
+        raise ConfigError(key, value, allowed)
+    found: dict[str, AsyncTp] = {}
+    for entry in value.split(",") if value.strip() else []:
+        name, separator, mode = (part.strip() for part in entry.rpartition("="))
+        if not name or not separator or mode not in get_args(AsyncTp):
+            raise ConfigError(key, value, allowed)
+        if name in found:
+            raise ConfigError(key, value, f"every name once; {allowed}")
+        found[name] = mode  # type: ignore[assignment]
+    return list(found.items())
 
 
 def _doc(text: str, default: Any) -> Any:
@@ -171,6 +227,29 @@ class PassConfig:
         '"auto" where the cost model says that it pays, "force" wherever it is legal, "off" nowhere. '
         "Sums over a cut contraction are added in another order.",
         "off",
+    )
+    async_tp_lowering: AsyncTpLowering = _doc(
+        'What becomes of a matmul and its collectives: "decompose" cuts them into graph nodes that the planner '
+        'schedules, on any backend; "op" makes one operator on point-to-point messages; "symm_mem" uses torch\'s '
+        'operators on CUDA symmetric memory, "kernels" our Triton kernels. "auto" takes the cheapest one that fits; '
+        "where another one does not fit, the region is decomposed and the decision says why. All but "
+        '"decompose" and "op" need `inductor_passes.prepare_groups` before compilation.',
+        "auto",
+    )
+    async_tp_groups: str = _doc(
+        "Modes of `async_tp` for process groups by name or description (a mesh dimension `tp` makes `mesh_tp`); they "
+        "go before `async_tp_sizes`. Empty: none.",
+        "",
+    )
+    async_tp_sizes: str = _doc(
+        "Modes of `async_tp` for collectives whose full message has at least so many bytes; the largest size that "
+        "fits counts. Empty: none.",
+        "",
+    )
+    async_tp_parts: str = _doc(
+        "Into how many parts `async_tp` may cut; the cost model chooses. A dimension that none of them divides is cut "
+        "into its least divisor up to the largest.",
+        "2,4,8",
     )
     bucket: Switch = _doc(
         "Merge collectives of one process group into fewer, larger ones where the planner finds that this pays, "
@@ -254,6 +333,18 @@ class PassConfig:
         return Redistribution.parse(self.redistribute)
 
     @property
+    def async_tp_overrides(self) -> AsyncTpOverrides:
+        """``async_tp_groups``, ``async_tp_sizes`` and ``async_tp_parts``, parsed."""
+        return AsyncTpOverrides.parse(self.async_tp_groups, self.async_tp_sizes, self.async_tp_parts)
+
+    @property
+    def uses_async_tp(self) -> bool:
+        """Whether async tensor parallelism is on for some collective."""
+        overrides = self.async_tp_overrides
+        modes = [self.async_tp, *dict(overrides.groups).values(), *dict(overrides.sizes).values()]
+        return any(mode != "off" for mode in modes)
+
+    @property
     def tier(self) -> Tier:
         """The exactness tier of ``redistribute``."""
         return self.redistribution.tier
@@ -295,6 +386,7 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fiel
 _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
     "async_tp": get_args(AsyncTp),
+    "async_tp_lowering": get_args(AsyncTpLowering),
     "bucket": get_args(Switch),
     "unpack": get_args(Unpack),
     "replay": get_args(Switch),
@@ -304,6 +396,11 @@ _LITERALS: dict[str, tuple[str, ...]] = {
     "rank_check": get_args(RankCheck),
     "plan_mismatch": get_args(PlanMismatch),
 }
+_OVERRIDES: dict[str, str] = {
+    "async_tp_groups": AsyncTpOverrides.GROUPS,
+    "async_tp_sizes": AsyncTpOverrides.SIZES,
+    "async_tp_parts": AsyncTpOverrides.PARTS,
+}
 
 
 def allowed_values(key: str) -> str:
@@ -312,6 +409,8 @@ def allowed_values(key: str) -> str:
         return MemoryBudget.ALLOWED
     if key == "redistribute":
         return Redistribution.ALLOWED
+    if key in _OVERRIDES:
+        return _OVERRIDES[key]
     if key in _LITERALS:
         return " or ".join(f'"{v}"' for v in _LITERALS[key])
     if key == "estimator":
@@ -333,6 +432,9 @@ def check_value(key: str, value: object) -> None:
         MemoryBudget.parse(value, key)
     elif key == "redistribute":
         Redistribution.parse(value, key)
+    elif key in _OVERRIDES:
+        given = {"async_tp_groups": "", "async_tp_sizes": "", "async_tp_parts": "2", key: value}
+        AsyncTpOverrides.parse(*given.values())
     elif key in _LITERALS:
         if not isinstance(value, str) or value not in _LITERALS[key]:
             raise ConfigError(key, value, allowed_values(key))

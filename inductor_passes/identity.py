@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from inductor_passes import _torch, config
+from inductor_passes.async_tp import availability
 from inductor_passes.config import ConfigError, PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.pin import file as plan_file
@@ -62,7 +63,8 @@ def load_plan(config: PassConfig) -> plan_file.PlanFile | None:
 def cache_key(config: PassConfig, profile: CostProfile) -> str | None:
     """Key of everything that our passes depend on; None (do not cache) for an estimator without an id.
 
-    The package's source, the settings, the cost profile, the pinned plans, torch's version and the process groups.
+    The package's source, the settings, the cost profile, the pinned plans, torch's version, the process groups and what
+    was established about them.
     """
     if config.estimator is not None and not isinstance(
         getattr(config.estimator, "inductor_passes_uuid", None), str
@@ -76,6 +78,8 @@ def cache_key(config: PassConfig, profile: CostProfile) -> str | None:
         "profile": profile.hash(),
         "torch": torch.__version__,
         "groups": {name: list(ranks) for name, ranks in sorted(_torch.group_layout().items())},
+        "descriptions": _torch.group_descriptions(),
+        "availability": availability.established(),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

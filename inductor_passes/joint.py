@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 def wanted(settings: PassConfig) -> bool:
     """Whether any setting switches a joint rewrite on."""
-    return settings.tier == "reassociate" and settings.async_tp == "off"
+    return settings.tier == "reassociate" and not settings.uses_async_tp
 
 
 class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]

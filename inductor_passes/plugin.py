@@ -42,8 +42,17 @@ def passes_of(settings: PassConfig) -> list[Pass]:
     """The FX passes that a configuration switches on, in order."""
     passes: list[Pass] = []
     passes.append(RewriteCollectives(settings.tier))
-    if settings.async_tp != "off":
-        passes.append(AsyncTpPass(mode=settings.async_tp))
+    if settings.uses_async_tp:
+        overrides = settings.async_tp_overrides
+        passes.append(
+            AsyncTpPass(
+                mode=settings.async_tp,
+                parts=overrides.parts,
+                groups=overrides.groups,
+                sizes=overrides.sizes,
+                lowering=settings.async_tp_lowering,
+            )
+        )
     if settings.bucket == "on":
         passes.append(BucketPass())
         if settings.unpack == "kernel":

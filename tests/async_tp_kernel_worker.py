@@ -7,17 +7,21 @@ Prints ``ok`` and the number of results compared. Each epoch begins after a rand
 
 from __future__ import annotations
 
+import functools
 import mmap
 import random
 import sys
 import time
+from typing import Any
 
 import torch
 
 from inductor_passes.async_tp.kernels import gather_gemm, gemm_scatter, reduce_norm
+from inductor_passes.async_tp.kernels.tiles import Tiles
 
 SEGMENT = 1 << 16
-ROWS, K, N, CHUNK = 40, 24, 36, 16
+ROWS, K, N = 40, 24, 36
+TILES = Tiles(16, 32, 16, group=2)
 
 
 class Shared:
@@ -58,51 +62,68 @@ def integers(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(torch.float32)
 
 
+class Pages:
+    """Two pages of data and of flags of every rank under a name, and the counter of calls."""
+
+    def __init__(self, shared: Shared, name: str) -> None:
+        shared.local(name, (1,), torch.int32)
+        shared.local(f"{name} flags", (1,), torch.int32)
+        self.data, self.flags = shared.addresses(name), shared.addresses(f"{name} flags")
+        self.pages = (SEGMENT // 2, SEGMENT // 2)
+        self.epoch = torch.zeros(1, dtype=torch.int32)
+
+    def next(self, shared: Shared) -> tuple[Any, ...]:
+        self.epoch += 1
+        return (self.data, self.flags, self.pages, shared.rank, shared.world, self.epoch)
+
+
+@functools.cache
+def pages(shared: Shared, name: str) -> Pages:
+    return Pages(shared, name)
+
+
 def check_norm(shared: Shared, epoch: int) -> int:
-    rank, world, rows, columns = shared.rank, shared.world, 3, 20
+    rank, world, columns = shared.rank, shared.world, 20
+    rows = 3 + epoch % 2
     parts = [integers((rows, columns), 100 * epoch + r) for r in range(world)]
     residual, weight = integers((rows, columns), epoch), integers((columns,), 7)
-    shared.local("norm", (reduce_norm.buffer_elements(rows, columns),), torch.float32)
-    shared.local("norm flags", (reduce_norm.flag_count(rows, world),), torch.int32)
-    hidden, y, quantised = reduce_norm.all_reduce_residual_rms_norm(
-        parts[rank], residual, weight, shared.addresses("norm"), shared.addresses("norm flags"), rank, world, epoch,
-        scale=torch.tensor(0.5) if epoch % 2 else None,
-    )
     expected = residual + sum(parts)
-    assert torch.equal(hidden, expected)
     normed = expected * torch.rsqrt(expected.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
-    torch.testing.assert_close(y, normed, rtol=1e-5, atol=1e-5)
-    if quantised is not None:
-        rounded = (normed / 0.5).to(torch.float8_e4m3fn).float()
-        torch.testing.assert_close(quantised.float(), rounded, rtol=0.13, atol=0.02)
-    return 2
+    for two_shot in (False, True):
+        assert reduce_norm.data_bytes(rows, columns, torch.float32, two_shot) <= SEGMENT // 2
+        assert 4 * reduce_norm.flag_count(rows, world) <= SEGMENT // 2
+        hidden, y, quantised = reduce_norm.all_reduce_residual_rms_norm(
+            parts[rank], residual, weight, *pages(shared, f"norm {two_shot}").next(shared),
+            scale=torch.tensor(0.5) if epoch % 2 else None, two_shot=two_shot,
+        )
+        assert torch.equal(hidden, expected)
+        torch.testing.assert_close(y, normed, rtol=1e-5, atol=1e-5)
+        if quantised is not None:
+            rounded = (normed / 0.5).to(torch.float8_e4m3fn).float()
+            torch.testing.assert_close(quantised.float(), rounded, rtol=0.13, atol=0.02)
+    return 4
 
 
 def check_gather(shared: Shared, epoch: int) -> int:
     rank, world = shared.rank, shared.world
     shards, right = [integers((ROWS, K), 200 * epoch + r) for r in range(world)], integers((K, N), epoch)
-    # Buffers alternate, so that a fast rank's next shard does not meet a slow rank's last tiles.
-    name = f"gathered {epoch % 2}"
-    gathered = shared.local(name, (world * ROWS, K), torch.float32)
-    flags = shared.local(f"{name} flags", (gather_gemm.flag_count(ROWS, world, CHUNK),), torch.int32)
-    gather_gemm.push(
-        shards[rank], shared.addresses(name), shared.addresses(f"{name} flags"), rank, world, epoch, CHUNK
-    )
-    out = gather_gemm.gemm(gathered, right, flags, rank, world, epoch, CHUNK, programs=2)
-    assert torch.equal(out, torch.cat(shards) @ right)
-    return 1
+    bias = integers((N,), 3) if epoch % 2 else None
+    common = pages(shared, "gathered").next(shared)
+    assert gather_gemm.data_bytes(ROWS, K, world, torch.float32) <= SEGMENT // 2
+    gather_gemm.push(shards[rank], *common, TILES)
+    expected = torch.cat(shards) @ right + (0 if bias is None else bias)
+    for one in (right, right.t().contiguous().t()):
+        assert torch.equal(gather_gemm.gemm((ROWS, K), one, bias, *common, TILES, programs=2), expected)
+    return 2
 
 
 def check_scatter(shared: Shared, epoch: int) -> int:
     rank, world = shared.rank, shared.world
     lefts, right = [integers((world * ROWS, K), 300 * epoch + r) for r in range(world)], integers((K, N), epoch)
-    name = f"slots {epoch % 2}"
-    slots = shared.local(name, (gemm_scatter.slot_elements(ROWS, N, world),), torch.float32)
-    flags = shared.local(f"{name} flags", (gemm_scatter.flag_count(ROWS, N, world),), torch.int32)
-    gemm_scatter.gemm(
-        lefts[rank], right, shared.addresses(name), shared.addresses(f"{name} flags"), rank, world, epoch, programs=2
-    )
-    out = gemm_scatter.reduce(slots, flags, (ROWS, N), torch.float32, world, epoch, average=epoch % 2 == 0)
+    common = pages(shared, "slots").next(shared)
+    assert gemm_scatter.data_bytes(ROWS, N, world) <= SEGMENT // 2
+    gemm_scatter.gemm(lefts[rank], right, *common, TILES, programs=2)
+    out = gemm_scatter.reduce(right, (ROWS, N), *common, TILES, average=epoch % 2 == 0)
     total = sum(left @ right for left in lefts)[rank * ROWS : (rank + 1) * ROWS]
     assert torch.equal(out, total / world if epoch % 2 == 0 else total)
     return 1

@@ -149,7 +149,9 @@ def check_fakes(gm: torch.fx.GraphModule) -> None:
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
+    if isinstance(value, (list, tuple)):
+        return [leaf for one in value for leaf in _leaves(one)]
+    return [] if value is None else [value]
 
 
 def text(gm: torch.fx.GraphModule) -> str:

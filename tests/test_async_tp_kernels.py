@@ -43,4 +43,4 @@ def test_kernels(world: int, epochs: int, tmp_path: Path) -> None:
     answers = [rank.communicate() for rank in ranks]
     assert not any(rank.returncode for rank in ranks), "\n".join(err[-3000:] for _, err in answers)
     for out, _ in answers:
-        assert out.split() == ["ok", str(4 * epochs)]
+        assert out.split() == ["ok", str(7 * epochs)]

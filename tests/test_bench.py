@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -180,3 +182,24 @@ def test_the_readme_quotes_the_results() -> None:
     assert gen_readme.written(text, *gen_readme.sources()) == text
     with pytest.raises(ValueError, match="has no block between"):
         gen_readme.written("no markers", *gen_readme.sources())
+
+
+def test_kernel_benchmarks_run_in_the_interpreter() -> None:
+    """Their kernels and comparisons; times in the interpreter mean nothing."""
+    pytest.importorskip("triton")
+    code = (
+        "import torch, bench_kernels\n"
+        "def timed(run): run(); return 1.0\n"
+        "cpu = torch.device('cpu')\n"
+        "a = bench_kernels.gemms(cpu, timed, 1, ((40, 48, 36),), (torch.float32, torch.bfloat16))\n"
+        "b = bench_kernels.norms(cpu, timed, 1, (1,), (1, 3), 64)\n"
+        "assert [len(r) for r in a] == [7, 7] and [len(r) for r in b] == [7, 7]\n"
+        "if __name__ == '__main__': print(bench_kernels.check(cpu, (2,)))\n"
+    )
+    tools = Path(bench_record.__file__).parent
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tools}:{tools.parent}"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert "2 ranks that share one device: equal" in found.stdout

@@ -2,7 +2,7 @@
 
 Costs: matmuls and memory traffic are measured as ``inductor-passes calibrate`` measures them and compared with the
 datasheet defaults. Schedules: a Llama under ``simple_fsdp`` in a process group whose collectives are real copies on a
-stream of their own (``loopback_group``), timed with CUDA events, contenders in turn.
+stream of their own (``loopback_group``), timed with CUDA events, contenders in turn. Kernels: see ``bench_kernels``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import bench_kernels
 import loopback_group
 import torch
 import torch.distributed as dist
@@ -138,8 +139,13 @@ def gpu(
     profile.save(rows / "profile.json")
     found = schedules(replace(SIZES, layers=layers), device, str(rows / "profile.json"), rounds)
     dist.destroy_process_group()
+    timed = _timer(device)
+    matmuls, norms = bench_kernels.gemms(device, timed, rounds), bench_kernels.norms(device, timed, rounds)
+    checked = bench_kernels.check(device)
+    console.print(checked)
     shown = [cells(row, found[0]) for row in found]
-    for header, lines in ((COST_HEADER, costed), (SCHEDULE_HEADER, shown)):
+    kernels = ((bench_kernels.GEMM_HEADER, matmuls), (bench_kernels.NORM_HEADER, norms))
+    for header, lines in ((COST_HEADER, costed), (SCHEDULE_HEADER, shown), *kernels):
         view = Table(*header)
         for line in lines:
             view.add_row(*line)
@@ -155,5 +161,17 @@ def gpu(
         "## Costs against defaults",
         "",
         *markdown_table(COST_HEADER, costed),
+        "",
+        "## Kernels",
+        "",
+        f"{checked}. Matmuls as a world of one rank, without a link; a share of 1 is the library's rate.",
+        "",
+        *markdown_table(bench_kernels.GEMM_HEADER, matmuls),
+        "",
+        "All-reduce, residual and RMSNorm, all ranks at once on streams of one device, bf16; unfused: a sum over the "
+        "ranks' buffers, an addition, torch's `rms_norm`.",
+        "",
+        *markdown_table(bench_kernels.NORM_HEADER, norms),
     ]
-    write("gpu", "One GPU", body, {"schedules": found, "profile": profile.to_json()}, folder=out)
+    figures = {"schedules": found, "profile": profile.to_json(), "matmuls": matmuls, "norms": norms}
+    write("gpu", "One GPU", body, figures, folder=out)

@@ -145,14 +145,15 @@ def canonical(node: torch.fx.Node) -> Matmul | None:
     if name == "aten::_scaled_mm":
         if values.get("scale_result") is not None:
             return None
-        return Matmul(node, left, right, _PLAIN, bias, scales=(values["scale_a"], values["scale_b"]))
+        return Matmul(node, left, right, PLAIN, bias, scales=(values["scale_a"], values["scale_b"]))
     if name == "aten::_grouped_mm":
         ranks = left.meta["val"].dim(), right.meta["val"].dim()
         return Matmul(node, left, right, _GROUPED[ranks], bias, offsets=values.get("offs"))
-    return Matmul(node, left, right, _BATCHED if name in ("aten::bmm", "aten::baddbmm") else _PLAIN, bias)
+    return Matmul(node, left, right, _BATCHED if name in ("aten::bmm", "aten::baddbmm") else PLAIN, bias)
 
 
-_PLAIN = ("mk", "kn", "mn")
+#: ``mm`` and its like, in ``Matmul.dims``.
+PLAIN = ("mk", "kn", "mn")
 _BATCHED = ("bmk", "bkn", "bmn")
 #: By the operands' numbers of dimensions (torch/_meta_registrations.py, ``_meta_grouped_mm_common``).
 _GROUPED = {

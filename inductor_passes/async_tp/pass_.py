@@ -18,22 +18,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal, get_args
 
 import torch
 import torch.fx
 
+from inductor_passes import _torch
+from inductor_passes.async_tp import norms
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.gathers import merge_identical
-from inductor_passes.async_tp.lower_decompose import Lowered, lower
-from inductor_passes.async_tp.lower_op import fits, lower_op
+from inductor_passes.async_tp.lower_decompose import Lowered
+from inductor_passes.async_tp.lowerings import Choice, Graph, choose_all
 from inductor_passes.async_tp.members import taken_apart
 from inductor_passes.async_tp.order import Key, legal_order
 from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
 from inductor_passes.async_tp.rules import shape_of
 from inductor_passes.bucket.split import splittable
 from inductor_passes.budget import exceeds, gathers_twice, graph_peak_bytes
-from inductor_passes.config import ConfigError
+from inductor_passes.config import AsyncTpLowering, ConfigError
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, GraphView
@@ -46,7 +49,6 @@ from inductor_passes.schedule.simulate import simulate
 from inductor_passes.verify.certificate import Certificate
 
 Mode = Literal["auto", "force", "off"]
-Lowering = Literal["decompose", "op"]
 MODES: tuple[Mode, ...] = ("auto", "force", "off")
 #: How many collectives downstream may join, tried one after the other while more join.
 _FURTHER = (0, 1, 4, 32)
@@ -61,12 +63,11 @@ class AsyncTpPass:
             it costs, ``off`` nothing.
         parts: how many parts may be made; the cost model chooses among them. A dimension that none of them divides
             is cut into its least divisor up to the largest.
-        groups: (process-group name, mode) pairs that override ``mode`` for a group.
+        groups: (name or description of a process group, mode) pairs that override ``mode`` for a group.
         sizes: (bytes, mode) pairs: ``mode`` for collectives whose full message has at least so many bytes; the
             largest matching size counts, and a group's override goes first.
         contracting: whether sums over a cut axis may be computed as sums of parts, which reassociates.
-        lowering: ``decompose`` (pieces that the planner schedules) or ``op``: one opaque operator for the regions that
-            it can compute, ``decompose`` for the others.
+        lowering: how regions are carried out, see ``lowerings``; regions that one does not fit are decomposed.
         least_gain: gain below this share of the region's time is left alone in ``auto``.
     """
 
@@ -75,7 +76,7 @@ class AsyncTpPass:
     groups: tuple[tuple[str, Mode], ...] = ()
     sizes: tuple[tuple[int, Mode], ...] = ()
     contracting: bool = True
-    lowering: Lowering = "decompose"
+    lowering: AsyncTpLowering = "auto"
     least_gain: float = 0.03
     name: str = "async_tp"
     group_order: ClassVar[Literal["kept", "any"]] = "kept"
@@ -84,15 +85,17 @@ class AsyncTpPass:
         for mode in (self.mode, *(m for _, m in self.groups), *(m for _, m in self.sizes)):
             if mode not in MODES:
                 raise ConfigError("async_tp", mode, " or ".join(f'"{m}"' for m in MODES))
-        if self.lowering not in get_args(Lowering):
-            raise ConfigError("async_tp lowering", self.lowering, '"decompose" or "op"')
+        if self.lowering not in get_args(AsyncTpLowering):
+            allowed = " or ".join(f'"{name}"' for name in get_args(AsyncTpLowering))
+            raise ConfigError("async_tp lowering", self.lowering, allowed)
         if not self.parts or any(not isinstance(p, int) or p < 2 for p in self.parts):
             raise ConfigError("async_tp parts", self.parts, "a tuple of integers of at least 2")
 
     def mode_of(self, collective: Collective) -> Mode:
         """The mode that applies to a collective."""
+        own = (collective.group.name, _torch.group_descriptions().get(collective.group.name))
         for name, mode in self.groups:
-            if name == collective.group.name:
+            if name in own:
                 return mode
         size = max(collective.input_bytes or 0, collective.output_bytes or 0)
         fitting = [entry for entry in self.sizes if entry[0] <= size]
@@ -131,6 +134,8 @@ class AsyncTpPass:
         elif merged:
             context.forget_view()
             report.decisions += merged
+        normed = self._norms(graph, context)
+        report.decisions += normed.decisions
         view = context.view(graph)
         planner = _Planner(self, view, context)
         chosen = planner.choose()
@@ -143,15 +148,12 @@ class AsyncTpPass:
         moved: dict[torch.fx.Node, torch.fx.Node] = {}
         lowered: list[Lowered] = []
         for priced in chosen:
-            if self.lowering == "op" and fits(priced.region):
-                one = lower_op(graph, priced.region, position, moved)
-            else:
-                one = lower(graph, priced.region, priced.order.order, position, moved)
+            one = planner.choices[priced].lowering.lower(priced, planner.graph, position, moved)
             keys.update(one.keys)
             lowered.append(one)
         if chosen:
             arrange(graph, legal_order(graph, keys, position))
-        report.changed = bool(chosen or merged or splits)
+        report.changed = bool(chosen or merged or splits or normed.count)
         if chosen and planner.before is not None and not any(self.mode_of(c) == "force" for c in view.collectives):
             worse = planner.worse_than_before(graph)
             if worse is not None:
@@ -167,6 +169,7 @@ class AsyncTpPass:
                     added=tuple(sorted(names - names_before)),
                     replaced=(
                         *replaced,
+                        *normed.replaced,
                         *(pair for one in splits for pair in one.replaced),
                         *(pair for one in lowered for pair in one.replaced),
                     ),
@@ -174,8 +177,9 @@ class AsyncTpPass:
             )
         report.metrics = {
             "regions": float(len(chosen)),
-            "gain_ns": float(sum(p.gain_ns for p in chosen)),
+            "gain_ns": float(sum(planner.choices[p].priced.gain_ns for p in chosen)),
             "merged_gathers": float(len(merged)),
+            "fused_norms": float(normed.count),
         }
         return report
 
@@ -186,6 +190,19 @@ class AsyncTpPass:
         except NoHintError:
             return None
         return plan(fx.problem, context.limit_bytes(simulate(fx.problem).peak_bytes), effort=0)
+
+    def _norms(self, graph: torch.fx.Graph, context: Context) -> norms.Fused:
+        """All-reduces with residual and norm become one operator, where kernels may be used."""
+        view = context.view(graph)
+        wanted: dict[Collective, Literal["auto", "force"]] = {}
+        for collective in view.collectives if self.lowering in ("auto", "kernels") else ():
+            mode = self.mode_of(collective)
+            if mode != "off":
+                wanted[collective] = "force" if mode == "force" and self.lowering == "kernels" else "auto"
+        found = norms.fuse(graph, view, context.profile, wanted)
+        if found.count:
+            context.forget_view()
+        return found
 
 
 def _refused(c: Collective, reason: Reason, detail: str, setting: str = "") -> Decision:
@@ -221,6 +238,14 @@ class _Planner:
     decisions: list[Decision] = field(default_factory=list)
     before: Plan | None = None
     """How the graph as it is was scheduled, where the gate needed to know."""
+    choices: dict[Priced, Choice] = field(default_factory=dict)
+    """How each region that is applied is carried out."""
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What lowerings need to know."""
+        costs = ComputeCosts(self.view, self.context.profile, self.context.config.estimator)
+        return Graph(self.view, self.context.profile, costs)
 
     def choose(self) -> list[Priced]:
         """The regions to apply, disjoint, in graph order; leaves one decision per collective."""
@@ -356,12 +381,11 @@ class _Planner:
     def _decide(
         self, chosen: list[Priced], options: dict[Collective, list[Priced]], refusals: dict[Collective, Refusal]
     ) -> None:
+        self.choices = choose_all(self.settings.lowering, chosen, self.graph)
         of: dict[Collective, Priced] = {c: p for p in chosen for c in p.region.collectives}
         for collective in self.view.collectives:
             if collective in of:
-                priced = of[collective]
-                lowering = self.settings.lowering if fits(priced.region) else "decompose"
-                self.decisions.append(_applied(collective, priced, lowering))
+                self.decisions.append(_applied(collective, self.choices[of[collective]]))
             elif collective in refusals:
                 why = refusals[collective]
                 setting = 'async_tp="auto"' if why.reason is Reason.DISABLED else ""
@@ -404,13 +428,15 @@ def describe(priced: Priced) -> str:
     return f"{region.parts} parts along dimension {dim} of {label}: {dots}{joined}"
 
 
-def _applied(c: Collective, priced: Priced, lowering: Lowering) -> Decision:
+def _applied(c: Collective, choice: Choice) -> Decision:
+    priced = choice.priced
+    note = f" ({choice.note})" if choice.note else ""
     return Decision(
         "async_tp",
         c.start.name,
         Verdict.APPLIED,
         Reason.PROFITABLE,
-        f"{lowering}, {describe(priced)}; region {priced.before_ns} -> {priced.after_ns} ns",
+        f"{choice.lowering.name}{note}, {describe(priced)}; region {priced.before_ns} -> {priced.after_ns} ns",
         source=ops.source_line(c.start),
         group=c.group.name,
         gain_ns=priced.gain_ns,

@@ -27,6 +27,8 @@ _SAME_FORMULA = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
+#: Operators that communicate and compute at once: name -> duration in ns of a node; whoever makes them adds them.
+FUSED: dict[str, Callable[[torch.fx.Node, CostProfile], int]] = {}
 
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"})
 
@@ -101,7 +103,10 @@ class ComputeCosts:
             own = self._estimator(node)
             if own is not None:
                 return max(0, round(own))
-        if self._view.role(node) not in (Role.COMPUTE, Role.FENCE):
+        role = self._view.role(node)
+        if role is Role.FENCE and node.op == "call_function" and _torch.op_name(node.target) in FUSED:
+            return FUSED[_torch.op_name(node.target)](node, self._profile)
+        if role not in (Role.COMPUTE, Role.FENCE):
             return 0
         count = self._flops.get(node)
         if count is not None:

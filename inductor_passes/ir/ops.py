@@ -58,7 +58,18 @@ TRANSFERS = frozenset(
 
 #: Collectives that block inside: they run on the compute lane and keep their place among the communication.
 BLOCKING_COLLECTIVES = frozenset(
-    {"_dtensor::shard_dim_alltoall", "inductor_passes::gathered_mm", "inductor_passes::mm_scattered"}
+    {
+        "_dtensor::shard_dim_alltoall",
+        "inductor_passes::gathered_mm",
+        "inductor_passes::mm_scattered",
+        "inductor_passes::symm_gathered_mm",
+        "inductor_passes::symm_mm_scattered",
+        "inductor_passes::all_reduce_residual_rms_norm",
+        "symm_mem::fused_all_gather_matmul",
+        "symm_mem::fused_all_gather_scaled_matmul",
+        "symm_mem::fused_matmul_reduce_scatter",
+        "symm_mem::fused_scaled_matmul_reduce_scatter",
+    }
 )
 
 #: Namespaces whose operators have no effects beyond their schema.

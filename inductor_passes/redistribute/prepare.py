@@ -4,6 +4,8 @@ A plan communicates on sub-meshes; the flat group of a sub-mesh exists when the 
 mesh dimension's own or the world, or when :func:`prepare_groups` made it. Creating a group is itself a collective, so
 it never happens inside a plan or a compiler pass. ``DeviceMesh._flatten`` is not used: it would make DTensor merge
 its own all_gathers over the new mesh, which is wrong for uneven sizes.
+
+The same call establishes what the ranks of each group can do together (``async_tp.availability``).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from inductor_passes import _torch
+from inductor_passes.async_tp.availability import establish
 
 from .mesh import Mesh
 
@@ -46,26 +49,53 @@ def group_name(mesh: Mesh, dims: Iterable[int]) -> str:
     return name
 
 
-def prepare_groups(mesh: Any, dims: Iterable[Iterable[int]] | None = None) -> tuple[tuple[int, ...], ...]:
+def prepare_groups(
+    mesh: Any = None, dims: Iterable[Iterable[int]] | None = None, *, groups: Iterable[Any] = ()
+) -> tuple[tuple[int, ...], ...]:
     """Create the flat process groups of sub-meshes that do not exist yet. Collective: call it on all ranks alike.
 
     Every process of the default group takes part, members of the mesh or not, in the same order; a second call creates
     nothing. Groups that the mesh or the user made are reused when the mesh covers the whole world: only then do all
     processes know alike that they exist.
 
+    For every group that this rank is in, those of the mesh and those of ``groups``, the ranks also find out what they
+    can do together (see :class:`~inductor_passes.async_tp.availability.Availability`); compilation looks that up.
+
     Args:
-        mesh: a ``DeviceMesh`` or a :class:`Mesh`.
+        mesh: a ``DeviceMesh`` or a :class:`Mesh`; None for ``groups`` only.
         dims: sub-meshes as tuples of mesh dims, e.g. ``plan.groups``; None for all combinations of dims of size > 1.
+        groups: process groups, or their names, that belong to no mesh; all members of each must name it.
 
     Returns:
         The sub-meshes for which groups were created, in order of creation.
+
+    Raises:
+        GroupError: one of ``groups`` does not exist or this process is not in it.
     """
-    plain = mesh_of(mesh)
-    if dims is None:
-        used = [m for m, size in enumerate(plain.shape) if size > 1]
-        wanted = [c for k in range(1, len(used) + 1) for c in itertools.combinations(used, k)]
-    else:
-        wanted = sorted({tuple(sorted(plain.check_dims(d))) for d in dims}, key=lambda d: (len(d), d))
+    created: list[tuple[int, ...]] = []
+    if mesh is not None:
+        plain = mesh_of(mesh)
+        wanted = _wanted(plain, dims)
+        created = _create(plain, wanted)
+        if _torch.process_rank() in plain.ranks:
+            for combination in wanted:
+                establish(group_name(plain, combination))
+    for group in groups:
+        found = _torch.resolve_group_ranks(group)
+        if found is None or _torch.process_rank() not in found[1]:
+            raise GroupError(f"groups: {group!r} is no process group that this process is in")
+        establish(found[0])
+    return tuple(created)
+
+
+def _wanted(plain: Mesh, dims: Iterable[Iterable[int]] | None) -> list[tuple[int, ...]]:
+    if dims is not None:
+        return sorted({tuple(sorted(plain.check_dims(d))) for d in dims}, key=lambda d: (len(d), d))
+    used = [m for m, size in enumerate(plain.shape) if size > 1]
+    return [c for k in range(1, len(used) + 1) for c in itertools.combinations(used, k)]
+
+
+def _create(plain: Mesh, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     rank, world = _torch.process_rank(), _torch.default_group().size()
     known = _known_partitions()
     created = []
@@ -78,7 +108,7 @@ def prepare_groups(mesh: Any, dims: Iterable[Iterable[int]] | None = None) -> tu
             continue
         _torch.create_groups(partition)
         created.append(combination)
-    return tuple(created)
+    return created
 
 
 def prepared_partitions() -> list[tuple[tuple[int, ...], ...]]:

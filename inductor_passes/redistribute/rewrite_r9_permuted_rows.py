@@ -128,7 +128,7 @@ class KeepRowsPermuted:
             return None
         if work.exactness != "reassociate":
             refuse(Reason.NUMERICS, "adds rows of weight gradients in another order", 'redistribute="reassociate"')
-        if work.context.config.async_tp != "off":
+        if work.context.config.uses_async_tp:
             refuse(Reason.DISABLED, "async tensor parallelism takes the pair", 'async_tp="off"')
         restored = [n for n in region.forms if region.outside(n)]
         if any(region.forms[n] == "across" for n in restored):

@@ -165,7 +165,9 @@ def _fence(node: torch.fx.Node) -> list[Event]:
                 for op, peer, tag, tensor in rows
             ]
         if name in ops.BLOCKING_COLLECTIVES:
-            dims = " ".join(str(arguments.get(k)) for k in ("gather_dim", "shard_dim"))
-            what = f"{name.split('::')[-1]} {dims} {_value(arguments.get('input'))}"
+            keys = ("gather_dim", "shard_dim", "reduce_op", "parts", "two_shot")
+            settings = [str(arguments[key]) for key in keys if key in arguments]
+            first = arguments.get("input", next(iter(node.all_input_nodes), None))
+            what = " ".join([name.split("::")[-1], *settings, _value(first)])
             return [Event(node.name, Action.BLOCKING, group=group.name, ranks=group.ranks, what=what, source=source)]
     return [Event(node.name, Action.FENCE, what=name or str(node.target), source=source)]

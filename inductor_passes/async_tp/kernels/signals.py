@@ -3,6 +3,9 @@
 A flag holds the epoch of its last use and only grows, so it is never reset: "at least this epoch" is the test. A
 release comes after all the program's earlier stores have been made visible to the system, an acquire before its later
 loads. Addresses of peers' buffers come as a tensor of integers, as symmetric memory hands them out.
+
+Buffers and flags have two pages that take turns by epoch. The epoch is read from device memory, so that a recorded
+CUDA graph counts on when it is replayed.
 """
 
 from __future__ import annotations
@@ -27,6 +30,16 @@ def acquire(flag, epoch):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def peer_pointer(addresses, rank, like):  # type: ignore[no-untyped-def]
-    """The buffer of ``rank`` as a pointer of the type of ``like``; ``addresses`` points to one int64 per rank."""
-    return tl.load(addresses + rank).to(like.dtype, bitcast=True)
+def page(addresses, rank, epoch, stride):  # type: ignore[no-untyped-def]
+    """Address of the page of ``epoch`` in the buffer of ``rank``; ``stride`` is a page's size in bytes."""
+    return tl.load(addresses + rank) + (epoch % 2).to(tl.int64) * stride
+
+
+@triton.jit
+def tile_of(number, down, across, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(row, column) of a tile in grouped order: ``GROUP`` rows of tiles share what they read of the right operand."""
+    per_group = GROUP * across
+    first = number // per_group * GROUP
+    height = tl.minimum(down - first, GROUP)
+    within = number % per_group
+    return first + within % height, within // height

@@ -1,0 +1,61 @@
+"""Tile sizes by device and dtype: a table, so that all ranks launch alike and nothing is measured while running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a matmul is cut.
+
+    Attributes:
+        m / n / k: a tile of the result, and the step along the contraction.
+        group: rows of tiles that are taken together, column by column, for reuse in the cache.
+        warps / stages: launch parameters; without meaning in the interpreter.
+    """
+
+    m: int
+    n: int
+    k: int
+    group: int = 8
+    warps: int = 8
+    stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("m", "n", "k"):
+            size = getattr(self, name)
+            if size < 16 or size & (size - 1):
+                raise ValueError(f"tile size {name}={size}; expected a power of two of at least 16")
+
+
+_INTERPRETED = Tiles(32, 32, 32, group=2)
+_HALF = Tiles(128, 256, 64, warps=8, stages=3)
+_SINGLE = Tiles(128, 128, 32, warps=8, stages=3)
+
+
+def tiles_for(device: torch.device, dtype: torch.dtype) -> Tiles:
+    """The tiles of a matmul of ``dtype`` on ``device``."""
+    if device.type == "cpu":
+        return _INTERPRETED
+    return _HALF if dtype.itemsize <= 2 else _SINGLE
+
+
+def precision() -> str:
+    """How float32 operands are multiplied: as torch's own matmuls are."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def widened(operand: torch.Tensor) -> bool:
+    """Whether operands become float32 before they are multiplied: the interpreter multiplies no bfloat16."""
+    return operand.device.type == "cpu" and operand.dtype is torch.bfloat16
+
+
+def programs_for(device: torch.device, tiles: int, reserved: int = 0) -> int:
+    """How many persistent programs to launch: one per multiprocessor less ``reserved``, at most one per tile."""
+    if device.type == "cpu":
+        return min(2, tiles)
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(count - reserved, tiles))
