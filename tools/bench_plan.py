@@ -43,8 +43,8 @@ IN_TREE = tuple(f"in-tree {variant}" for variant in in_tree_schedule.VARIANTS)
 CONTENDERS = (INPUT, *IN_TREE, OURS, OURS_BUCKETED)
 #: Makespan over bound that ours should stay below, by budget.
 GOAL = {"unlimited": 1.03, "0": 1.06}
-#: By what share of its nodes and of its bound a graph may differ between runs: tracing is not deterministic to the node,
-#: the heterogeneous backward graph has 4,513 or 4,514.
+#: By what share of its nodes and of its bound a graph may differ between runs: tracing is not deterministic to the
+#: node, the heterogeneous backward graph has 4,513 or 4,514.
 SAME_GRAPH = 0.001
 #: Shares of time below which two makespans count as equal.
 EQUAL = 0.0005
