@@ -123,6 +123,9 @@ def test_rows_of_several_runs_are_told_apart(tmp_path: Path, monkeypatch: pytest
     bench_plan._store(file, rows, "d", "H100")
     assert bench_plan.runs_of([json.loads(file.read_text())]) == [second]
     assert bench_plan._source([second], bench_plan.load(tmp_path)) == second
+    # A graph is the same if it differs by as little as between runs.
+    bench_plan._store(file, [dataclasses.replace(rows[1], bound_ns=rows[1].bound_ns + 1)], "d", "H100")
+    assert [r.contender for r in bench_plan.load(tmp_path)] == [INPUT, OURS]
     # Of another graph nothing is kept.
     bench_plan._store(file, [dataclasses.replace(rows[0], nodes=11)], "d", "H100")
     assert [r.contender for r in bench_plan.load(tmp_path)] == [INPUT]

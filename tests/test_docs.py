@@ -125,6 +125,17 @@ def test_every_page_is_in_the_contents() -> None:
     assert sorted(set(listed) - set(pages)) == []
 
 
+def test_every_cell_of_the_comparison_names_its_source() -> None:
+    """What is said of other systems has a source, every source is listed, and every listed one is used."""
+    text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    tables, _, listed = text.partition("## Sources")
+    rows = [line.strip("|").split("|") for line in tables.splitlines() if line.startswith("| ")]
+    others = [cell.strip() for row in rows if row[0].strip() for cell in row[2:]]
+    assert len(others) > 80
+    assert [c for c in others if c not in ("-", "no") and not re.search(r"\[[A-Z]\d\]", c)] == []
+    assert set(re.findall(r"\[([A-Z]\d)\]", tables)) == set(re.findall(r"^- \[([A-Z]\d)\]", listed, re.M))
+
+
 def test_pages_name_no_place_of_a_machine() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

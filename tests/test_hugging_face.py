@@ -91,7 +91,7 @@ def train(rank: int, world_size: int, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["data", "tensor"])
 def test_a_hugging_face_llama_trains_as_in_one_process(pool: Ranks, kind: str) -> None:
-    for lines in pool.run(train, kind):
+    for lines in pool.run(train, kind, timeout=600):
         phases = {line.split()[0] for line in lines}
         assert phases == {"forward", "backward"}
         assert all(int(line.split()[1]) > 0 for line in lines)
