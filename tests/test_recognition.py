@@ -207,6 +207,9 @@ def test_reduce_ops_as_objects_and_numbers() -> None:
     assert _torch.reduce_op_name(two) != _torch.reduce_op_name(three) != "premul_sum"
 
 
+@pytest.mark.skipif(
+    str(op("all_reduce")._schema.arguments[-1].type) == "str", reason="this torch takes groups by name only"
+)
 def test_groups_as_objects_and_a_graph_for_all_ranks() -> None:
     """A rewrite keeps the node that looks a group up; a flat group has no name that holds on every rank."""
     with programs.world() as groups:
