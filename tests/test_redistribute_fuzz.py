@@ -18,17 +18,20 @@ from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.rewrite_r2_nested_reductions import MergeNestedReductions
 
 
-def judged(numbers, counts=None):
+def judged(numbers, counts=None, plain=True):
     """What the fuzzer says about programs of seed 0 (of one batch)."""
 
     shape = random.Random(f"0/{numbers[0] // fuzz.BATCH}/mesh").choice(fuzz.MESHES)
-    return fuzz.batch(0, numbers, shape, counts if counts is not None else collections.Counter())
+    return fuzz.batch(0, numbers, shape, counts if counts is not None else collections.Counter(), plain)
 
 
-def test_programs_keep_their_bits():
+@pytest.mark.parametrize("plain", [True, False])
+def test_programs_keep_their_bits(plain):
     counts = collections.Counter()
-    assert judged(list(range(20)), counts) == []
-    assert counts["programs"] == 20 and counts["programs that a rewrite changed"] >= 5
+    assert judged(list(range(30)), counts, plain) == []
+    assert counts["programs"] == 30 and counts["programs that a rewrite changed"] >= 6
+    if not plain:
+        assert counts["programs with coalesced collectives"] and counts["programs with complex elements"]
 
 
 @pytest.mark.parametrize("number", [298, 603])

@@ -60,10 +60,13 @@ class Value:
 
 
 class Builder:
-    """One program, first as the graph of rank 0; every choice depends on the random numbers only."""
+    """One program, first as the graph of rank 0; every choice depends on the random numbers only.
 
-    def __init__(self, rng: random.Random, mesh: Mesh) -> None:
-        self.rng, self.mesh = rng, mesh
+    ``plain`` leaves coalesced, complex, strided and permuted forms out: what programs were before these came.
+    """
+
+    def __init__(self, rng: random.Random, mesh: Mesh, plain: bool = False) -> None:
+        self.rng, self.mesh, self.plain = rng, mesh, plain
         #: pieces of a slice, and the mesh dimension whose coordinate says which one is a rank's own
         self.own: list[tuple[list[Any], int]] = []
         self.names = [group_name(mesh, (m,)) for m in range(mesh.ndim)]
@@ -76,7 +79,8 @@ class Builder:
         self.uneven = rng.random() < 0.1
         if self.uneven:
             sizes[-1] += 1
-        self.dtype = rng.choice([torch.float32, torch.float32, torch.float32, torch.int64, torch.complex64])
+        dtypes = [torch.float32, torch.float32, torch.int64]
+        self.dtype = rng.choice(dtypes if plain else [torch.float32, *dtypes, torch.complex64])
         self.program = programs.Program(*([tuple(sizes)] * count), dtype=self.dtype)
         self.values = [self._input(node) for node in self.program.inputs]
         #: per input, the mesh dims along which ranks hold different things: replicas are equal, as DTensor's are
@@ -90,14 +94,15 @@ class Builder:
             part = random.Random(f"{seed}/{k}/{[at[m] for m in varying]}").randrange(2**31)
             generator = torch.Generator().manual_seed(part)
             value = node.meta["val"]
-            whole = torch.randint(-2, 3, (2, *value.shape), generator=generator)
-            result.append(torch.complex(*whole.float()) if value.dtype.is_complex else whole[0].to(value.dtype))
+            parts = [torch.randint(-2, 3, tuple(value.shape), generator=generator) for _ in range(2)]
+            whole = torch.complex(parts[0].float(), parts[1].float()) if value.dtype.is_complex else parts[0]
+            result.append(whole.to(value.dtype))
         return result
 
     def _input(self, node: Any) -> Value:
         value = Value(node, [[] for _ in node.meta["val"].shape])
         dims = list(range(self.mesh.ndim))
-        if self.rng.random() < 0.3:
+        if not self.plain and self.rng.random() < 0.3:
             # Nested in another order than the mesh's: a strided shard, or a shard order.
             self.rng.shuffle(dims)
         for m in dims:
@@ -146,7 +151,7 @@ class Builder:
     def unpacked(self, node: Any, count: int, d: int) -> Any:
         """The pieces of dimension 0 side by side along dimension d: as DTensor writes it, or as a permutation."""
         aten = torch.ops.aten
-        if self.rng.random() < 0.7:
+        if self.plain or self.rng.random() < 0.7:
             return self.call(aten.cat.default, self.pieces(node, count, 0), d, origin="redistribute")
         shape = list(node.meta["val"].shape)
         part = [shape[0] // count, *shape[1:]]
@@ -409,7 +414,8 @@ class Builder:
         """The program as a graph."""
         steps = [self.gather, self.gather, self.slice, self.slice, self.reduce, self.reduce, self.exchange]
         steps += [self.compute, self.add, self.add, self.narrowed, self.write, self.padded]
-        steps += [self.all_of_a_kind, self.all_of_a_kind, self.summed, self.coalesced, self.coalesced, self.as_pairs]
+        steps += [self.all_of_a_kind, self.all_of_a_kind, self.summed]
+        steps += [] if self.plain else [self.coalesced, self.coalesced, self.as_pairs]
         for _ in range(self.rng.randint(3, 12)):
             self.calls += 1
             # Mostly the newest value: chains; now and then an older one: other readers, repeated gathers.
@@ -455,7 +461,9 @@ class Plain:
         return Plain(copy)
 
 
-def batch(seed: int, numbers: list[int], shape: tuple[int, ...], counts: collections.Counter[str]) -> list[str]:
+def batch(
+    seed: int, numbers: list[int], shape: tuple[int, ...], counts: collections.Counter[str], plain: bool = False
+) -> list[str]:
     """Run programs on one mesh; what went wrong, one line each."""
     mesh = Mesh(shape)
     before: dict[int, dict[int, Any]] = {n: {} for n in numbers}
@@ -472,7 +480,7 @@ def batch(seed: int, numbers: list[int], shape: tuple[int, ...], counts: collect
             for number in numbers:
                 try:
                     if rank == 0:
-                        builders[number] = Builder(random.Random(f"{seed}/{number}"), mesh)
+                        builders[number] = Builder(random.Random(f"{seed}/{number}"), mesh, plain)
                         builders[number].run()
                     gm = builders[number].for_rank(rank, names)
                     inputs[number][rank] = builders[number].inputs(f"{seed}/{number}", rank)
@@ -513,6 +521,7 @@ def run(
     seed: int = typer.Option(0, help="Program i depends on the seed and i only."),
     first: int = typer.Option(0, help="Number of the first program."),
     failures: int = typer.Option(5, help="Stop after so many failures."),
+    plain: bool = typer.Option(False, help="Without coalesced, complex, strided and permuted forms."),
 ) -> None:
     """Run programs; exits with 1 when one failed."""
     if programs < 1 or first < 0 or failures < 1:
@@ -528,7 +537,7 @@ def run(
     for start in range(first - first % BATCH, first + programs, BATCH):
         numbers = list(range(max(start, first), min(start + BATCH, first + programs)))
         shape = random.Random(f"{seed}/{start // BATCH}/mesh").choice(MESHES)
-        wrong = batch(seed, numbers, shape, counts)
+        wrong = batch(seed, numbers, shape, counts, plain)
         for line in wrong:
             typer.echo(line)
         found += wrong

@@ -163,6 +163,10 @@ def _connected(sets: Iterable[frozenset[str]]) -> list[frozenset[str]]:
 
 
 def _fits(view: GraphView, collective: Collective) -> bool:
+    shared = (user for node in collective.inputs for user in node.users if user is not collective.start)
+    if any(user in view.by_start for user in shared):
+        # Inductor may do an all_reduce in place when it is the last to use its operand: the order must not change.
+        return False
     try:
         slots(view, collective)
     except Refused:

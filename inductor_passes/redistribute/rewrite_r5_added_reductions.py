@@ -132,7 +132,9 @@ class AddBeforeReducing:
             return result
 
         chains = [n for s in sides for n in (*reversed(s.chain), s.collective.start)]
-        work.replace(self.name, last.collective.start, (top, *(n for n in inner if n is not top), *chains), build)
+        # A reduction may be a term twice.
+        removed = tuple(dict.fromkeys((top, *(n for n in inner if n is not top), *chains)))
+        work.replace(self.name, last.collective.start, removed, build)
 
 
 def _is_sum(node: torch.fx.Node) -> bool:
