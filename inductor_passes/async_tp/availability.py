@@ -24,8 +24,8 @@ import torch
 from inductor_passes import _torch
 
 UNKNOWN = "not established for this process group: call inductor_passes.prepare_groups before compiling"
-#: Backends that can send to a single rank.
-_POINT_TO_POINT = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl"})
+#: Backends that can send to a single rank; ``undefined`` is torch's name for its choice of gloo and nccl by device.
+_POINT_TO_POINT = frozenset({"gloo", "nccl", "mpi", "ucc", "xccl", "undefined"})
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,16 @@ import torch.fx
 
 import inductor_passes.async_tp.ops  # noqa: F401  registers the operators
 from inductor_passes import _torch
-from inductor_passes.async_tp.availability import Availability
+from inductor_passes.async_tp.availability import UNKNOWN, Availability
 from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.sites import Replacement, Site
 from inductor_passes.bucket.emit import Emitter
 
 
 def unfit(site: Site, available: Availability) -> str:
-    """Why the operators cannot compute a site, "" when they can; whether messages work is the caller's business."""
+    """Why the operators cannot compute a site, "" when they can; a group of which nothing is known is taken to do."""
+    if available.point_to_point not in ("", UNKNOWN):
+        return available.point_to_point
     if len(site.products) > 1:
         return "several matmuls read what is gathered"
     if site.whole:

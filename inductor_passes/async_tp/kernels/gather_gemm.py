@@ -27,7 +27,7 @@ def _push(  # type: ignore[no-untyped-def]
     chunk, step = tl.program_id(0), tl.program_id(1)
     epoch = tl.load(counter)
     peer = (rank + step) % WORLD
-    target = page(data, peer, epoch, data_page).to(shard.dtype, bitcast=True)
+    target = tl.multiple_of(page(data, peer, epoch, data_page).to(shard.dtype, bitcast=True), 16)
     row = chunk * CHUNK + tl.arange(0, CHUNK).to(tl.int64)
     for begin in range(0, columns, BLOCK):
         column = begin + tl.arange(0, BLOCK)
@@ -46,7 +46,7 @@ def _gemm(  # type: ignore[no-untyped-def]
     WIDEN: tl.constexpr,
 ):
     epoch = tl.load(counter)
-    gathered = page(data, rank, epoch, data_page).to(right.dtype, bitcast=True)
+    gathered = tl.multiple_of(page(data, rank, epoch, data_page).to(right.dtype, bitcast=True), 16)
     raised = page(flags, rank, epoch, flag_page).to(tl.pointer_type(tl.int32), bitcast=True)
     down, across = tl.cdiv(rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     for tile in range(tl.program_id(0), WORLD * down * across, tl.num_programs(0)):
@@ -58,7 +58,8 @@ def _gemm(  # type: ignore[no-untyped-def]
         inner = tl.arange(0, BLOCK_K)
         # Rows and columns beyond the edge read the first one's values, which are not stored.
         read_row = (source * rows + tl.where(row < rows, row, 0)).to(tl.int64)
-        read_column = tl.where(column < n, column, 0).to(tl.int64)
+        in_order = tl.max_contiguous(tl.multiple_of(tl.where(column < n, column, 0), BLOCK_N), BLOCK_N)
+        read_column = in_order.to(tl.int64)
         lefts = gathered + read_row[:, None] * k + inner[None, :]
         rights = right + inner[:, None].to(tl.int64) * right_k + read_column[None, :] * right_n
         total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)

@@ -36,7 +36,8 @@ def _gemm(  # type: ignore[no-untyped-def]
         inner = tl.arange(0, BLOCK_K)
         # Rows and columns beyond the edge read the first one's values, which are not stored.
         read_row = (owner * rows + tl.where(row < rows, row, 0)).to(tl.int64)
-        read_column = tl.where(column < n, column, 0).to(tl.int64)
+        in_order = tl.max_contiguous(tl.multiple_of(tl.where(column < n, column, 0), BLOCK_N), BLOCK_N)
+        read_column = in_order.to(tl.int64)
         lefts = left + read_row[:, None] * left_m + inner[None, :].to(tl.int64) * left_k
         rights = right + inner[:, None].to(tl.int64) * right_k + read_column[None, :] * right_n
         total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -52,7 +53,7 @@ def _gemm(  # type: ignore[no-untyped-def]
             total = tl.dot(a, b, total, input_precision=PRECISION)
             lefts += BLOCK_K * left_k
             rights += BLOCK_K * right_k
-        slot = page(data, owner, epoch, data_page).to(tl.pointer_type(tl.float32), bitcast=True)
+        slot = tl.multiple_of(page(data, owner, epoch, data_page).to(tl.pointer_type(tl.float32), bitcast=True), 16)
         mask = (row[:, None] < rows) & (column[None, :] < n)
         place = (rank * rows + row[:, None]).to(tl.int64) * n + column[None, :]
         tl.store(slot + place, total, mask=mask)
@@ -67,7 +68,7 @@ def _reduce(  # type: ignore[no-untyped-def]
 ):
     tile = tl.program_id(0)
     epoch = tl.load(counter)
-    slots = page(data, rank, epoch, data_page).to(tl.pointer_type(tl.float32), bitcast=True)
+    slots = tl.multiple_of(page(data, rank, epoch, data_page).to(tl.pointer_type(tl.float32), bitcast=True), 16)
     raised = page(flags, rank, epoch, flag_page).to(tl.pointer_type(tl.int32), bitcast=True)
     across = tl.cdiv(n, BLOCK_N)
     tiles = tl.num_programs(0)

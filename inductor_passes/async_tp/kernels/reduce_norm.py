@@ -32,7 +32,7 @@ def _sum_row(  # type: ignore[no-untyped-def]
 ):
     summed = tl.zeros([BLOCK], dtype=tl.float32)
     for peer in range(WORLD):
-        theirs = page(data, peer, epoch, data_page).to(like.dtype, bitcast=True)
+        theirs = tl.multiple_of(page(data, peer, epoch, data_page).to(like.dtype, bitcast=True), 16)
         # Past the cache that may still hold this page's rows of two epochs ago.
         summed += tl.load(theirs + place, mask=mask, other=0.0, cache_modifier=".cv").to(tl.float32)
     return summed
@@ -60,7 +60,7 @@ def _one_shot(  # type: ignore[no-untyped-def]
     mask = offsets < columns
     wide = tl.full([BLOCK], 1, tl.int64) * columns
     flag_type = tl.pointer_type(tl.int32)
-    own = page(data, rank, epoch, data_page).to(x.dtype, bitcast=True)
+    own = tl.multiple_of(page(data, rank, epoch, data_page).to(x.dtype, bitcast=True), 16)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         place = row * wide + offsets
         tl.store(own + place, tl.load(x + place, mask=mask), mask=mask)
