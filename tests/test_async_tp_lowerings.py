@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import inductor_passes
 from inductor_passes._torch import torch_version
 from inductor_passes.async_tp.availability import Availability, record
+from inductor_passes.report import Reason, Verdict
 from inductor_passes.trace.collector import collect
 from tests.async_tp_programs import BY_NAME, Program, inputs, rs, trace
 from tests.bucket_graphs import check_fakes, local_world, output_layouts
@@ -48,7 +49,6 @@ REFUSED = {
     "addmm_rs0": "bias",
     "wgrad": "no matmul has its rows",
     "mm_ar": "all_reduce has no operator",
-    "ag_mm_rs": "its matmul is that of AG0 too",
 }
 
 
@@ -157,6 +157,19 @@ def test_what_does_not_fit_is_decomposed_and_says_why(name: str, lowering: str) 
     assert decision.detail.startswith(f"decompose ({lowering} does not fit: ") and said in decision.detail
 
 
+@pytest.mark.parametrize("lowering", ["kernels", "op"])
+def test_a_matmul_between_two_collectives_goes_to_one(lowering: str) -> None:
+    """No operator gathers and scatters: where one of the two is cheaper than parts for both, the other stays whole."""
+    with local_world(2) as group:
+        record(group, usable())
+        gm = trace(BY_NAME["ag_mm_rs"])
+        first, second = run(gm, link(32.0), mode="force", lowering=lowering).decisions
+        check_fakes(gm)
+        assert len(operators(gm)) == 1
+    assert first.detail.startswith(f"{lowering},") and first.verdict is Verdict.APPLIED
+    assert "part of another" in second.detail
+
+
 def test_maximum_is_never_fused() -> None:
     """torch's pass takes it, and its operator raises when it runs."""
     with local_world(2) as group:
@@ -187,6 +200,20 @@ def test_auto_takes_the_cheapest_that_fits() -> None:
             found.append((decision.detail.split(",")[0], decision.gain_ns))
     assert [name for name, _ in found] == ["decompose", "kernels", "kernels"]
     assert found[1][1] > found[0][1]
+
+
+def test_the_gate_judges_by_the_cheapest_lowering() -> None:
+    """In parts it would pay so many latencies that it is left whole; a kernel pays one."""
+    big = Program("big", lambda x, w: rs(x @ w), ((512, 64), (64, 64)))
+    found = []
+    for known in (Availability(), usable()):
+        with local_world(2) as group:
+            record(group, known)
+            gm = trace(big)
+            (decision,) = run(gm, link(32.0, alpha_ns=4e6), mode="auto").decisions
+            found.append((decision.verdict, decision.reason))
+            assert bool(operators(gm)) == (decision.verdict is Verdict.APPLIED), decision
+    assert found == [(Verdict.REFUSED, Reason.NOT_PROFITABLE), (Verdict.APPLIED, Reason.PROFITABLE)]
 
 
 class Mlp(nn.Module):

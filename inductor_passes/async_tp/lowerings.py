@@ -10,7 +10,7 @@ The choice is a pure function of region, settings, cost profile and what was est
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -193,6 +193,14 @@ class Choice:
     lowering: Lowering
     priced: Priced
     note: str = ""
+
+
+def others_fit_anything(setting: AsyncTpLowering, groups: Iterable[str]) -> bool:
+    """Whether a lowering other than ``decompose`` can be had at all on one of these process groups."""
+    if setting in ("decompose", "op"):
+        return setting == "op"
+    known = [availability(name) for name in groups]
+    return any(not one.kernels or not one.symmetric_memory for one in known)
 
 
 def choose_all(setting: AsyncTpLowering, regions: Sequence[Priced], graph: Graph) -> dict[Priced, Choice]:

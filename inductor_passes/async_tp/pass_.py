@@ -29,7 +29,7 @@ from inductor_passes.async_tp import norms
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.gathers import merge_identical
 from inductor_passes.async_tp.lower_decompose import Lowered
-from inductor_passes.async_tp.lowerings import Choice, Graph, choose_all
+from inductor_passes.async_tp.lowerings import Choice, Graph, choose, choose_all, others_fit_anything
 from inductor_passes.async_tp.members import taken_apart
 from inductor_passes.async_tp.order import Key, legal_order
 from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
@@ -240,12 +240,30 @@ class _Planner:
     """How the graph as it is was scheduled, where the gate needed to know."""
     choices: dict[Priced, Choice] = field(default_factory=dict)
     """How each region that is applied is carried out."""
+    in_parts: dict[Priced, Priced] = field(default_factory=dict)
+    """What options that another lowering makes cheaper cost in parts."""
 
     @cached_property
     def graph(self) -> Graph:
         """What lowerings need to know."""
         costs = ComputeCosts(self.view, self.context.profile, self.context.config.estimator)
         return Graph(self.view, self.context.profile, costs)
+
+    @cached_property
+    def _asked(self) -> Graph | None:
+        """To ask lowerings what an option would cost, before anybody owns anything; None where there are only parts."""
+        names = {c.group.name for c in self.view.collectives}
+        if not others_fit_anything(self.settings.lowering, names):
+            return None
+        return Graph(self.view, self.context.profile, self.graph.costs)
+
+    def _option(self, priced: Priced) -> Priced:
+        """A region at the price of the lowering that would be chosen for it alone."""
+        if self._asked is None:
+            return priced
+        cheapest = choose(self.settings.lowering, priced, self._asked).priced
+        self.in_parts[cheapest] = priced
+        return cheapest
 
     def choose(self) -> list[Priced]:
         """The regions to apply, disjoint, in graph order; leaves one decision per collective."""
@@ -267,7 +285,10 @@ class _Planner:
                 options.append((collective, found))
                 if why is not None:
                     refusals[collective] = why
-        chosen = self._disjoint(options)
+        chosen = [self.in_parts.get(p, p) for p in self._disjoint(options)]
+        self.choices = choose_all(self.settings.lowering, chosen, self.graph)
+        # A matmul between two of them goes to one, and the other may have to come in parts after all.
+        chosen = [p for p in chosen if self._asked is None or self._worth(self.choices[p].priced)]
         self._decide(chosen, dict(options), refusals)
         return sorted(chosen, key=lambda p: self.view.position[next(iter(p.region.cuts))])
 
@@ -340,7 +361,7 @@ class _Planner:
                 key = (parts, tuple(region.cuts.items()))
                 if key not in seen:
                     seen.add(key)
-                    found.append(pricer.price(region))
+                    found.append(self._option(pricer.price(region)))
                 if further > 1 and len(region.collectives) == joined:
                     break
                 joined = len(region.collectives)
@@ -381,7 +402,6 @@ class _Planner:
     def _decide(
         self, chosen: list[Priced], options: dict[Collective, list[Priced]], refusals: dict[Collective, Refusal]
     ) -> None:
-        self.choices = choose_all(self.settings.lowering, chosen, self.graph)
         of: dict[Collective, Priced] = {c: p for p in chosen for c in p.region.collectives}
         for collective in self.view.collectives:
             if collective in of:
