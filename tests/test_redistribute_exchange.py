@@ -20,11 +20,12 @@ from tests.async_tp_programs import Program, inputs, rs, run_ranks, trace
 from tests.bucket_graphs import assert_same_bits, check_fakes, local_world, output_layouts
 
 
-def link(ranks: int, scatter: float, exchange: float) -> CostProfile:
-    """A measured link with these ns per byte."""
+def link(ranks: int, scatter: float, exchange: float | None) -> CostProfile:
+    """A measured link with these ns per byte; None: not measured."""
     costs = tuple(
         CollectiveCost(kind, 1_000.0, per_byte, 100.0, 0.0)
         for kind, per_byte in (("reduce_scatter", scatter), ("all_to_all", exchange))
+        if per_byte is not None
     )
     group = GroupCost(Layout(ranks, 1, ranks), "test", "wire", costs)
     return replace(CostProfile.default("cpu", ranks), measured=True, groups=(group,))
@@ -95,6 +96,7 @@ def test_any_two_terms_add_up_to_the_same_bits() -> None:
     [
         (_chain, link(2, 2e4, 2e4), "exact", 2, []),  # nothing to gain: no candidate
         (_chain, CostProfile.default("cpu"), "reassociate", 2, []),
+        (_chain, link(2, 4e4, None), "exact", 2, []),  # a measured reduction and an exchange from the datasheet
         (_chain, CostProfile.default("cuda"), "reassociate", 2, []),
         (_chain, SLOW, "off", 2, [Reason.DISABLED] * 2),
         (_chain, link(4, 4e4, 2e4), "exact", 4, [Reason.NUMERICS] * 2),

@@ -136,8 +136,11 @@ def _gain_ns(collective: Collective, context: Context) -> int | None:
     if shape is None or not given or not kept or group.size < 2 or not shape or shape[0] % group.size:
         return None
     profile = context.profile
-    before = profile.communication_ns("reduce_scatter", given, kept, group.ranks)
-    after = profile.communication_ns("all_to_all", given, given, group.ranks)
+    before, origin = profile.communication_estimate("reduce_scatter", given, kept, group.ranks)
+    after, other = profile.communication_estimate("all_to_all", given, given, group.ranks)
+    if not {origin, other} <= {"measured", "scaled"}:
+        # One measured and one from a datasheet say nothing about each other.
+        return None
     after += profile.compute_ns(0, given + kept, "float32")
     return before - after if before - after > LEAST_GAIN * before else None
 
