@@ -1,18 +1,21 @@
-"""Entry point that torch runs when it is imported (group ``torch.backends``).
+"""Entry point that torch runs at the end of ``import torch`` (group ``torch.backends``).
 
-Does nothing unless ``INDUCTOR_PASSES`` is set, and imports nothing before it has looked.
+Does nothing unless ``INDUCTOR_PASSES`` is set, and imports nothing before it has looked. What goes wrong here is
+logged: raised, it would make torch's import fail.
 """
 
 import os
 
 
 def autoload() -> None:
-    """Enable the plugin when ``INDUCTOR_PASSES=1``."""
-    value = os.environ.get("INDUCTOR_PASSES", "0").strip().lower()
-    if value in ("", "0", "false", "off", "no"):
+    """Switch the plugin on when ``INDUCTOR_PASSES=1``; no pass and nothing of Inductor is imported by that."""
+    if os.environ.get("INDUCTOR_PASSES", "").strip() in ("", "0"):
         return
-    if value not in ("1", "true", "on", "yes"):
-        raise ValueError(f"INDUCTOR_PASSES={value!r} is not allowed; expected 0 or 1")
-    from inductor_passes import config
+    try:
+        from inductor_passes import switch
 
-    config.enabled = True
+        switch.follow_environment()
+    except Exception as error:
+        import logging
+
+        logging.getLogger("inductor_passes").warning("inductor_passes stays off: %s: %s", type(error).__name__, error)

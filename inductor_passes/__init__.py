@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from inductor_passes import config as config
     from inductor_passes.config import ConfigError as ConfigError
     from inductor_passes.config import PassConfig as PassConfig
+    from inductor_passes.emulation import link as emulated_link
     from inductor_passes.explanation import explain as explain
     from inductor_passes.plugin import compile_options as options
     from inductor_passes.redistribute.plan import plan_redistribution as plan_redistribution
@@ -28,6 +29,7 @@ _PUBLIC = {
     "ConfigError": ("inductor_passes.config", "ConfigError"),
     "PassConfig": ("inductor_passes.config", "PassConfig"),
     "config": ("inductor_passes.config", ""),
+    "emulated_link": ("inductor_passes.emulation.link", ""),
     "explain": ("inductor_passes.explanation", "explain"),
     "options": ("inductor_passes.plugin", "compile_options"),
     "plan_redistribution": ("inductor_passes.redistribute.plan", "plan_redistribution"),
@@ -40,6 +42,7 @@ __all__ = [
     "ConfigError",
     "PassConfig",
     "config",
+    "emulated_link",
     "explain",
     "options",
     "plan_redistribution",

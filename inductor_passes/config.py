@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import importlib.util
 import os
 import re
 import sys
@@ -19,10 +20,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
+from inductor_passes import switch
+from inductor_passes.records.words import Effort
+
 #: Prefix of our keys among ``torch.compile(options=...)``.
 PREFIX = "inductor_passes."
 #: ``INDUCTOR_PASSES=1`` enables the plugin; ``INDUCTOR_PASSES_<FIELD>=value`` sets a field.
-ENV = "INDUCTOR_PASSES"
+ENV = switch.ENV
 
 _UNITS = {
     "B": 1,
@@ -35,8 +39,9 @@ _UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-_PERCENT = re.compile(r"\+\s*(\d+(?:\.\d+)?)\s*%")
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)")
+# Numbers of thousands of digits are no sizes, and converting them raises errors of other kinds.
+_PERCENT = re.compile(r"\+\s*(\d{1,15}(?:\.\d{1,15})?)\s*%", re.ASCII)
+_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]+)", re.ASCII)
 
 
 class ConfigError(ValueError):
@@ -178,7 +183,7 @@ class AsyncTpOverrides:
                 raise ConfigError("async_tp_sizes", sizes, f"every size once; {AsyncTpOverrides.SIZES}")
             sized[size] = mode
         numbers = [part.strip() for part in parts.split(",")] if isinstance(parts, str) else [""]
-        if not all(part.isdecimal() and int(part) >= 2 for part in numbers):
+        if not all(part.isdecimal() and len(part) <= 9 and int(part) >= 2 for part in numbers):
             raise ConfigError("async_tp_parts", parts, AsyncTpOverrides.PARTS)
         return AsyncTpOverrides(tuple(named), tuple(sorted(sized.items())), tuple(sorted({int(p) for p in numbers})))
 
@@ -214,6 +219,12 @@ class PassConfig:
         "+5%",
     )
     schedule: Switch = _doc("Reorder collectives around compute.", "on")
+    effort: Effort = _doc(
+        'How hard the planner tries to find the order: "high" searches eight times longer, "exact" then also solves '
+        "parts of the order by constraint programming, which takes up to half a minute per graph and level and needs "
+        "OR-Tools of the same version on every rank. More effort never gives a slower plan.",
+        "normal",
+    )
     redistribute: str = _doc(
         "Rewrite collectives that DTensor's one-dimension-at-a-time planning wastes: "
         '"exact" applies what keeps every bit, "reassociate" also what adds in another order (fewer all-reduces in '
@@ -269,6 +280,14 @@ class PassConfig:
     verify: Verify = _doc(
         'Verification always runs. "on" restores the graph and warns once when it finds something; "strict" raises.',
         "on",
+    )
+    rank_agreement: str = _doc(
+        "How long a graph's ranks wait for each other, before anything is changed, to find out whether they all "
+        'compile the same graph: "10s", through the default group\'s store, never by a collective. Where they do not, '
+        "or one does not answer in time, collectives stay as they are, in their order, and a warning says why. "
+        '"trust" asks nobody: for programs that are known to be the same on all ranks; where they are not, they hang '
+        "or compute wrong numbers. See [agreement](agreement.md).",
+        "10s",
     )
     rank_check: RankCheck = _doc(
         "Compare the planned collectives of every graph with the other ranks of each process group when it is "
@@ -328,6 +347,11 @@ class PassConfig:
         return MemoryBudget.parse(self.memory_budget)
 
     @property
+    def rank_timeout_s(self) -> float | None:
+        """``rank_agreement`` in seconds; None when nobody is asked."""
+        return _rank_timeout_s(self.rank_agreement)
+
+    @property
     def redistribution(self) -> Redistribution:
         """``redistribute``, parsed."""
         return Redistribution.parse(self.redistribute)
@@ -362,8 +386,14 @@ class PassConfig:
 
     @staticmethod
     def from_env(environ: Mapping[str, str] | None = None) -> PassConfig:
-        """Defaults overridden by ``INDUCTOR_PASSES_<FIELD>`` variables, e.g. ``INDUCTOR_PASSES_MEMORY_BUDGET=0``."""
+        """Defaults overridden by ``INDUCTOR_PASSES_<FIELD>`` variables, e.g. ``INDUCTOR_PASSES_MEMORY_BUDGET=0``.
+
+        Raises:
+            ConfigError: an unknown variable of this form, a bad value, or one of ``INDUCTOR_PASSES`` itself.
+        """
         environ = os.environ if environ is None else environ
+        if switch.parse(environ.get(ENV, "")) is None:
+            raise ConfigError(ENV, environ[ENV], switch.ALLOWED)
         values: dict[str, Any] = {}
         for name, value in environ.items():
             if name.startswith(ENV + "_"):
@@ -385,6 +415,7 @@ class PassConfig:
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(PassConfig)}
 _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
+    "effort": get_args(Effort),
     "async_tp": get_args(AsyncTp),
     "async_tp_lowering": get_args(AsyncTpLowering),
     "bucket": get_args(Switch),
@@ -413,6 +444,8 @@ def allowed_values(key: str) -> str:
         return _OVERRIDES[key]
     if key in _LITERALS:
         return " or ".join(f'"{v}"' for v in _LITERALS[key])
+    if key == "rank_agreement":
+        return _RANK_AGREEMENT
     if key == "estimator":
         return "None or a function from torch.fx.Node to nanoseconds"
     return "a path as text, or empty"
@@ -426,18 +459,38 @@ def check_key(key: str, shown: str | None = None) -> None:
         raise ConfigError("unknown key", shown or key, f"one of {', '.join(sorted(FIELDS))}{hint}")
 
 
+_RANK_AGREEMENT = 'seconds from "0.1s" to "3600s", e.g. "10s", or "trust"'
+_SECONDS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*s")
+
+
+def _rank_timeout_s(value: object) -> float | None:
+    """Parse ``rank_agreement``."""
+    text = value.strip() if isinstance(value, str) else ""
+    match = _SECONDS.fullmatch(text)
+    if text == "trust":
+        return None
+    if match is None or not 0.1 <= float(match[1]) <= 3600:
+        raise ConfigError("rank_agreement", value, _RANK_AGREEMENT)
+    return float(match[1])
+
+
 def check_value(key: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is allowed for the field ``key``."""
     if key == "memory_budget":
         MemoryBudget.parse(value, key)
     elif key == "redistribute":
         Redistribution.parse(value, key)
+    elif key == "rank_agreement":
+        _rank_timeout_s(value)
     elif key in _OVERRIDES:
         given = {"async_tp_groups": "", "async_tp_sizes": "", "async_tp_parts": "2", key: value}
         AsyncTpOverrides.parse(*given.values())
     elif key in _LITERALS:
         if not isinstance(value, str) or value not in _LITERALS[key]:
             raise ConfigError(key, value, allowed_values(key))
+        if (key, value) == ("effort", "exact") and importlib.util.find_spec("ortools") is None:
+            needs = '"exact" needs OR-Tools, which is not installed: pip install "inductor-passes[exact]"'
+            raise ConfigError(key, value, f'"normal" or "high"; {needs}')
     elif key == "estimator":
         if value is not None and not callable(value):
             raise ConfigError(key, value, allowed_values(key))
@@ -461,7 +514,7 @@ class _Namespace(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "enabled":
-            return bool(_state["enabled"])
+            return switch.is_on()
         if name in FIELDS:
             return getattr(current(), name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
@@ -484,19 +537,10 @@ class _Namespace(types.ModuleType):
         return sorted({*super().__dir__(), *FIELDS, "enabled"})
 
 
-_state: dict[str, bool] = {"enabled": False}
-
-
 def _set_enabled(value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError("enabled", value, "True or False")
-    from inductor_passes import plugin
-
-    if value:
-        plugin.enable()
-    else:
-        plugin.disable()
-    _state["enabled"] = value
+    switch.set_on(value)
 
 
 @contextlib.contextmanager
@@ -506,7 +550,7 @@ def patch(**values: Any) -> Iterator[None]:
     A compiled function is compiled at its first call, its backward at the first backward: both must be inside.
     """
     namespace = sys.modules[__name__]
-    saved, was_enabled = dict(_process), _state["enabled"]
+    saved, was_enabled = dict(_process), switch.is_on()
     try:
         for name, value in values.items():
             setattr(namespace, name, value)
@@ -514,8 +558,9 @@ def patch(**values: Any) -> Iterator[None]:
     finally:
         _process.clear()
         _process.update(saved)
-        if _state["enabled"] != was_enabled:
-            _set_enabled(was_enabled)
+        if switch.is_on() != was_enabled:
+            switch.set_on(was_enabled)
 
 
 sys.modules[__name__].__class__ = _Namespace
+switch.follow_environment()

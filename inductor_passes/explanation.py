@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from inductor_passes import _torch
+from inductor_passes import _torch, agreement
 from inductor_passes.plugin import compile_options
 from inductor_passes.report import GraphReport
 from inductor_passes.trace.collector import collect
@@ -89,8 +89,8 @@ def explain(
     What is executed: the model's Python code, once, by dynamo; compilation of every graph, generated code included.
     What is not: no kernel of the model, no collective, no backward, no optimizer. Between graphs (after a graph break)
     values are zeros, so Python that branches on values may take another way than in training. Compilation itself may
-    measure kernels when ``max_autotune`` is on, and compares ranks through the store when ``rank_check`` is. In a
-    distributed program call it on all ranks; a fake process group does as well.
+    measure kernels when ``max_autotune`` is on, and compares ranks through the store when ``rank_check`` is. No rank is
+    asked whether it has the same graph: all are taken to. A fake process group does as well as a real one.
 
     Args:
         model: a module or function, compiled already or not; it is not changed.
@@ -125,7 +125,7 @@ def explain(
         return stand_in
 
     compiled = torch.compile(function, backend=backend)
-    with collect() as reports, contextlib.suppress(_Stop):
+    with collect() as reports, agreement.explaining(), contextlib.suppress(_Stop):
         compiled(*inputs, **keywords)
     result.reports = list(reports)
     return result

@@ -7,12 +7,16 @@ Units: ns and bytes.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from inductor_passes.records.convert import check_version, convert, plain
+from inductor_passes.records.limits import Count, Integer, Number
+
 SCHEMA_VERSION = 1
+#: What a graph may be.
+PHASES = ("forward", "backward", "inference")
 
 
 class Verdict(str, Enum):
@@ -39,20 +43,19 @@ class Reason(str, Enum):
     ALREADY_OPTIMAL = "input order is already best"
     NO_COLLECTIVES = "no collectives"
     NO_HINT = "symbolic size without a hint"
-    UNKNOWN_OP = "unknown op"
     UNSUPPORTED = "unsupported form"
     MIXED_DTYPE = "mixed dtypes"
     MIXED_REDUCE_OP = "mixed reduce ops"
     DIFFERENT_GROUP = "different group"
     NUMERICS = "would change numerics"
     VERIFIER = "verifier finding"
+    UNPROVEN = "could not be proven"
     EXCEPTION = "exception in the pass"
     SLOWER = "simulated slower than the input"
     OVER_BUDGET = "above the memory budget"
     DISABLED = "switched off"
     RANKS_DIFFER = "ranks differ"
     PLAN_PINNED = "pinned by plan file"
-    UNAVAILABLE = "not available on this backend"
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Decision:
     detail: str = ""
     source: str = ""
     group: str = ""
-    gain_ns: int = 0
+    gain_ns: Integer = 0
     setting: str = ""
 
 
@@ -107,8 +110,8 @@ class PassReport:
     rolled_back: Reason | None = None
     detail: str = ""
     findings: list[Finding] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    duration_ns: int = 0
+    metrics: dict[str, Number] = field(default_factory=dict)
+    duration_ns: Count = 0
 
 
 @dataclass(frozen=True)
@@ -116,22 +119,24 @@ class CollectiveReport:
     """One collective in the final schedule.
 
     ``exposed_ns`` is the time the compute lane stands still for it, ``hidden_ns`` the rest of its duration.
+    ``kind`` is a :class:`~inductor_passes.operators.CollectiveKind`, or what the label says in a problem that was made
+    elsewhere. ``bucket`` says what a merged collective carries, e.g. ``bucket of 3``.
     """
 
     name: str
     label: str
     kind: str
     lane: str
-    ranks: tuple[int, ...]
-    size_bytes: int
-    duration_ns: int
-    hidden_ns: int
-    exposed_ns: int
-    exposed_before_ns: int
+    ranks: tuple[Count, ...]
+    size_bytes: Count
+    duration_ns: Count
+    hidden_ns: Integer
+    exposed_ns: Integer
+    exposed_before_ns: Integer
     reason: Reason
     detail: str = ""
     setting: str = ""
-    gain_ns: int = 0
+    gain_ns: Integer = 0
     source: str = ""
     bucket: str = ""
 
@@ -156,8 +161,8 @@ class RedistributionReport:
     explicit: bool | None
     source: str
     placements: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
+    bytes_before: Count
+    bytes_after: Count
     rewrites: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
@@ -171,18 +176,18 @@ class ScheduleReport:
     """
 
     level: str
-    tasks: int
-    makespan_before_ns: int
-    makespan_after_ns: int
-    compute_ns: int
-    communication_ns: int
-    lower_bound_ns: int
-    gap: float
-    exposed_before_ns: int
-    exposed_after_ns: int
-    peak_before_bytes: int
-    peak_after_bytes: int
-    budget_bytes: int | None
+    tasks: Count
+    makespan_before_ns: Count
+    makespan_after_ns: Count
+    compute_ns: Count
+    communication_ns: Count
+    lower_bound_ns: Count
+    gap: Number
+    exposed_before_ns: Integer
+    exposed_after_ns: Integer
+    peak_before_bytes: Count
+    peak_after_bytes: Count
+    budget_bytes: Count | None
     digest: str
     schedule_before: str = ""
     schedule_after: str = ""
@@ -199,13 +204,13 @@ class GraphReport:
     """
 
     phase: str
-    graph_index: int
+    graph_index: Count
     compile_id: str = ""
-    rank: int = 0
-    world_size: int = 1
+    rank: Count = 0
+    world_size: Count = 1
     torch_version: str = ""
     config: dict[str, Any] = field(default_factory=dict)
-    nodes: int = 0
+    nodes: Count = 0
     passes: list[PassReport] = field(default_factory=list)
     schedules: list[ScheduleReport] = field(default_factory=list)
     collectives: list[CollectiveReport] = field(default_factory=list)
@@ -225,59 +230,13 @@ class GraphReport:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON-able data."""
-        return _plain(dataclasses.asdict(self))
+        return plain(self)  # type: ignore[no-any-return]
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> GraphReport:
         """Inverse of :meth:`to_json`; unknown keys are ignored, a newer schema version is refused.
 
         Raises:
-            ValueError: the schema version is not the one this package writes.
+            RecordError: another schema version, a missing key or a value of another type; it names the place.
         """
-        if data.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"report has schema_version {data.get('schema_version')!r}; expected {SCHEMA_VERSION}")
-        values = {f.name: data[f.name] for f in dataclasses.fields(GraphReport) if f.name in data}
-        values["passes"] = [_pass_from_json(p) for p in values.get("passes", [])]
-        values["schedules"] = [_build(ScheduleReport, s) for s in values.get("schedules", [])]
-        values["collectives"] = [
-            _build(CollectiveReport, {**c, "reason": Reason(c["reason"]), "ranks": tuple(c["ranks"])})
-            for c in values.get("collectives", [])
-        ]
-        values["redistributions"] = [_redistribution_from_json(r) for r in values.get("redistributions", [])]
-        return GraphReport(**values)
-
-
-def _build(cls: Any, data: dict[str, Any]) -> Any:
-    known = {f.name for f in dataclasses.fields(cls)}
-    return cls(**{k: v for k, v in data.items() if k in known})
-
-
-def _redistribution_from_json(data: dict[str, Any]) -> RedistributionReport:
-    lists = ("names", "placements", "rewrites", "refused")
-    return _build(RedistributionReport, {**data, **{k: tuple(data.get(k, ())) for k in lists}})  # type: ignore[no-any-return]
-
-
-def _pass_from_json(data: dict[str, Any]) -> PassReport:
-    rolled_back = data.get("rolled_back")
-    return _build(
-        PassReport,
-        {
-            **data,
-            "decisions": [
-                _build(Decision, {**d, "verdict": Verdict(d["verdict"]), "reason": Reason(d["reason"])})
-                for d in data.get("decisions", [])
-            ],
-            "findings": [_build(Finding, f) for f in data.get("findings", [])],
-            "rolled_back": None if rolled_back is None else Reason(rolled_back),
-        },
-    )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Enum):
-        return value.value
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value
+        return convert(check_version(data, SCHEMA_VERSION, "report"), GraphReport, "a report")

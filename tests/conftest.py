@@ -1,4 +1,4 @@
-"""Shared set-up: helpers of this folder are importable everywhere, settings do not leak from test to test."""
+"""Shared set-up: a compile cache of this run's own, and settings that do not leak from test to test."""
 
 from __future__ import annotations
 
@@ -6,14 +6,24 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.ranks import Ranks
+
+# Set-up code asserts too: its failures shall show values as those of tests do.
+pytest.register_assert_rewrite("tests.support")
 
 _OWN_CACHE = "PASSES_TEST_CACHE"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """A compile cache of this run's own, shared by its workers and ranks: what an earlier run left decides nothing."""
+    # Else Inductor compiles and loads a library per vector extension: ten seconds for every cache that begins empty,
+    # more than one for every process.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if _OWN_CACHE not in os.environ:
         folder = tempfile.mkdtemp(prefix="inductor_passes_cache_")
         os.environ[_OWN_CACHE] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
@@ -27,3 +37,25 @@ def _fresh_settings() -> Iterator[None]:
 
     with config.patch():
         yield
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two gloo ranks for all files whose functions leave nothing behind that others would notice.
+
+    Groups that they make, and what was compiled, stay: a file that counts such things, prepares groups or needs
+    another backend or environment has ranks of its own.
+    """
+    from tests.support.ranks import Ranks
+
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """As ``two_ranks``."""
+    from tests.support.ranks import Ranks
+
+    with Ranks(4) as ranks:
+        yield ranks

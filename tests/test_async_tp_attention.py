@@ -15,8 +15,9 @@ from inductor_passes.async_tp.rules_attention import RULES
 from inductor_passes.async_tp.slab import Slab, Uniform
 from inductor_passes.ir import ops
 from inductor_passes.report import Verdict
-from tests.async_tp_programs import Program, ag, inputs, rs, run_ranks, trace
-from tests.bucket_graphs import assert_same_bits, check_fakes, local_world, output_layouts
+from tests.support.async_tp_programs import Program, ag, inputs, rs, run_ranks, trace
+from tests.support.bucket_graphs import assert_same_bits, check_fakes, output_layouts
+from tests.support.world import fake_world
 from tests.test_async_tp_pass import link, run
 
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ MASKS = {
 def test_forward_and_backward_in_one_region(mask: str) -> None:
     shapes = ((BATCH, SEQUENCE, HIDDEN), (BATCH, SEQUENCE, HIDDEN), (HIDDEN, HIDDEN), (HIDDEN, HIDDEN), *MASKS[mask])
     program = Program("attention", _training_step(bool(MASKS[mask])), shapes)
-    with local_world(2):
+    with fake_world(2):
         gm = trace(program)
         per_rank = [[t * 0.25 for t in inputs(program, rank)] for rank in range(2)]
         expected, layouts = run_ranks(gm, per_rank), output_layouts(gm)

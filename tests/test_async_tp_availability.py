@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 import inductor_passes
-from inductor_passes import ConfigError, PassConfig, identity
-from inductor_passes.async_tp import availability
-from inductor_passes.async_tp.availability import UNKNOWN, Availability, Facts, agree
+from inductor_passes import ConfigError, PassConfig
 from inductor_passes.async_tp.pass_ import AsyncTpPass
-from inductor_passes.plugin import passes_of
+from inductor_passes.engine import identity
+from inductor_passes.engine.passes import passes_of
+from inductor_passes.groups import availability
+from inductor_passes.groups.availability import UNKNOWN, Availability, Facts, agree
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.prepare import GroupError
-from tests.bucket_graphs import local_world
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
 
 CPU = Facts(host="a", device="cpu", symmetric_memory="no CUDA")
 CUDA = Facts(host="a", device="cuda", device_id="x", visible=("x", "y"), reachable=("x", "y"))
@@ -81,13 +82,13 @@ def test_one_rank_decides_for_its_groups() -> None:
 
 
 def test_fake_groups_move_nothing_and_answers_go_with_the_groups() -> None:
-    with local_world(4) as group:
+    with fake_world(4) as group:
         assert availability.availability(group).kernels == UNKNOWN
         inductor_passes.prepare_groups(Mesh((2, 2)))
         assert "fake" in availability.availability(group).kernels
         with pytest.raises(GroupError, match="no process group"):
             inductor_passes.prepare_groups(groups=["nothing"])
-    with local_world(4) as group:
+    with fake_world(4) as group:
         assert availability.availability(group).kernels == UNKNOWN
     assert availability.established() == {}
 
@@ -95,7 +96,7 @@ def test_fake_groups_move_nothing_and_answers_go_with_the_groups() -> None:
 def test_the_cache_key_knows() -> None:
     config = PassConfig()
     profile = identity.load_profile(config)
-    with local_world(2) as group:
+    with fake_world(2) as group:
         keys = [identity.cache_key(config, profile)]
         for found in (Availability("", "", "", "cpu"), Availability("", "no", "", "cpu")):
             availability.record(group, found)
@@ -122,7 +123,8 @@ def test_settings_reach_the_pass() -> None:
     environ = {"INDUCTOR_PASSES_ASYNC_TP_SIZES": "64KiB=force", "INDUCTOR_PASSES_ASYNC_TP_LOWERING": "op"}
     assert PassConfig.from_env(environ).uses_async_tp and not PassConfig().uses_async_tp
     assert not PassConfig(async_tp_groups="tp=off").uses_async_tp
-    assert inductor_passes.options(async_tp_groups="tp=force")
+    ours = inductor_passes.options(async_tp_groups="tp=force")["custom_partitioner_fn"]
+    assert ours.settings.async_tp_groups == "tp=force"
 
 
 @pytest.mark.parametrize(
@@ -153,9 +155,9 @@ def test_a_group_is_known_by_its_description() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     from inductor_passes.ir.view import GraphView
-    from tests.async_tp_programs import BY_NAME, trace
+    from tests.support.async_tp_programs import BY_NAME, trace
 
-    with local_world(2):
+    with fake_world(2):
         init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         descriptions = inductor_passes._torch.group_descriptions()
         (collective,) = GraphView(trace(BY_NAME["ag0_mm"]).graph).collectives

@@ -6,7 +6,6 @@ tiles and the arithmetic, not fences, caches or co-residency of a device.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -14,20 +13,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import environment
+
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parent.parent
+WORKER = "tests.support.async_tp_kernel_worker"
 
 
 @pytest.mark.parametrize(("world", "epochs"), [(2, 3), (4, 1)])
 def test_kernels(world: int, epochs: int, tmp_path: Path) -> None:
     file = tmp_path / "shared"
     file.write_bytes(bytes(16 * world * (1 << 16)))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.async_tp_kernel_worker", str(rank), str(world), str(file), str(epochs)],
-            env=environment,
+            [sys.executable, "-m", WORKER, str(rank), str(world), str(file), str(epochs)],
+            env=environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

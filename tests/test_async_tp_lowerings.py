@@ -21,12 +21,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import inductor_passes
 from inductor_passes._torch import torch_version
-from inductor_passes.async_tp.availability import Availability, record
+from inductor_passes.groups.availability import Availability, record
 from inductor_passes.report import Reason, Verdict
 from inductor_passes.trace.collector import collect
-from tests.async_tp_programs import BY_NAME, Program, inputs, rs, trace
-from tests.bucket_graphs import check_fakes, local_world, output_layouts
-from tests.ranks import Ranks
+from tests.support.async_tp_programs import BY_NAME, Program, inputs, rs, trace
+from tests.support.bucket_graphs import check_fakes, output_layouts
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
 from tests.test_async_tp_pass import link, run
 
 pytestmark = pytest.mark.ranks
@@ -80,7 +81,7 @@ def compare_programs(rank: int, world: int, names: tuple[str, ...], lowering: st
         assert output_layouts(gm) == layouts, name
         check_fakes(gm)
         time.sleep(noise.random() * 0.05)
-        for e, f in zip(expected, gm(*values)):
+        for e, f in zip(expected, gm(*values), strict=True):
             assert (e.shape, e.stride(), e.dtype) == (f.shape, f.stride(), f.dtype), name
             torch.testing.assert_close(f, e, rtol=1e-2 if e.dtype.itemsize < 4 else 1e-6, atol=1e-5)
         (decision, *_) = [d for d in report.decisions if d.subject == "async_tp"]
@@ -134,7 +135,7 @@ def test_symm_mem_computes_what_it_replaces(pair: Ranks) -> None:
 
 def test_a_scaled_gather_moves_bytes_and_multiplies_float8() -> None:
     """Float8 does not travel on gloo: the form of the graph only."""
-    with local_world(2) as group:
+    with fake_world(2) as group:
         record(group, usable())
         gm = trace(BY_NAME["ag0_scaled_mm"])
         layouts = output_layouts(gm)
@@ -148,7 +149,7 @@ def test_a_scaled_gather_moves_bytes_and_multiplies_float8() -> None:
 @pytest.mark.parametrize("lowering", ["kernels", "symm_mem", "op"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_fit_is_decomposed_and_says_why(name: str, lowering: str) -> None:
-    with local_world(2) as group:
+    with fake_world(2) as group:
         record(group, usable())
         gm = trace(BY_NAME[name])
         decision = run(gm, link(32.0), mode="force", lowering=lowering).decisions[0]
@@ -160,7 +161,7 @@ def test_what_does_not_fit_is_decomposed_and_says_why(name: str, lowering: str) 
 @pytest.mark.parametrize("lowering", ["kernels", "op"])
 def test_a_matmul_between_two_collectives_goes_to_one(lowering: str) -> None:
     """No operator gathers and scatters: where one of the two is cheaper than parts for both, the other stays whole."""
-    with local_world(2) as group:
+    with fake_world(2) as group:
         record(group, usable())
         gm = trace(BY_NAME["ag_mm_rs"])
         first, second = run(gm, link(32.0), mode="force", lowering=lowering).decisions
@@ -172,7 +173,7 @@ def test_a_matmul_between_two_collectives_goes_to_one(lowering: str) -> None:
 
 def test_maximum_is_never_fused() -> None:
     """torch's pass takes it, and its operator raises when it runs."""
-    with local_world(2) as group:
+    with fake_world(2) as group:
         record(group, usable())
         gm = trace(BY_NAME["mm_rs0_max"])
         (decision,) = run(gm, link(32.0), mode="force", lowering="symm_mem").decisions
@@ -181,7 +182,7 @@ def test_maximum_is_never_fused() -> None:
 
 @pytest.mark.parametrize("lowering", ["kernels", "symm_mem"])
 def test_without_availability_the_decision_says_what_to_call(lowering: str) -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(BY_NAME["ag0_mm"])
         (decision,) = run(gm, link(32.0), mode="force", lowering=lowering).decisions
     assert "call inductor_passes.prepare_groups" in decision.detail and decision.detail.startswith("decompose (")
@@ -192,7 +193,7 @@ def test_auto_takes_the_cheapest_that_fits() -> None:
     big = Program("big", lambda x, w: rs(x @ w), ((512, 64), (64, 64)))
     found = []
     for known in (None, Availability("", "unusable", "", "cpu"), usable()):
-        with local_world(2) as group:
+        with fake_world(2) as group:
             if known is not None:
                 record(group, known)
             gm = trace(big)
@@ -207,7 +208,7 @@ def test_the_gate_judges_by_the_cheapest_lowering() -> None:
     big = Program("big", lambda x, w: rs(x @ w), ((512, 64), (64, 64)))
     found = []
     for known in (Availability(), usable()):
-        with local_world(2) as group:
+        with fake_world(2) as group:
             record(group, known)
             gm = trace(big)
             (decision,) = run(gm, link(32.0, alpha_ns=4e6), mode="auto").decisions
@@ -246,7 +247,7 @@ def train(rank: int, world: int, lowering: str, prepare: bool) -> tuple[list[str
         torch._dynamo.reset()
         model.zero_grad()
         leaf = x.clone().requires_grad_()
-        with collect() as reports:
+        with collect(what_if=False) as reports:
             compiled = torch.compile(model, options=options, fullgraph=True)
             out = compiled(leaf)
             (out * torch.arange(out.numel()).view(out.shape) / out.numel()).sum().backward()
@@ -259,10 +260,10 @@ def train(rank: int, world: int, lowering: str, prepare: bool) -> tuple[list[str
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_compiled_mlp_trains_with_kernels(world: int, pair: Ranks) -> None:
     if world == 2:
-        results = pair.run(train, "kernels", True, timeout=300)
+        results = pair.run(train, "kernels", True)
     else:
         with Ranks(4, env={"TRITON_INTERPRET": "1"}) as four:
-            results = four.run(train, "kernels", True, timeout=300)
+            results = four.run(train, "kernels", True)
     assert all(details == results[0][0] for details, _ in results)
     assert all(worst < 1e-5 for _, worst in results)
     taken = [d for d in results[0][0] if d.startswith("kernels,")]

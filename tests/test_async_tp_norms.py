@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 import inductor_passes
-from inductor_passes.async_tp.availability import Availability, record
 from inductor_passes.cost.communication import Layout
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.groups.availability import Availability, record
 from inductor_passes.report import Reason, Verdict
 from inductor_passes.trace.collector import collect
-from tests.async_tp_programs import Program, ar, inputs, trace
-from tests.bucket_graphs import check_fakes, local_world, output_layouts
-from tests.ranks import Ranks
+from tests.support.async_tp_programs import Program, ar, inputs, trace
+from tests.support.bucket_graphs import check_fakes, output_layouts
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
 from tests.test_async_tp_pass import link, run
 
 T = torch.Tensor
@@ -133,7 +134,7 @@ def compare(rank: int, world: int) -> dict[str, Any]:
             assert decision.verdict is Verdict.APPLIED and output_layouts(gm) == layouts, name
             check_fakes(gm)
             time.sleep(noise.random() * 0.02)
-            for e, f in zip(expected, gm(*values)):
+            for e, f in zip(expected, gm(*values), strict=True):
                 assert (e.shape, e.stride(), e.dtype) == (f.shape, f.stride(), f.dtype), name
                 exact = e.dtype.itemsize < 4
                 torch.testing.assert_close(f, e, rtol=2e-2 if exact else 1e-5, atol=2e-2 if exact else 1e-5)
@@ -165,7 +166,7 @@ def compile_block(rank: int, world: int) -> tuple[list[str], float, bool, int]:
 
     ours = inductor_passes.options(async_tp="force", async_tp_lowering="kernels", verify="strict")
     results, details = [], []
-    with torch.no_grad(), collect() as reports:
+    with torch.no_grad(), collect(what_if=False) as reports:
         for options in ({}, ours):
             torch._dynamo.reset()
             compiled = torch.compile(block, options=options, fullgraph=True)
@@ -190,7 +191,7 @@ def test_a_compiled_block_with_the_norm_of_torch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fn", NOT, ids=lambda fn: fn.__name__.strip("_"))
 def test_what_is_no_such_norm_stays(fn: Any) -> None:
-    with local_world(2) as group:
+    with fake_world(2) as group:
         record(group, Availability("", "", "", "cpu"))
         gm = trace(Program("no", fn, (ROWS, ROWS, COLUMNS)))
         run(gm, link(32.0), mode="force", lowering="kernels")
@@ -214,7 +215,7 @@ SMALL, LARGE = priced(8, 1e-3, 1e6), priced(8, 1e6, 0.0)
 )
 def test_gate(known: Availability, profile: CostProfile, options: dict[str, Any], reason: Reason | None) -> None:
     """Half-precision messages on a slow link: sums travel in float32, which one collective does not."""
-    with local_world(8) as group:
+    with fake_world(8) as group:
         record(group, known)
         gm = trace(Program("gate", plain, (ROWS, ROWS, COLUMNS), dtype=torch.bfloat16))
         report = run(gm, profile, **options)

@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.config import ConfigError
-from tests.async_tp_programs import BY_NAME, trace
-from tests.bucket_graphs import check_fakes, local_world
-from tests.ranks import Ranks
+from tests.support.async_tp_programs import BY_NAME, trace
+from tests.support.bucket_graphs import check_fakes
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
 from tests.test_async_tp_pass import link, run, small
 
 pytestmark = pytest.mark.ranks
@@ -45,7 +46,7 @@ def check_ops(rank: int, world: int) -> int:
 
 def run_fused_graph(rank: int, world: int) -> tuple[bool, str]:
     """A traced program after the pass with ``lowering="op"``, executed on real ranks."""
-    import tests.async_tp_programs as programs
+    import tests.support.async_tp_programs as programs
 
     results = []
     text = ""
@@ -63,16 +64,16 @@ def run_fused_graph(rank: int, world: int) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_operators(world: int) -> None:
-    with Ranks(world) as ranks:
-        assert ranks.run(check_ops) == [72] * world
-        if world == 2:
-            # The bias and the pair are for the other lowering.
-            assert ranks.run(run_fused_graph) == [(True, " | gathered_mm | mm_scattered | mm_scattered | ")] * 2
+def test_operators(world: int, request: pytest.FixtureRequest) -> None:
+    ranks: Ranks = request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[world])
+    assert ranks.run(check_ops) == [72] * world
+    if world == 2:
+        # The bias and the pair are for the other lowering.
+        assert ranks.run(run_fused_graph) == [(True, " | gathered_mm | mm_scattered | mm_scattered | ")] * 2
 
 
 def test_what_the_operators_do_not_understand_is_decomposed() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(BY_NAME["ag0_mm_and_output"])
         (decision,) = run(gm, link(32.0), mode="force", lowering="op", parts=(2,)).decisions
         check_fakes(gm)

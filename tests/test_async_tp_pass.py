@@ -16,18 +16,12 @@ from inductor_passes.async_tp.slab import Slab, through_view
 from inductor_passes.config import ConfigError, PassConfig
 from inductor_passes.cost.communication import Layout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
+from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pipeline import Context, new_report, run_passes
 from inductor_passes.report import PassReport, Reason, Verdict
-from tests.async_tp_programs import BY_NAME, GROUP, Program, ag, ar, c10d, inputs, rs, run_ranks, trace
-from tests.bucket_graphs import (
-    assert_same_bits,
-    check_fakes,
-    inputs_by_rank,
-    local_world,
-    output_layouts,
-    run_all_ranks,
-)
+from tests.support.async_tp_programs import BY_NAME, GROUP, Program, ag, ar, c10d, inputs, rs, run_ranks, trace
+from tests.support.bucket_graphs import assert_same_bits, check_fakes, inputs_by_rank, output_layouts, run_all_ranks
+from tests.support.world import fake_world
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -51,11 +45,10 @@ def run(
     gm: torch.fx.GraphModule, profile: CostProfile, budget: str = "unlimited", **options: object
 ) -> PassReport:
     config = PassConfig(verify="strict", memory_budget=budget)
-    context = Context(config, profile, new_report(gm.graph, True, config, profile), backward=False)
-    run_passes(gm.graph, [AsyncTpPass(**options)], context)  # type: ignore[arg-type]
+    done = run_passes(gm.graph, [AsyncTpPass(**options)], config, profile)  # type: ignore[arg-type]
     gm.graph.lint()
     gm.recompile()
-    return context.report.passes[0]
+    return done.report.passes[0]
 
 
 def small(gm: torch.fx.GraphModule) -> str:
@@ -78,7 +71,7 @@ PAIR = Program("pair", lambda x, w, v: rs(torch.relu(ag(x) @ w) @ v), ((256, 64)
 
 
 def test_order_of_a_gather() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(BIG)
         report = run(gm, link(32.0))
     assert_expected_inline(
@@ -90,14 +83,14 @@ def test_order_of_a_gather() -> None:
 
 
 def test_order_of_a_scatter() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(BIG_RS)
         run(gm, link(32.0), parts=(4,))
     assert_expected_inline(small(gm), """mm RS0 mm RS1 mm RS2 mm RS3 W0 W1 W2 W3 cat""")
 
 
 def test_order_of_a_pair() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(PAIR)
         report = run(gm, link(64.0), parts=(2,))
     assert_expected_inline(small(gm), """AG0 AG1 W0 mm W1 mm RS2 mm mm RS3 W2 W3 cat""")
@@ -113,7 +106,7 @@ def test_order_of_a_pair() -> None:
     ],
 )
 def test_gate(ns_per_byte: float, alpha_ns: float, reason: Reason) -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(BIG)
         (decision,) = run(gm, link(ns_per_byte, alpha_ns)).decisions
     assert decision.reason is reason
@@ -127,7 +120,7 @@ def test_what_is_hidden_already_stays() -> None:
     def fn(x: torch.Tensor, w: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return ag(x) @ w, other @ other
 
-    with local_world(2):
+    with fake_world(2):
         gm = trace(Program("hidden", fn, ((256, 64), (64, 64), (256, 256))))
         (decision,) = run(gm, link(32.0)).decisions
     assert decision.reason is Reason.HIDDEN, decision
@@ -140,7 +133,7 @@ def test_above_the_memory_budget_everything_is_undone() -> None:
         full = ag(x)
         return full, full @ w
 
-    with local_world(2):
+    with fake_world(2):
         gm = trace(Program("tight", fn, ((256, 64), (64, 64))))
         before = str(gm.graph)
         tight = run(gm, link(32.0), budget="0")
@@ -151,32 +144,11 @@ def test_above_the_memory_budget_everything_is_undone() -> None:
     assert free.decisions[0].verdict is Verdict.APPLIED
 
 
-def test_identical_gathers_are_merged_within_the_budget() -> None:
-    """Both matmuls read the same gathered tensor; in between something else takes the memory."""
-
-    def twice(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first = (ag(x) @ w).sum()
-        between = ((v @ v) @ ((v + first) @ v)).sum()
-        return between, ag(x) @ (w * between)
-
-    program = Program("twice", twice, ((256, 64), (64, 64), (300, 300)))
-    for budget, merged in (("unlimited", True), ("0", False)):
-        with local_world(2):
-            gm = trace(program)
-            report = run(gm, link(0.001), budget, mode="auto")
-            left = len(GraphView(gm.graph).collectives)
-        (decision,) = [d for d in report.decisions if d.subject == "async_tp/merge"]
-        assert (decision.verdict is Verdict.APPLIED) is merged
-        assert left == (1 if merged else 2)
-        if not merged:
-            assert decision.reason is Reason.MEMORY_BUDGET and decision.setting
-
-
 def test_modes() -> None:
     cheap = link(0.001)
 
     def verdict(**options: object) -> Verdict:
-        with local_world(2):
+        with fake_world(2):
             gm = trace(BIG)
             return run(gm, cheap, **options).decisions[0].verdict
 
@@ -198,7 +170,7 @@ def test_bad_settings(options: dict[str, object]) -> None:
 
 
 def test_off_says_so() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(BIG)
         before = str(gm.graph)
         (decision,) = run(gm, link(32.0), mode="off").decisions
@@ -206,7 +178,7 @@ def test_off_says_so() -> None:
 
 
 def test_no_sums_of_parts_on_request() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(BY_NAME["ag0_trim_mm"])
         (decision,) = run(gm, link(32.0), mode="force", contracting=False).decisions
     assert decision.reason is Reason.NO_INDEPENDENT_COMPUTE
@@ -214,7 +186,7 @@ def test_no_sums_of_parts_on_request() -> None:
 
 def test_half_precision_sums_are_rounded_once() -> None:
     """A contracted axis in bfloat16: partial sums are added in float32."""
-    with local_world(2):
+    with fake_world(2):
         gm = trace(Program("half", lambda x, w: ag(x).narrow(0, 0, 15) @ w, ((8, 16), (16, 12)), dtype=torch.bfloat16))
         run(gm, link(32.0), mode="force", parts=(4,))
     adds = [n for n in gm.graph.nodes if getattr(n.target, "_opname", "") == "add"]
@@ -224,7 +196,7 @@ def test_half_precision_sums_are_rounded_once() -> None:
 def test_decisions_do_not_depend_on_the_rank() -> None:
     texts = []
     for rank in (0, 1):
-        from tests.models import fake_world
+        from tests.support.world import fake_world
 
         with fake_world(2, rank):
             gm = trace(PAIR)
@@ -275,6 +247,20 @@ def test_cut_of_a_view_is_the_view_of_the_cut(data: st.DataObject) -> None:
     assert part(whole.view(before), cut) == part(whole.view(after), moved)
 
 
+@pytest.mark.parametrize(
+    ("cut", "before", "after", "moved"),
+    [
+        (Slab(0, 1, 4), (8, 3), (2, 4, 3), Slab(0, 1, 1)),  # rows split: the outer half of them
+        (Slab(0, 1, 1), (2, 4, 3), (8, 3), Slab(0, 1, 4)),
+        (Slab(0, 4, 1), (8, 3), (4, 2, 3), Slab(1, 1, 1)),  # every other row
+        (Slab(1, 1, 3), (4, 6), (24,), Slab(0, 4, 3)),
+        (Slab(0, 1, 3), (6,), (3, 2), None),  # three rows of two: no half of six
+    ],
+)
+def test_known_cuts_of_views(cut: Slab, before: tuple[int, ...], after: tuple[int, ...], moved: Slab | None) -> None:
+    assert through_view(cut, list(before), list(after), 2) == moved
+
+
 def _chain(x: torch.Tensor, choices: list[int]) -> torch.Tensor:
     """Layout changes and row-local operators picked by numbers; the shape keeps its elements."""
     for choice in choices:
@@ -307,7 +293,7 @@ def test_random_chains_between_gather_and_matmul(seed: int) -> None:
         return rs(y @ weight, 0) if y.shape[0] % 2 == 0 else y @ weight
 
     program = Program("chain", fn, ((4, 6, 4),))
-    with local_world(2):
+    with fake_world(2):
         gm = trace(program)
         per_rank = [inputs(program, rank) for rank in range(2)]
         expected, layouts = run_ranks(gm, per_rank), output_layouts(gm)
@@ -328,7 +314,7 @@ def test_parallel_module_with_bias_forward_and_backward(batch: int) -> None:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from tests.models import capture_graphs
+    from tests.support.models import capture_graphs
 
     class Block(torch.nn.Module):
         def __init__(self) -> None:
@@ -347,24 +333,26 @@ def test_parallel_module_with_bias_forward_and_backward(batch: int) -> None:
         "up": ColwiseParallel(input_layouts=Shard(1)),
         "down": RowwiseParallel(output_layouts=Shard(1)),
     }
-    with local_world(2):
+    with fake_world(2):
         torch.manual_seed(0)
         model = parallelize_module(Block(), init_device_mesh("cpu", (2,)), plan)
         x = torch.randn(batch, 8, 16, requires_grad=True)
         torch._dynamo.reset()
         graphs = capture_graphs(model, (x,), dynamic=False)
+        assert len(graphs.forward) == len(graphs.backward) == 1
         for gm in (*graphs.forward, *graphs.backward):
             # Small, so that the exponential of a saved maximum that does not belong to its scores stays finite.
             values = [[t if t is None else t.mul_(0.05) for t in ranks] for ranks in inputs_by_rank(gm, 2)]
             expected = run_all_ranks(gm, values)
             report = run(gm, link(32.0), mode="force")
             check_fakes(gm)
-            for one, other in zip(expected, run_all_ranks(gm, values)):
+            for one, other in zip(expected, run_all_ranks(gm, values), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
             refused = [d for d in report.decisions if d.verdict is Verdict.REFUSED]
             # A bias gradient's reduction has no matmul, nor has what a rank does to an incoming gradient alone.
             assert all(d.reason in (Reason.NO_INDEPENDENT_COMPUTE, Reason.DATA_DEPENDENCY) for d in refused), refused
             collectives = [d for d in report.decisions if d.subject == "async_tp"]
+            assert collectives
             assert len(refused) <= len(collectives) // 3, [(d.node, d.verdict, d.detail) for d in collectives]
 
 
@@ -373,7 +361,7 @@ def test_all_reduce_with_residual_and_norm_flows_into_the_next_matmul() -> None:
         y = ar(x @ w) + r
         return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5)) @ v
 
-    with local_world(2):
+    with fake_world(2):
         gm = trace(Program("norm", fn, ((256, 64), (64, 64), (256, 64), (64, 64))))
         run(gm, link(32.0), parts=(2,))
     assert_expected_inline(small(gm), """mm AR0 mm AR1 W0 mm W1 mm cat""")
@@ -385,7 +373,7 @@ def test_dynamic_batch(kind: str) -> None:
     from torch._inductor.fx_passes.post_grad import view_to_reshape
     from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
-    from tests.models import capture_graphs
+    from tests.support.models import capture_graphs
 
     def gather(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return ag(x, 1) @ w
@@ -408,7 +396,7 @@ def test_dynamic_batch(kind: str) -> None:
         generator = torch.Generator().manual_seed(0)
         return LocalTensor({r: torch.randint(-2, 3, shape, generator=generator).float() for r in range(2)})
 
-    with local_world(2):
+    with fake_world(2):
         torch._dynamo.reset()
         example = torch.randn(6, 8, 16)
         torch._dynamo.mark_dynamic(example, 0)
@@ -430,22 +418,22 @@ COALESCED = Program("coalesced", _coalesced, ((256, 64), (8, 64), (64, 64)))
 
 
 def test_a_member_of_a_coalesced_gather_is_computed_in_parts() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(COALESCED)
         before = trace(COALESCED)
         report = run(gm, link(32.0), parts=(2,))
         assert report.changed and small(gm).count("mm") >= 2, small(gm)
         values = [inputs(COALESCED, rank) for rank in range(2)]
         wanted, got = (run_ranks(one, values) for one in (before, gm))
-        for a, b in zip(wanted, got):
-            assert all(torch.equal(x, y) for x, y in zip(a, b))
+        for a, b in zip(wanted, got, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
     applied = [d for d in report.decisions if d.verdict is Verdict.APPLIED]
     assert len(applied) == 1
 
 
 @pytest.mark.parametrize("ns_per_byte", [0.001, 0.1])
 def test_a_coalesced_gather_stays_whole_when_no_member_gains(ns_per_byte: float) -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(COALESCED)
         names = [n.name for n in gm.graph.nodes]
         report = run(gm, link(ns_per_byte, 50_000.0))

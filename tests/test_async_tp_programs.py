@@ -8,21 +8,22 @@ import torch
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.pipeline import Context, new_report, run_passes
+from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Verdict
-from tests.async_tp_in_tree import in_tree_fused
-from tests.async_tp_programs import BY_NAME, PROGRAMS, Program, inputs, run_ranks, trace
-from tests.bucket_graphs import assert_same_bits, check_fakes, local_world, output_layouts
+from tests.support.async_tp_in_tree import in_tree_fused
+from tests.support.async_tp_programs import BY_NAME, PROGRAMS, Program, inputs, run_ranks, trace
+from tests.support.bucket_graphs import assert_same_bits, check_fakes, output_layouts
+from tests.support.world import fake_world
 
 
 def apply(gm: torch.fx.GraphModule, **options: object) -> PassReport:
     """Run the pass under the strict verifier."""
-    settings, profile = PassConfig(verify="strict"), CostProfile.default("cpu")
-    context = Context(settings, profile, new_report(gm.graph, True, settings, profile), backward=False)
-    run_passes(gm.graph, [AsyncTpPass(**{"mode": "force", **options})], context)  # type: ignore[arg-type]
+    settings, profile = PassConfig(verify="strict", memory_budget="unlimited"), CostProfile.default("cpu")
+    one = AsyncTpPass(**{"mode": "force", **options})  # type: ignore[arg-type]
+    done = run_passes(gm.graph, [one], settings, profile)
     gm.graph.lint()
     gm.recompile()
-    return context.report.passes[0]
+    return done.report.passes[0]
 
 
 def fused_and_refused(report: PassReport) -> tuple[int, tuple[str, ...]]:
@@ -33,7 +34,7 @@ def fused_and_refused(report: PassReport) -> tuple[int, tuple[str, ...]]:
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
 def test_program(program: Program) -> None:
-    with local_world(program.world):
+    with fake_world(program.world):
         gm = trace(program)
         per_rank = [inputs(program, rank) for rank in range(program.world)]
         expected, layouts = run_ranks(gm, per_rank), output_layouts(gm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,18 +10,17 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 
-from tests.async_tp_programs import GROUP, PROGRAMS, Program, inputs, trace
-from tests.ranks import Ranks
+from tests.support.async_tp_programs import GROUP, PROGRAMS, Program, inputs, trace
+from tests.support.ranks import Ranks
 
 #: Programs that name dtypes themselves.
 _TYPED = ("ag0_byte_view_mm",)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with Ranks(request.param) as pool:
-        yield pool
+@pytest.fixture(params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Ranks:
+    return request.getfixturevalue({2: "two_ranks", 4: "four_ranks"}[request.param])
 
 
 def _gathered(dim: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]:
@@ -92,7 +91,7 @@ def _compare(rank: int, world: int) -> dict[str, str]:
         expected = gm(*inputs(program, rank))
         fused, _ = fused_and_refused(apply(gm))
         answer = gm(*inputs(program, rank))
-        same = all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(expected, answer))
+        same = all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(expected, answer, strict=True))
         found[program.name] = f"{fused} fused" if same and len(expected) == len(answer) else "differs"
     return found
 

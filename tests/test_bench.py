@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-import bench
-import bench_async_tp
-import bench_compile
-import bench_plot
-import bench_record
-import bench_redistribute
-import bench_scale
-import gen_readme
-import torch
-from bench_scale import Assumptions, Cell, ClusterProfile
-
 from inductor_passes.cost.communication import Layout
 from inductor_passes.cost.profile import CostProfile
+from tests.support.processes import LIMIT_S, environment
+from tools.benchmarks import async_tp as bench_async_tp
+from tools.benchmarks import compile as bench_compile
+from tools.benchmarks import main as bench
+from tools.benchmarks import redistribute as bench_redistribute
+from tools.benchmarks import scale as bench_scale
+from tools.benchmarks.scale import Assumptions, Cell, ClusterProfile
+from tools.generate import readme as gen_readme
+from tools.shared import plot as bench_plot
+from tools.shared import record as bench_record
 
 WORLD = tuple(range(64))
 ACROSS = tuple(range(0, 64, 8))
@@ -67,7 +64,7 @@ def test_without_a_gpu_the_gpu_benchmark_says_so() -> None:
 
 
 def test_a_result_names_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["tools/bench.py", "scale", "--out", str(tmp_path), "--at", "0"])
+    monkeypatch.setattr(sys, "argv", ["main.py", "scale", "--out", str(tmp_path), "--at", "0"])
     monkeypatch.setattr(bench_record, "_git", lambda *_: None)
     monkeypatch.setattr(bench_record, "provenance", bench_record.provenance.__wrapped__)
     page = bench_record.write("x", "Title", ["body"], {"a": 1}, lambda path: bench_plot.bars(
@@ -177,7 +174,7 @@ def test_the_better_in_tree_variant_counts() -> None:
 
 
 def test_the_readme_quotes_the_results() -> None:
-    """What ``python tools/gen_readme.py`` writes is what stands there."""
+    """What ``tools/gen readme`` writes is what stands there."""
     text = gen_readme.README.read_text(encoding="utf-8")
     assert gen_readme.written(text, *gen_readme.sources()) == text
     with pytest.raises(ValueError, match="has no block between"):
@@ -188,7 +185,8 @@ def test_kernel_benchmarks_run_in_the_interpreter() -> None:
     """Their kernels and comparisons; times in the interpreter mean nothing."""
     pytest.importorskip("triton")
     code = (
-        "import torch, bench_kernels\n"
+        "import torch\n"
+        "from tools.benchmarks import kernels as bench_kernels\n"
         "def timed(run): run(); return 1.0\n"
         "cpu = torch.device('cpu')\n"
         "a = bench_kernels.gemms(cpu, timed, 1, ((40, 48, 36),), (torch.float32, torch.bfloat16))\n"
@@ -196,10 +194,13 @@ def test_kernel_benchmarks_run_in_the_interpreter() -> None:
         "assert [len(r) for r in a] == [7, 7] and [len(r) for r in b] == [7, 7]\n"
         "if __name__ == '__main__': print(bench_kernels.check(cpu, (2,)))\n"
     )
-    tools = Path(bench_record.__file__).parent
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{tools}:{tools.parent}"}
     found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", code],
+        env=environment(TRITON_INTERPRET="1"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert found.returncode == 0, found.stderr[-3000:]
     assert "2 ranks that share one device: equal" in found.stdout

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-from schedule_graphs import best_makespan, fsdp_backward, random_problem
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-import bench_best
-from best_search import STORED, search
 
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.simulate import simulate
+from tests.support.schedule_graphs import best_makespan, fsdp_backward, random_problem
+from tools.benchmarks import best as bench_best
+from tools.benchmarks.best_search import STORED, search
 
 
 @pytest.mark.parametrize("seed", range(8))

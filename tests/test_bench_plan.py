@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-import bench_plan
-from bench_plan import IN_TREE, INPUT, OURS, OURS_BUCKETED, Row
-from bench_record import Provenance
-from capture_graphs import Graphs, as_problem, capture, fake_world
-from capture_models import SCENARIOS
-
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
+from tests.support.world import fake_world
+from tools.benchmarks import plan as bench_plan
+from tools.benchmarks.plan import IN_TREE, INPUT, OURS, OURS_BUCKETED, Row
+from tools.capture.graphs import Graphs, as_problem, capture
+from tools.capture.models import SCENARIOS
+from tools.shared.record import Provenance
 
 PROFILE = CostProfile.default("cuda")
 

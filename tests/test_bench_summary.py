@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-import bench
-import bench_record
-import bench_summary
-import link_summary
+from tools.benchmarks import main as bench
+from tools.benchmarks import summary as bench_summary
+from tools.link import summary as link_summary
+from tools.shared import record as bench_record
 
 Steps = dict[str, int]
 FAMILY = {"inductor": "inductor", "fsdp2": "eager", "reorder": "in-tree", "both": "in-tree"}

@@ -6,7 +6,6 @@ import hypothesis.strategies as st
 import pytest
 import torch
 import torch.fx
-from bucket_graphs import Program, aten, c10d, local_world
 from hypothesis import given, settings
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,6 +13,8 @@ from inductor_passes.bucket.candidates import candidates
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Decision, Reason, Verdict
+from tests.support.bucket_graphs import Program, aten, c10d
+from tests.support.world import fake_world
 
 
 def look(gm: torch.fx.GraphModule, **options: bool) -> tuple[list[list[str]], dict[str, Decision]]:
@@ -30,7 +31,7 @@ def look(gm: torch.fx.GraphModule, **options: bool) -> tuple[list[list[str]], di
 
 
 def test_mixed_dtypes_may_be_moved_but_not_reduced_together() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         wide, narrow = p.input(4), p.input(4, dtype=torch.bfloat16)
         gm = p.done(*(p.collective(k, x, world) for k in ("all_gather", "reduce_scatter") for x in (wide, narrow)))
@@ -44,7 +45,7 @@ def test_mixed_dtypes_may_be_moved_but_not_reduced_together() -> None:
 
 
 def test_other_groups_ops_and_kinds_stay_apart() -> None:
-    with local_world(4):
+    with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         a, b = (mesh.get_group(d).group_name for d in (0, 1))
         p = Program()
@@ -68,7 +69,7 @@ def test_other_groups_ops_and_kinds_stay_apart() -> None:
 
 
 def test_nothing_crosses_a_fence() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         x = p.input(4)
         first = p.collective("all_gather", x, world)
@@ -82,7 +83,7 @@ def test_nothing_crosses_a_fence() -> None:
 
 
 def test_forms_that_cannot_travel() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         x = p.input(4)
         unwaited = p.start("all_gather", x, world)
@@ -103,7 +104,7 @@ def test_forms_that_cannot_travel() -> None:
 
 
 def test_unequal_splits_are_refused_unless_asked_for() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         x = p.input(4, 2)
         uneven = [p.wait(p.call(c10d.all_to_all_single.default, x, [1, 3], [3, 1], world)) for _ in range(2)]
@@ -118,7 +119,7 @@ def test_symbolic_sizes_are_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         p.mode = FakeTensorMode(shape_env=ShapeEnv())
         x = p.input(4, 2)
@@ -129,7 +130,7 @@ def test_symbolic_sizes_are_refused() -> None:
 
 
 def test_recompute_tags_matter_before_partitioning_only() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         gm = p.done(*(p.collective("all_gather", p.input(4), world) for _ in range(4)))
         for number, collective in enumerate(GraphView(gm.graph).collectives):
@@ -163,7 +164,7 @@ def build(world: str, nodes: list[tuple[bool, list[int]]]) -> torch.fx.GraphModu
 @given(programs(), st.randoms(use_true_random=False))
 def test_dependencies_against_search(nodes, random) -> None:
     """Bit sets agree with a search over the graph; after merges with a search over the contracted graph."""
-    with local_world(2) as world:
+    with fake_world(2) as world:
         gm = build(world, nodes)
         view = GraphView(gm.graph)
         deps = Dependencies(view)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,25 +10,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.fx
-from bucket_graphs import assert_same_bits, inputs_by_rank, local_world, run_all_ranks
-from models import LlamaConfig, MLPConfig, capture_graphs, collectives, llama, llama_batch, mlp, mlp_batch
-from ranks import Ranks
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.bucket.candidates import candidates
 from inductor_passes.bucket.dependencies import Dependencies
-from inductor_passes.bucket.rewrite import merge
 from inductor_passes.ir.view import GraphView
+from inductor_passes.rewriting.merge import merge
 from inductor_passes.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
+from tests.support.bucket_graphs import assert_same_bits, inputs_by_rank, run_all_ranks
+from tests.support.models import LlamaConfig, MLPConfig, capture_graphs, collectives, llama, llama_batch, mlp, mlp_batch
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
 
 RANKS = 2
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks(RANKS) as pool:
-        yield pool
+@pytest.fixture
+def ranks(two_ranks: Ranks) -> Ranks:
+    return two_ranks
 
 
 def merge_everything(graph: torch.fx.Graph, form: str = "packed") -> None:
@@ -85,12 +85,12 @@ def train(rank: int, world: int, form: str) -> tuple[list[tuple[int, int]], list
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_training_step_is_bit_equal(ranks: Ranks) -> None:
-    plain, merged = (ranks.run(train, form, timeout=400) for form in ("", "packed"))
+    plain, merged = (ranks.run(train, form) for form in ("", "packed"))
     for (counts_before, before, strides_before), (counts_after, after, strides_after) in zip(plain, merged):
         assert [count[0] for count in counts_after] == [count[0] for count in counts_before]
         assert counts_after == [(4, 1), (counts_before[1][0], 2)]
         assert strides_before == strides_after
-        for b, a in zip(before, after):
+        for b, a in zip(before, after, strict=True):
             assert torch.equal(b, a)
 
 
@@ -119,7 +119,7 @@ def every_kind(rank: int, world: int) -> tuple[list[tuple[int, int]], list[torch
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_every_kind_is_bit_equal_through_inductor(ranks: Ranks) -> None:
-    for counts, eager, merged in ranks.run(every_kind, timeout=400):
+    for counts, eager, merged in ranks.run(every_kind):
         assert counts == [(12, 4)] and len(eager) == len(merged) == 12
         for e, m in zip(eager, merged):
             assert e.shape == m.shape and torch.equal(e, m)
@@ -128,7 +128,7 @@ def test_every_kind_is_bit_equal_through_inductor(ranks: Ranks) -> None:
 @pytest.mark.parametrize("uneven", [False, True])
 def test_graphs_of_a_data_parallel_transformer_shrink_to_a_few_collectives(uneven: bool) -> None:
     """Forward needs one gather, backward one gather and one reduction; all outputs as before on every rank."""
-    with local_world(4):
+    with fake_world(4):
         torch._dynamo.reset()
         config = LlamaConfig(layers=1, hidden=46 if uneven else 48)
         model = simple_fsdp(llama(config), init_device_mesh("cpu", (4,)))

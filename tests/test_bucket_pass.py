@@ -9,17 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
-from bucket_graphs import (
-    Program,
-    assert_same_bits,
-    aten,
-    inputs_by_rank,
-    kinds,
-    local_world,
-    output_layouts,
-    run_all_ranks,
-    text,
-)
 
 from inductor_passes.bucket.candidates import candidates
 from inductor_passes.bucket.choose import choose, merged
@@ -28,16 +17,27 @@ from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.greedy import greedy
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.bucket.question import Question
-from inductor_passes.bucket.rewrite import merge
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pipeline import Context, new_report, run_passes
-from inductor_passes.reorder.problem import build
+from inductor_passes.problems.fx import build
 from inductor_passes.report import PassReport, Reason, Verdict
+from inductor_passes.rewriting.merge import merge
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import simulate
+from tests.support.bucket_graphs import (
+    Program,
+    assert_same_bits,
+    aten,
+    inputs_by_rank,
+    kinds,
+    output_layouts,
+    run_all_ranks,
+    text,
+)
+from tests.support.world import fake_world
 
 GPU = CostProfile.default("cuda")
 cast = torch.ops.prims.convert_element_type.default
@@ -64,15 +64,14 @@ def run_pass(
     gm: torch.fx.GraphModule, one: BucketPass | None = None, *, budget: str = "+100%", profile: CostProfile = GPU
 ) -> PassReport:
     config = PassConfig(memory_budget=budget, verify="strict")
-    context = Context(config, profile, new_report(gm.graph, False, config, profile), backward=False)
-    run_passes(gm.graph, [one or BucketPass()], context)
+    done = run_passes(gm.graph, [one or BucketPass()], config, profile)
     gm.recompile()
-    (report,) = context.report.passes
+    (report,) = done.report.passes
     return report
 
 
 def test_small_collectives_travel_together_and_nothing_else_changes() -> None:
-    with local_world(8) as world:
+    with fake_world(8) as world:
         gm = layers(world, 6)
         inputs, layouts, before = inputs_by_rank(gm, 8), output_layouts(gm), kinds(gm)
         expected = run_all_ranks(gm, inputs)
@@ -91,7 +90,7 @@ def test_small_collectives_travel_together_and_nothing_else_changes() -> None:
 
 def test_large_collectives_stay_alone() -> None:
     """64 MiB each: a latency saved does not pay for the copies."""
-    with local_world(8) as world:
+    with fake_world(8) as world:
         gm = layers(world, 3, width=4096)
         report = run_pass(gm)
         assert not report.changed and len(kinds(gm).split()) == 9
@@ -100,13 +99,13 @@ def test_large_collectives_stay_alone() -> None:
 
 
 def test_without_memory_to_spare_the_graph_stays() -> None:
-    with local_world(8) as world:
+    with fake_world(8) as world:
         gm = layers(world, 6)
         before = text(gm)
         report = run_pass(gm, budget="0")
         reasons = {d.reason for d in report.decisions if d.verdict is Verdict.REFUSED}
-        assert Reason.MEMORY_BUDGET in reasons
-        assert report.changed == (text(gm) != before)
+        assert reasons == {Reason.MEMORY_BUDGET} and len(report.decisions) == 18
+        assert not report.changed and text(gm) == before
 
 
 def test_a_slower_partition_is_refused() -> None:
@@ -118,7 +117,7 @@ def test_a_slower_partition_is_refused() -> None:
         everything["members"] = len(members)
         return [members]
 
-    with local_world(8) as world:
+    with fake_world(8) as world:
         gm = layers(world, 4, width=2048, extra=3)
         before = text(gm)
         report = run_pass(gm, BucketPass(partitions=(all_in_one,)), budget="+100%")
@@ -128,14 +127,14 @@ def test_a_slower_partition_is_refused() -> None:
 
 
 @pytest.mark.parametrize("width", [16, 64, 256, 1024])
-@pytest.mark.parametrize("budget", ["0", "+10%", "+100%"])
+@pytest.mark.parametrize(("budget", "merges"), [("0", False), ("+10%", False), ("+100%", False), ("+300%", True)])
 @pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
 def test_the_chosen_partition_is_never_slower_and_within_the_budget(
-    monkeypatch: pytest.MonkeyPatch, width: int, budget: str, large: bool
+    monkeypatch: pytest.MonkeyPatch, width: int, budget: str, merges: bool, large: bool
 ) -> None:
     if large:
         monkeypatch.setattr("inductor_passes.bucket.choose.QUICK_TASKS", 0)
-    with local_world(8) as world:
+    with fake_world(8) as world:
         view = GraphView(layers(world, 4, width=width).graph)
         problem = build(view, GPU).problem
         peak = simulate(problem).peak_bytes
@@ -145,6 +144,7 @@ def test_the_chosen_partition_is_never_slower_and_within_the_budget(
         found, _ = candidates(view)
         choice = choose(problem, found, Dependencies(view), costs, BucketPass().partitions, limit)
         alone = plan(problem, limit, effort=0)
+        assert bool(choice.buckets) is merges
         if choice.buckets:
             after = plan(merged(problem, choice.buckets, costs), limit, effort=0)
             assert after.makespan_ns < alone.makespan_ns and after.peak_bytes <= limit and after.feasible
@@ -155,7 +155,7 @@ def test_the_chosen_partition_is_never_slower_and_within_the_budget(
 
 
 def test_a_dependent_collective_is_refused_as_such() -> None:
-    with local_world(8) as world:
+    with fake_world(8) as world:
         p = Program()
         first = p.collective("all_reduce", p.input(8), world)
         gm = p.done(p.collective("all_reduce", p.call(aten.neg.default, first), world))
@@ -165,7 +165,7 @@ def test_a_dependent_collective_is_refused_as_such() -> None:
 
 
 def test_kinds_can_be_switched_off_and_checked() -> None:
-    with local_world(8) as world:
+    with fake_world(8) as world:
         gm = layers(world, 4)
         report = run_pass(gm, BucketPass(kinds=("reduce_scatter",)), budget="+400%")
         assert sum(d.reason is Reason.DISABLED for d in report.decisions) == 8
@@ -177,7 +177,7 @@ def test_kinds_can_be_switched_off_and_checked() -> None:
 
 
 def test_the_coalesced_form_is_charged_no_copies() -> None:
-    with local_world(8) as world:
+    with fake_world(8) as world:
         view = GraphView(layers(world, 2).graph)
         found, _ = candidates(view)
         gathers = [c for c in found if c.collective.kind == "all_gather"]
@@ -193,7 +193,7 @@ def test_the_coalesced_form_is_charged_no_copies() -> None:
 
 def test_the_merged_problem_is_the_problem_of_the_merged_graph() -> None:
     """Same collectives with the same durations, whichever way the problem is made."""
-    with local_world(8) as world:
+    with fake_world(8) as world:
         gm = layers(world, 4)
         view = GraphView(gm.graph)
         found, _ = candidates(view)
@@ -234,7 +234,7 @@ def calls_of(function: Callable[[], Any]) -> int:
 
 
 def test_work_grows_linearly_to_ten_thousand_nodes() -> None:
-    with local_world(8) as world:
+    with fake_world(8) as world:
         visits, calls, nodes = [], [], []
         for count in (50, 200):
             gm = layers(world, count, extra=18)

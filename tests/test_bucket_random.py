@@ -6,24 +6,24 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from bucket_graphs import (
-    Program,
-    assert_same_bits,
-    aten,
-    check_fakes,
-    inputs_by_rank,
-    local_world,
-    output_layouts,
-    run_all_ranks,
-)
 from hypothesis import event, given, settings
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import verify
 from inductor_passes.bucket.candidates import candidates
 from inductor_passes.bucket.dependencies import Dependencies
-from inductor_passes.bucket.rewrite import MergeError, merge
 from inductor_passes.ir.view import GraphView
+from inductor_passes.rewriting.merge import MergeError, merge
+from tests.support.bucket_graphs import (
+    Program,
+    assert_same_bits,
+    aten,
+    check_fakes,
+    inputs_by_rank,
+    output_layouts,
+    run_all_ranks,
+)
+from tests.support.world import fake_world
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int32)
@@ -86,7 +86,7 @@ def build(groups: list[str], program: list[tuple[Any, ...]]) -> torch.fx.GraphMo
 @settings(max_examples=60, deadline=None)
 @given(steps(), st.randoms(use_true_random=False), st.sampled_from(["packed", "coalesced"]))
 def test_random_merges_of_random_programs(program, random, form) -> None:
-    with local_world(RANKS) as world:
+    with fake_world(RANKS) as world:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
         gm = build([world, *(mesh.get_group(d).group_name for d in (0, 1))], program)
         inputs, layouts = inputs_by_rank(gm, RANKS), output_layouts(gm)
@@ -128,7 +128,7 @@ def test_merges_happen_exactly_when_they_are_acyclic(program, random) -> None:
 
     A hazard of doing something in place goes away when the operand is packed; the bit sets keep it, to be safe.
     """
-    with local_world(RANKS) as world:
+    with fake_world(RANKS) as world:
         gm = build([world] * 3, program)
         view = GraphView(gm.graph)
         found, _ = candidates(view)

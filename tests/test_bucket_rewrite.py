@@ -6,7 +6,13 @@ import operator
 
 import pytest
 import torch
-from bucket_graphs import (
+from expecttest import assert_expected_inline
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes.bucket.candidates import candidates
+from inductor_passes.ir.view import GraphView
+from inductor_passes.rewriting.merge import MergedCollective, MergeError, merge
+from tests.support.bucket_graphs import (
     Program,
     assert_same_bits,
     aten,
@@ -14,17 +20,11 @@ from bucket_graphs import (
     check_fakes,
     inputs_by_rank,
     kinds,
-    local_world,
     output_layouts,
     run_all_ranks,
     text,
 )
-from expecttest import assert_expected_inline
-from torch.distributed.device_mesh import init_device_mesh
-
-from inductor_passes.bucket.candidates import candidates
-from inductor_passes.bucket.rewrite import MergedCollective, MergeError, merge
-from inductor_passes.ir.view import GraphView
+from tests.support.world import fake_world
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
@@ -54,7 +54,7 @@ def merge_and_compare(gm: torch.fx.GraphModule, ranks: int, form: str = "packed"
 
 
 def test_all_gather_before_and_after() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         a, b = p.input(4, 3), p.input(1, 5)
         gathered = p.collective("all_gather", p.call(aten.mul.Tensor, a, 2.0), world)
@@ -98,7 +98,7 @@ return [%13, %12]""",
 
 def test_reduce_scatter_before_and_after() -> None:
     """Starts and waits of the second member come later: the bucket starts with the last and hands out views."""
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         a, b = p.input(4, 3), p.input(2, 5)
         first = p.collective("reduce_scatter", a, world)
@@ -137,7 +137,7 @@ return [%9, %11]""",
 
 
 def test_mixed_dtypes_travel_as_bytes() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         a, b = p.input(3, dtype=torch.bfloat16), p.input(2, 1)
         gm = p.done(p.collective("all_gather", a, world), p.collective("all_gather", b, world))
@@ -171,7 +171,7 @@ return [%18, %14]""",
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_bits_of_every_kind(kind: str, ranks: int) -> None:
-    with local_world(ranks) as world:
+    with fake_world(ranks) as world:
         p = Program()
         outputs = []
         for shape in [(ranks,), (2 * ranks, 3), (ranks, 1, 5), (3 * ranks, 2), (0, 4)]:
@@ -184,7 +184,7 @@ def test_bits_of_every_kind(kind: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max", "min", "product"])
 def test_bits_of_every_reduction(op: str) -> None:
-    with local_world(4) as world:
+    with fake_world(4) as world:
         p = Program()
         outputs = [p.collective(kind, p.input(8, 3), world, op) for kind in KINDS[1:3] for _ in range(3)]
         gm = p.done(*outputs)
@@ -196,7 +196,7 @@ def test_bits_of_every_reduction(op: str) -> None:
 def test_bits_of_many_dtypes(ranks: int) -> None:
     """Odd lengths, so that rows need padding to keep the wide members aligned."""
     dtypes = [torch.bfloat16, torch.float64, torch.bool, torch.int32, torch.uint8, torch.float8_e4m3fn, torch.float32]
-    with local_world(ranks) as world:
+    with fake_world(ranks) as world:
         p = Program()
         inputs = [p.input(ranks, size, dtype=dtype) for size, dtype in zip([3, 1, 7, 5, 3, 9, 1], dtypes)]
         gm = p.done(*(p.collective(kind, x, world) for kind in ("all_gather", "all_to_all") for x in inputs))
@@ -205,7 +205,7 @@ def test_bits_of_many_dtypes(ranks: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_non_contiguous_members_are_packed_and_layouts_kept(kind: str) -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         turned = p.call(aten.permute.default, p.input(3, 4, 2), [1, 0, 2])
         every_other = p.call(aten.slice.Tensor, p.input(4, 6), 1, 0, 6, 2)
@@ -218,17 +218,18 @@ def test_non_contiguous_members_are_packed_and_layouts_kept(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_members(kind: str) -> None:
     """Uneven shards arrive padded; the padding goes into the message and is cut off behind it."""
-    with local_world(4) as world:
+    with fake_world(4) as world:
         p = Program()
         outputs = []
         for rows in (5, 3):
             padded = p.call(aten.constant_pad_nd.default, p.input(rows, 3), [0, 0, 0, 8 - rows], 0.0)
             outputs.append(p.call(aten.slice.Tensor, p.collective(kind, padded, world), 0, 0, 2))
-        merge_and_compare(p.done(*outputs), 4)
+        (merged,) = merge_and_compare(p.done(*outputs), 4)
+        assert len(merged.members) == 2
 
 
 def test_several_groups_stay_apart() -> None:
-    with local_world(8):
+    with fake_world(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
         groups = [mesh.get_group(d).group_name for d in (0, 1)]
         p = Program()
@@ -240,7 +241,7 @@ def test_several_groups_stay_apart() -> None:
 
 
 def test_a_coalesced_member_brings_all_its_tensors() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         pair = p.call(c10d.all_gather_into_tensor_coalesced.default, [p.input(2, 3), p.input(5)], 2, world)
         parts = [p.wait(p.call(operator.getitem, pair, i)) for i in (0, 1)]
@@ -251,7 +252,7 @@ def test_a_coalesced_member_brings_all_its_tensors() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_coalesced_form_copies_nothing(kind: str) -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         gm = p.done(*(p.collective(kind, p.input(4, i + 1), world) for i in range(3)))
         (merged,) = merge_and_compare(gm, 2, form="coalesced")
@@ -265,7 +266,7 @@ def test_coalesced_form_copies_nothing(kind: str) -> None:
 
 def test_a_bucket_may_feed_another() -> None:
     """The second bucket sends what the first returns."""
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         inputs = [p.input(4, 3), p.input(8, 2)]
         scattered = [p.collective("reduce_scatter", x, world) for x in inputs]
@@ -275,7 +276,7 @@ def test_a_bucket_may_feed_another() -> None:
 
 def test_members_of_a_cycle_are_refused_and_nothing_changes() -> None:
     """a1 -> b1 and b2 -> a2: either bucket is fine, both together are not."""
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         a1 = p.collective("all_gather", p.input(4, 3), world)
         b1 = p.collective("reduce_scatter", a1, world)
@@ -294,7 +295,7 @@ def test_members_of_a_cycle_are_refused_and_nothing_changes() -> None:
 
 
 def test_what_cannot_be_merged_says_why() -> None:
-    with local_world(4) as world:
+    with fake_world(4) as world:
         p = Program()
         x = p.input(4, 4)
         gm = p.done(
@@ -318,7 +319,7 @@ def test_what_cannot_be_merged_says_why() -> None:
 
 
 def test_new_nodes_know_where_they_come_from() -> None:
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         gm = p.done(*(p.collective("all_gather", p.input(4, i + 1), world) for i in range(2)))
         for node in gm.graph.nodes:
@@ -341,7 +342,7 @@ def test_new_nodes_know_where_they_come_from() -> None:
 
 def test_order_outside_the_bucket_is_kept() -> None:
     """Only what the bucket needs early moves: the independent chain keeps its order and stays where it was."""
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         a, b, x = p.input(4), p.input(4), p.input(4)
         first = p.call(aten.add.Tensor, p.collective("all_gather", a, world), 1.0)
@@ -355,7 +356,7 @@ def test_order_outside_the_bucket_is_kept() -> None:
 
 def test_writes_to_inputs_stay_behind_the_pack() -> None:
     """A parameter is updated in place at the end; the bucket reads it before, although its start has moved."""
-    with local_world(2) as world:
+    with fake_world(2) as world:
         p = Program()
         a, b = p.input(4), p.input(4)
         first = p.collective("all_gather", a, world)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import fake_world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.simple_fsdp import simple_fsdp
+from tests.support.processes import LIMIT_S, environment
+from tests.support.world import fake_world
 
 #: Trains one step of a data-parallel model in a fake world; prints what happened as one line of JSON.
 SCRIPT = """
@@ -23,7 +23,7 @@ import json, sys
 import torch
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from models import MLPConfig, fake_world, mlp, mlp_batch
+from tests.support.models import MLPConfig, fake_world, mlp, mlp_batch
 import inductor_passes
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
@@ -44,11 +44,7 @@ print("RESULT " + json.dumps({
 
 
 def run(cache: Path, budget: str = "+5%", world_size: int = 2, trace: Path | None = None) -> dict[str, Any]:
-    environ = {
-        **os.environ,
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-    }
+    environ = environment(TORCHINDUCTOR_CACHE_DIR=str(cache))
     if trace is not None:
         environ["TORCH_TRACE"] = str(trace)
     done = subprocess.run(
@@ -56,7 +52,7 @@ def run(cache: Path, budget: str = "+5%", world_size: int = 2, trace: Path | Non
         env=environ,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))

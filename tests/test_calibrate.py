@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from typer.testing import CliRunner
 
-from inductor_passes import emulated_link
 from inductor_passes.cli.calibrate import app
 from inductor_passes.cost.calibrate import Sample, calibrate, group_costs
 from inductor_passes.cost.communication import Layout
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.emulation import link as emulated_link
+from tests.support.ranks import Ranks
 
 
 def test_fit_finds_the_line() -> None:

@@ -5,7 +5,6 @@ marked as runnable runs.
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -15,7 +14,8 @@ import pytest
 from typer import Context
 from typer.main import get_command
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.support.processes import LIMIT_S, ROOT, environment
+
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^( *)(```+)([^\n]*)\n(.*?)^\1\2 *$", re.M | re.S)
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\(([^)\s]+)\)")
@@ -109,9 +109,13 @@ def _runnable(page: Path) -> str:
 def test_what_is_marked_as_runnable_runs(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text(_runnable(page), encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 

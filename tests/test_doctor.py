@@ -16,11 +16,20 @@ def found(environ: dict[str, str]) -> dict[str, doctor.Check]:
     return {check.name: check for check in doctor.run_checks(environ)}
 
 
-def test_this_environment_is_healthy_and_every_problem_has_advice() -> None:
+def test_this_environment_is_healthy_and_every_problem_has_advice(tmp_path: Path) -> None:
     checks = doctor.run_checks({})
     assert {c.name for c in checks} >= {"Python", "torch", "torch features", "process groups", "compile cache", "GPU"}
     assert not [c for c in checks if c.status == "fail"]
-    assert all(c.advice for c in checks if c.status != "ok")
+    broken = {
+        "TORCH_TRACE": str(tmp_path / "file"),
+        "INDUCTOR_PASSES_COST_PROFILE": str(tmp_path / "none.json"),
+        "INDUCTOR_PASSES_VERIFY": "maybe",
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
+    }
+    (tmp_path / "file").touch()
+    problems = [c for c in (*checks, *doctor.run_checks(broken)) if c.status != "ok"]
+    assert {c.status for c in problems} == {"warn", "fail"} and len(problems) >= 3
+    assert [c.name for c in problems if not c.advice] == []
 
 
 def test_exit_status_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,7 +40,7 @@ def test_exit_status_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INDUCTOR_PASSES_VERIFY", "maybe")
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 1
-    failed = [c for c in json.loads(done.output)["checks"] if c["status"] == "fail"]
+    failed = [c for c in json.loads(done.stdout)["checks"] if c["status"] == "fail"]
     assert [c["name"] for c in failed] == ["settings from the environment"]
     assert "maybe" in failed[0]["found"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch.distributed import _functional_collectives as funcol
 
-from inductor_passes import emulated_link
-from inductor_passes.link_model import Link, Rate, Record, StepTime, Times
+from inductor_passes.emulation import link as emulated_link
+from inductor_passes.emulation.link_model import Link, Rate, Record, StepTime, Times
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -209,7 +209,7 @@ def test_every_collective_is_right(ranks: Ranks) -> None:
             "received": zero,
         }
     )
-    for answer, right in zip(ranks.run(_results), expected):
+    for answer, right in zip(ranks.run(_results), expected, strict=True):
         for key, value in right.items():
             assert answer[key] == value, key
         assert answer.keys() == right.keys()

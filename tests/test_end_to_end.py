@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import (
-    LlamaConfig,
-    MoEConfig,
-    cross_entropy,
-    llama,
-    llama_batch,
-    moe,
-    moe_batch,
-    tensor_parallel,
-)
-from parity import share, whole
-from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
@@ -33,6 +21,19 @@ from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
+from tests.support.models import (
+    LlamaConfig,
+    MoEConfig,
+    cross_entropy,
+    llama,
+    llama_batch,
+    moe,
+    moe_batch,
+    tensor_parallel,
+)
+from tests.support.parity import share, whole
+from tests.support.processes import LIMIT_S
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -40,16 +41,14 @@ LLAMA = LlamaConfig(layers=2)
 Case = tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor], Callable[..., torch.Tensor], int, int]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+@pytest.fixture
+def pair(two_ranks: Ranks) -> Ranks:
+    return two_ranks
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
+@pytest.fixture
+def four(four_ranks: Ranks) -> Ranks:
+    return four_ranks
 
 
 def build(name: str, rank: int, world_size: int) -> Case:
@@ -103,6 +102,10 @@ def step(model: nn.Module, call: Any, batch: Any, loss: Callable[..., torch.Tens
     return found
 
 
+#: What default Inductor found, by model: several tests compare the same model with it.
+_DEFAULT: dict[str, dict[str, torch.Tensor]] = {}
+
+
 def compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[GraphReport]:
     """Default Inductor, ours and one eager process on the same step; returns our reports."""
     model, reference, batch, loss, index, count = build(name, rank, world_size)
@@ -111,10 +114,12 @@ def compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> l
         mine = (batch[0].chunk(count, 1)[index], batch[1].chunk(count, 1)[index])
     else:
         mine = share(batch, index, count)
+    if name not in _DEFAULT:
+        torch._dynamo.reset()
+        _DEFAULT[name] = step(model, torch.compile(model, fullgraph=True), mine, loss)
+    default = _DEFAULT[name]
     torch._dynamo.reset()
-    default = step(model, torch.compile(model, fullgraph=True), mine, loss)
-    torch._dynamo.reset()
-    with collect() as reports:
+    with collect(what_if=False) as reports:
         compiled = torch.compile(
             model, fullgraph=True, options=inductor_passes.options(verify="strict", **options)
         )
@@ -191,11 +196,11 @@ def check_reports(per_rank: list[list[GraphReport]], phases: tuple[str, ...] = (
 def test_two_ranks(pair: Ranks, name: str) -> None:
     # Replicated parameters are not gathered: only their gradients travel.
     phases = ("backward",) if name == "replicate" else ("forward", "backward")
-    check_reports(pair.run(compare, name, {"memory_budget": "+25%", "bucket": "off"}, timeout=600), phases)
+    check_reports(pair.run(compare, name, {"memory_budget": "+25%", "bucket": "off"}), phases)
 
 
 def test_two_ranks_with_everything_on(pair: Ranks) -> None:
-    reports = pair.run(compare, "fsdp", {"memory_budget": "+100%"}, timeout=600)
+    reports = pair.run(compare, "fsdp", {"memory_budget": "+100%"})
     check_reports(reports)
     merged = [p for p in reports[0][0].passes if p.name == "bucket"]
     assert merged and merged[0].changed, "so small a model is latency-bound: its gathers travel together"
@@ -206,7 +211,7 @@ def test_reductions_as_exchanges(pair: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"
     slow_scatters(2).save(file)
     reports = pair.run(
-        compare, "fsdp", {"memory_budget": "+100%", "bucket": "off", "cost_profile": str(file)}, timeout=600
+        compare, "fsdp", {"memory_budget": "+100%", "bucket": "off", "cost_profile": str(file)}, timeout=LIMIT_S
     )
     check_reports(reports)
     (exchange,) = [p for p in reports[0][1].passes if p.name == "exchange"]
@@ -216,4 +221,4 @@ def test_reductions_as_exchanges(pair: Ranks, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hybrid", "fsdp_tp"])
 def test_four_ranks(four: Ranks, name: str) -> None:
-    check_reports(four.run(compare, name, {"memory_budget": "0", "bucket": "off"}, timeout=900))
+    check_reports(four.run(compare, name, {"memory_budget": "0", "bucket": "off"}))

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from parity import whole
-from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
+from tests.support.parity import whole
+from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(2, env={"HF_HUB_OFFLINE": "1"}) as ranks:
-        yield ranks
+@pytest.fixture
+def pool(two_ranks: Ranks) -> Ranks:
+    return two_ranks
 
 
 def tiny() -> nn.Module:
@@ -78,7 +76,7 @@ def train(rank: int, world_size: int, kind: str) -> list[str]:
     for part in parts:
         (loss_of(reference, part) / len(parts)).backward()
     step = torch.compile(loss_of, options=inductor_passes.options(verify="strict"), fullgraph=True)
-    with collect() as reports:
+    with collect(what_if=False) as reports:
         loss = step(model, mine)
         loss.backward()
     torch.testing.assert_close(loss.detach(), loss_of(tiny(), mine).detach(), rtol=1e-5, atol=1e-7)
@@ -91,7 +89,7 @@ def train(rank: int, world_size: int, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["data", "tensor"])
 def test_a_hugging_face_llama_trains_as_in_one_process(pool: Ranks, kind: str) -> None:
-    for lines in pool.run(train, kind, timeout=600):
+    for lines in pool.run(train, kind):
         phases = {line.split()[0] for line in lines}
         assert phases == {"forward", "backward"}
         assert all(int(line.split()[1]) > 0 for line in lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from models import fake_world
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -12,8 +11,9 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
-from inductor_passes.reorder.problem import build
+from inductor_passes.problems.fx import build
 from inductor_passes.schedule.problem import ProblemError
+from tests.support.world import fake_world
 
 c10d = torch.ops._c10d_functional
 

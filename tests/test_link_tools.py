@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-import bench_link
-import link_lab
-import link_models
-import link_report
-
 from inductor_passes.config import PassConfig
-from inductor_passes.link_model import Record
+from inductor_passes.emulation.link_model import Record
 from inductor_passes.models import LlamaConfig, language_batch, language_model
+from tools.benchmarks import link as bench_link
+from tools.link import lab as link_lab
+from tools.link import models as link_models
+from tools.link import report as link_report
+from tools.link import worker as link_worker
 
 
 def _record(kind: str, wire: int, duration: int = 0) -> Record:
@@ -89,6 +86,7 @@ def _row(name: str, family: str, step: int, **changes: Any) -> dict[str, Any]:
         "counts": {"all_gather": 3},
         "steady": True,
         "wire_bytes": {"all_gather": 2_000, "reduce_scatter": 1_000},
+        "traffic": {"wrong": [], "known_bytes": 3_000},
         "peak_bytes": 100,
         "worst_loss_difference": 0.0,
         "violations": 0,
@@ -147,8 +145,8 @@ def test_ratios() -> None:
     ("changes", "message"),
     [
         ({"steady": False}, "changed between steps"),
-        ({"wire_bytes": {"all_gather": 2_000, "reduce_scatter": 500}}, "sent 500 bytes of gradients"),
-        ({"wire_bytes": {"all_gather": 900, "reduce_scatter": 1_000}}, "sent 900 bytes of parameters"),
+        ({"traffic": {"wrong": ["sent 500 bytes of w"], "known_bytes": 3_000}}, "sent 500 bytes of w"),
+        ({"traffic": {"wrong": [], "known_bytes": 2_900}}, "sent 3000 bytes per step, of which 2900 belong to"),
         ({"worst_loss_difference": 1e-3}, "losses differ by up to 1.0e-03"),
     ],
 )
@@ -158,6 +156,25 @@ def test_invalid_rows_are_named(changes: dict[str, Any], message: str) -> None:
     assert message in error
     late = link_report.notes(_results(reference, _row("ours", "ours", 1, violations=3)))
     assert "3 real transfers" in late[0] and len(late) == 2
+
+
+def test_what_carries_the_bytes_does_not_matter() -> None:
+    reference = _row("inductor", "inductor", 1)
+    exchanged = {"all_gather": 2_000, "all_to_all": 600, "reduce_scatter": 400}
+    assert link_report.errors(_results(reference, _row("ours", "ours", 1, wire_bytes=exchanged))) == []
+
+
+def test_losses_are_judged_while_rounding_is_small() -> None:
+    reference = [1.0] * 80
+    assert link_worker._difference(reference, reference) == 0
+    late = [*reference[:-1], 2.0]
+    assert link_worker._difference(late, reference) == 0
+    early = [1.0, 1.5, *reference[2:]]
+    assert link_worker._difference(early, reference) == 0.5
+    for wrong in (float("nan"), float("inf")):
+        found = link_worker._difference([wrong], [1.0])
+        assert found > link_report.LOSS_TOLERANCE and json.dumps(found, allow_nan=False)
+    assert link_worker._difference([1e-3], [0.0]) > link_report.LOSS_TOLERANCE
 
 
 def test_ours_may_not_send_more_than_the_graph_that_came_in() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import fake_world
 
 from inductor_passes.models import (
     DEMO,
@@ -20,10 +17,8 @@ from inductor_passes.models import (
     llama,
     llama_batch,
 )
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-
-from link_models import LAYOUTS, Spread
+from tests.support.world import fake_world
+from tools.link.models import LAYOUTS, Spread
 
 EXPERTS = LlamaConfig(layers=2, experts=4, capacity=16)
 

@@ -13,9 +13,8 @@ import pytest
 pytest.importorskip("build")
 pytest.importorskip("hatchling")
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
-import check_release
+from tools.release import check as check_release
 
 
 @pytest.fixture(scope="module")

@@ -14,26 +14,26 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx
-from bucket_graphs import (
-    Program,
-    assert_same_bits,
-    aten,
-    c10d,
-    inputs_by_rank,
-    local_world,
-    output_layouts,
-    run_all_ranks,
-)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inductor_passes import verify
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine.passes import passes_of
+from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pipeline import Context, new_report, run_passes
-from inductor_passes.plugin import passes_of
 from inductor_passes.report import GraphReport
+from tests.support.bucket_graphs import (
+    Program,
+    assert_same_bits,
+    aten,
+    c10d,
+    inputs_by_rank,
+    output_layouts,
+    run_all_ranks,
+)
+from tests.support.world import fake_world
 
 RANKS = 4
 UNIT_NS = 1_000_000
@@ -43,7 +43,7 @@ Estimator = Callable[[torch.fx.Node], "float | None"]
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[str]:
-    with local_world(RANKS) as name:
+    with fake_world(RANKS) as name:
         yield name
 
 
@@ -68,13 +68,12 @@ def optimised(gm: torch.fx.GraphModule, estimator: Estimator | None = None, **se
         **{"verify": "strict", "memory_budget": "unlimited", "redistribute": "off", "estimator": estimator, **settings}
     )
     profile = CostProfile.default("cuda")
-    context = Context(config, profile, new_report(gm.graph, True, config, profile), backward=False)
-    run_passes(gm.graph, passes_of(config), context)
+    done = run_passes(gm.graph, passes_of(config), config, profile)
     gm.graph.lint()
     gm.recompile()
     assert output_layouts(gm) == layouts
     assert_same_bits(expected, run_all_ranks(gm, inputs))
-    return context.report
+    return done.report
 
 
 def schedule(gm: torch.fx.GraphModule) -> str:
@@ -258,10 +257,7 @@ def test_a_random_draw_among_collectives_keeps_its_place_among_draws(world: str)
     torch.manual_seed(0)
     names = [n.name for n in gm.graph.nodes if n.target is aten.rand_like.default]
     config = PassConfig(verify="strict", memory_budget="unlimited", estimator=durations(pointwise=1.0))
-    profile = CostProfile.default("cuda")
-    run_passes(
-        gm.graph, passes_of(config), Context(config, profile, new_report(gm.graph, True, config, profile), False)
-    )
+    run_passes(gm.graph, passes_of(config), config, CostProfile.default("cuda"))
     assert [n.name for n in gm.graph.nodes if n.target is aten.rand_like.default] == names
     assert schedule(gm) == "AG0 W0"
 
@@ -386,10 +382,7 @@ def test_groups_do_not_mix(world: str) -> None:
     activation = p.call(aten.add.Tensor, p.input(4, 4), p.input(4, 4))
     gm = p.done(*parameters, p.collective("all_gather", activation, tensor_parallel))
     config = PassConfig(verify="strict", memory_budget="unlimited")
-    profile = CostProfile.default("cuda")
-    run_passes(
-        gm.graph, passes_of(config), Context(config, profile, new_report(gm.graph, True, config, profile), False)
-    )
+    run_passes(gm.graph, passes_of(config), config, CostProfile.default("cuda"))
     by_group = [c.group.name for c in GraphView(gm.graph).collectives]
     assert sorted(by_group) == sorted([world, tensor_parallel])
 
@@ -456,10 +449,9 @@ def test_buckets_never_make_the_plan_longer(world: str, needs: bool) -> None:
     gm = p.done(mm1, mm2, *gathered)
     profile = CostProfile.default("cuda")
     config = PassConfig(memory_budget="unlimited", redistribute="off", bucket="off")
-    alone = new_report(gm.graph, True, config, profile)
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(gm.graph, {}))
-    run_passes(copied, passes_of(config), Context(config, profile, alone, False))
+    alone = run_passes(copied, passes_of(config), config, profile).report
     report = optimised(gm)
     assert report.schedules[-1].makespan_after_ns <= alone.schedules[-1].makespan_after_ns
     assert collectives_of(gm, "all_gather") < 4
@@ -505,16 +497,17 @@ def test_moved_buckets_take_their_copies_along(world: str) -> None:
     assert schedule(gm) == "AG0 mm mm1 mm2 W0 mm3"
 
 
-def test_repeated_and_chained_waits(world: str) -> None:
-    """A gather that is waited for twice, once through the first wait, merges with its neighbour all the same."""
+@pytest.mark.parametrize(("chained", "gathers"), [(False, 1), (True, 2)], ids=["repeated", "chained"])
+def test_repeated_and_chained_waits(world: str, chained: bool, gathers: int) -> None:
+    """A gather that is waited for twice merges with its neighbour; a wait for a wait's result is a fence to us."""
     p = Program()
     start = p.start("all_gather", p.input(4, 4), world)
     once = p.wait(start)
-    again = p.wait(once)
+    again = p.wait(once if chained else start)
     other = p.collective("all_gather", p.input(4, 4), world)
     gm = p.done(p.call(aten.add.Tensor, once, 1), p.call(aten.add.Tensor, again, 2), other)
     optimised(gm)
-    assert verify.check(gm.graph) == []
+    assert collectives_of(gm, "all_gather") == gathers and verify.check(gm.graph) == []
 
 
 # -- durations and the host --------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, Ranks, run_ranks
+
+from tests.support.ranks import RankError, Ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import operator
 
 import pytest
-import redistribute_programs as programs
 import torch
 import torch.distributed as dist
-from redistribute_programs import MESH, Program, rewrite
 
 from inductor_passes import _torch
 from inductor_passes.ir.view import GraphView
-from inductor_passes.redistribute.driver import RewriteCollectives
 from inductor_passes.report import Verdict
+from inductor_passes.rewrites.pass_ import RewriteCollectives
+from tests.support import redistribute_programs as programs
+from tests.support.redistribute_programs import MESH, Program, rewrite
 
 HAS_WAIT_LISTS = hasattr(torch.ops._c10d_functional, "wait_tensors")
 LISTS = pytest.param(
@@ -224,7 +224,7 @@ def test_groups_as_objects_and_a_graph_for_all_ranks() -> None:
         graph = program.output(program.call(torch.ops.prims.convert_element_type.default, outer, torch.bfloat16))
         view = GraphView(graph)
         assert [c.group.ranks for c in view.collectives] == [MESH.group(0, (1,)), MESH.group(0, (0,))]
-        report = RewriteCollectives().run(graph, programs.context_for(graph))
+        report = programs.run_pass(RewriteCollectives(), graph).report.passes[0]
         said = {(d.subject, d.verdict.value): d for d in report.decisions}
         assert ("R7", "applied") in said and "compiled for all ranks" in said["R1", "refused"].detail
         assert [c.group_argument for c in GraphView(graph).collectives] == [rows, columns]

@@ -8,23 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import fake_world
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import inductor_passes
 from inductor_passes.config import ConfigError, PassConfig, Redistribution
-from inductor_passes.redistribute.audit import close
 from inductor_passes.report import GraphReport, PassReport, Reason, RedistributionReport
+from inductor_passes.rewrites.audit import close
 from inductor_passes.trace.collector import collect
 from inductor_passes.trace.text import render_graph
+from tests.support.world import fake_world
 
 
 def compiled(function, inputs, **settings):
     """Reports of one call, executed op by op."""
     torch._dynamo.reset()
-    with collect() as reports:
+    with collect(what_if=False) as reports:
         options = {f"inductor_passes.{k}": v for k, v in {"codegen": "aot_eager", **settings}.items()}
         torch.compile(function, backend="inductor_passes", options=options, fullgraph=True)(*inputs)
     return reports
@@ -83,10 +83,10 @@ def test_what_a_rewrite_saved_is_in_the_list(mesh):
     def function(x):
         return DTensor.from_local(x, mesh, [Shard(0)], run_check=False).full_tensor().to(torch.bfloat16)
 
-    (report,) = compiled(function, [torch.ones(2, 8)])
+    (report,) = compiled(function, [torch.ones(512, 512)])
     (record,) = report.redistributions
     assert record.bytes_before == 2 * record.bytes_after and record.rewrites == ("R7",)
-    (report,) = compiled(function, [torch.ones(2, 8)], redistribute="off")
+    (report,) = compiled(function, [torch.ones(512, 512)], redistribute="off")
     (record,) = report.redistributions
     assert record.bytes_before == record.bytes_after and record.rewrites == ()
     assert record.refused == ("R7: switched off (torch.float32 to torch.bfloat16)",)

@@ -6,17 +6,18 @@ import operator
 
 import pytest
 import torch
-from redistribute_graphs import assert_equal_on_all_ranks, duplicate, group_ranks, mesh_world, rewritten
-from redistribute_programs import Program, context_for
-from test_redistribute_copies import on_all_ranks
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 from inductor_passes import _torch
+from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
-from inductor_passes.redistribute.audit import sent_bytes
-from inductor_passes.reorder.canonical import shards
 from inductor_passes.report import Reason, Verdict
+from inductor_passes.rewrites.audit import sent_bytes
+from tests.support.redistribute_graphs import assert_equal_on_all_ranks, duplicate, group_ranks, rewritten
+from tests.support.redistribute_programs import Program, settings_for
+from tests.support.world import mesh_world
+from tests.test_redistribute_copies import on_all_ranks
 
 R, P, S = Replicate(), Partial(), Shard
 
@@ -66,7 +67,7 @@ def test_an_exchange_that_is_alike_everywhere_has_equal_splits():
         split.meta["source_fn_stack"] = [("one", "redistribute")]
         graph = gm.output(gm.call(torch.ops.aten.neg.default, gm.call(operator.getitem, split, 0)))
         module = torch.fx.GraphModule(torch.nn.Module(), graph)
-        assert applied(rewritten(module, context_for(graph))) == ["R11"]
+        assert applied(rewritten(module, settings_for())) == ["R11"]
         (exchange,) = GraphView(graph).collectives
         assert exchange.kind == "all_to_all" and exchange.start.args[1:3] == ([24] * 3, [24] * 3)
         assert shards(GraphView(graph)).ranks_agree
@@ -99,14 +100,14 @@ def test_only_a_proven_own_slice_counts(call, index, matched):
     """A piece that the user picks looks the same on this rank; on the others it is another piece than their own."""
     with mesh_world((2, 3)):
         gm = sliced_gather(0, index, call)
-        report = rewritten(gm, context_for(gm.graph))
+        report = rewritten(gm, settings_for())
     assert (applied(report) == ["R11"]) is matched
 
 
 def test_two_mesh_dimensions_of_one_size_are_ambiguous():
     with mesh_world((2, 2)):
         gm = sliced_gather(0, 0, "redistribute", shape=(2, 2))
-        assert not rewritten(gm, context_for(gm.graph)).changed
+        assert not rewritten(gm, settings_for()).changed
 
 
 def test_a_user_chunk_keeps_all_ranks_together():
@@ -117,20 +118,20 @@ def test_a_user_chunk_keeps_all_ranks_together():
             groups[rank] = group_ranks()
             before[rank] = sliced_gather(rank, 0, "chunk")
             after[rank] = duplicate(before[rank])
-            rewritten(after[rank], context_for(after[rank].graph))
+            rewritten(after[rank], settings_for())
     assert_equal_on_all_ranks(before, after, groups)
 
 
 def test_bytes_of_the_catalogue():
     """(2, 4), float32 [64, 32]: [R, S0] -> [S0, S0] sends 1024 bytes instead of 6144."""
-    from test_redistribute_copies import capture, local_shape, redistribution
+    from tests.test_redistribute_copies import capture, local_shape, redistribution
 
     with mesh_world((2, 4)) as mesh:
         layouts = ([R, S(0)], [S(0), S(0)])
         x = torch.zeros(local_shape(mesh, (64, 32), layouts[0]))
         (gm,) = capture(redistribution(mesh, (64, 32), *layouts), [x]).graphs
         assert sum(sent_bytes(c) for c in GraphView(gm.graph).collectives) == 6144
-        report = rewritten(gm, context_for(gm.graph))
+        report = rewritten(gm, settings_for())
         (start,) = (n for n in gm.graph.nodes if _torch.op_name(n.target).endswith("all_to_all_single"))
     assert applied(report) == ["R11"] and "all_to_all (1024 bytes)" in report.decisions[0].detail
     # This rank keeps its part and sends the rest of what others need; nobody sends or receives more than 1024 bytes.
@@ -151,6 +152,6 @@ def test_empty_shards_switch_off_what_ranks_could_decide_differently():
             else:
                 part = program.call(torch.ops.aten.full.default, [rows, 4], 0.0)
             gm = torch.fx.GraphModule(torch.nn.Module(), program.output(program.call(torch.ops.aten.neg.default, part)))
-            report = rewritten(gm, context_for(gm.graph))
+            report = rewritten(gm, settings_for())
             assert not report.changed
             assert Reason.UNSUPPORTED in {d.reason for d in report.decisions}

@@ -7,25 +7,25 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from redistribute_graphs import (
-    LockstepError,
-    assert_equal_on_all_ranks,
-    capture,
-    duplicate,
-    group_ranks,
-    integers,
-    mesh_world,
-    ops_of,
-    rewritten,
-    run_in_lockstep,
-)
-from redistribute_programs import Program, context_for
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from inductor_passes.redistribute.prepare import prepare_groups
 from inductor_passes.report import Reason, Verdict
+from tests.support.redistribute_graphs import (
+    LockstepError,
+    assert_equal_on_all_ranks,
+    capture,
+    duplicate,
+    group_ranks,
+    integers,
+    ops_of,
+    rewritten,
+    run_in_lockstep,
+)
+from tests.support.redistribute_programs import Program, settings_for
+from tests.support.world import mesh_world
 
 COPIES = {"cat", "clone", "constant_pad_nd", "slice_scatter"}
 
@@ -63,7 +63,7 @@ def on_all_ranks(mesh_shape, shape, layouts, exactness="exact", only=(), copy=du
             captured = capture(redistribution(mesh, shape, *layouts), [x])
             (before[rank],), groups[rank] = captured.graphs, captured.groups
             after[rank] = copy(before[rank])
-            reports[rank] = rewritten(after[rank], context_for(after[rank].graph), exactness, only)
+            reports[rank] = rewritten(after[rank], settings_for(), exactness, only)
     assert_equal_on_all_ranks(before, after, groups)
     return ops_of(before[0]), ops_of(after[0]), reports[0]
 
@@ -92,7 +92,7 @@ def test_a_view_of_an_input_is_not_returned():
         parts = [program.call(operator.getitem, pieces, i) for i in range(4)]
         packed = program.call(torch.ops.aten.cat.default, parts)
         gm = torch.fx.GraphModule(torch.nn.Module(), program.output(packed))
-        report = rewritten(gm, context_for(gm.graph))
+        report = rewritten(gm, settings_for())
     assert [(d.subject, d.reason) for d in report.decisions] == [("R10", Reason.DATA_DEPENDENCY)]
 
 
@@ -111,7 +111,7 @@ def test_r12_makes_the_exchange_visible(gather_dim, shard_dim):
             )
             originals[rank] = torch.fx.GraphModule(torch.nn.Module(), program.output(out))
             graphs[rank] = duplicate(originals[rank])
-            report = rewritten(graphs[rank], context_for(graphs[rank].graph))
+            report = rewritten(graphs[rank], settings_for())
     assert "all_to_all_single" in ops_of(graphs[0]) and "shard_dim_alltoall" not in ops_of(graphs[0])
     assert [d.subject for d in report.decisions] == ["R12"]
     assert_equal_on_all_ranks(originals, graphs, groups)
@@ -123,7 +123,7 @@ def test_r12_refuses_what_does_not_divide():
         program = Program((4, 9))
         out = program.call(torch.ops._dtensor.shard_dim_alltoall.default, program.inputs[0], 0, 1, name)
         gm = torch.fx.GraphModule(torch.nn.Module(), program.output(out))
-        report = rewritten(gm, context_for(gm.graph))
+        report = rewritten(gm, settings_for())
     assert [(d.subject, d.reason) for d in report.decisions] == [("R12", Reason.UNSUPPORTED)]
 
 
@@ -149,7 +149,7 @@ def test_r13_releases_what_a_slice_pins():
             part = program.call(operator.getitem, pieces, rank)
             before[rank] = torch.fx.GraphModule(torch.nn.Module(), program.output(part))
             after[rank] = duplicate(before[rank])
-            report = rewritten(after[rank], context_for(after[rank].graph))
+            report = rewritten(after[rank], settings_for(memory_budget="+25%"))
     assert [(d.subject, d.detail) for d in report.decisions] == [("R13", "releases 224 of 256 bytes")]
     inputs = {rank: integers(gm, rank) for rank, gm in before.items()}
     assert storage_of_results(before, inputs, groups) == dict.fromkeys(range(4), 256)
@@ -158,7 +158,7 @@ def test_r13_releases_what_a_slice_pins():
 
 
 @pytest.mark.parametrize(
-    ("pieces_left", "budget", "applied"), [(4, "+5%", True), (4, "unlimited", False), (3, "+5%", False)]
+    ("pieces_left", "budget", "applied"), [(4, "+25%", True), (4, "unlimited", False), (3, "+25%", False)]
 )
 def test_r13_copies_only_where_that_releases_much(pieces_left, budget, applied):
     with mesh_world((4,)) as mesh:
@@ -166,7 +166,7 @@ def test_r13_copies_only_where_that_releases_much(pieces_left, budget, applied):
         whole = program.collective("all_reduce", program.inputs[0], "max", mesh.get_group().group_name)
         pieces = program.call(torch.ops.aten.split.Tensor, whole, 12 // pieces_left, 0)
         gm = torch.fx.GraphModule(torch.nn.Module(), program.output(program.call(operator.getitem, pieces, 0)))
-        report = rewritten(gm, context_for(gm.graph, memory_budget=budget))
+        report = rewritten(gm, settings_for(memory_budget=budget))
     (decision,) = [d for d in report.decisions if d.subject == "R13"]
     assert (decision.verdict is Verdict.APPLIED) is applied is report.changed
     if not applied:
@@ -220,7 +220,7 @@ def test_r9_keeps_gathered_rows_through_the_mlp(mlp_graphs, kind, before, only):
     for rank, gm in found[kind].items():
         with mesh_world((4,), rank):
             after[rank] = duplicate(gm)
-            reports[rank] = rewritten(after[rank], context_for(after[rank].graph), "reassociate", only)
+            reports[rank] = rewritten(after[rank], settings_for(), "reassociate", only)
     assert [sum(op in COPIES for op in ops_of(g[0])) for g in (found[kind], after)] == [before, 0]
     assert_equal_on_all_ranks(found[kind], after, groups)
     assert [r.decisions for r in reports.values()] == [reports[0].decisions] * 4
@@ -231,7 +231,7 @@ def test_r9_is_refused_where_it_may_not_or_does_not_pay(mlp_graphs):
     with mesh_world((4,)):
         def reasons(exactness, **settings):
             gm = duplicate(found["inference"][0])
-            report = rewritten(gm, context_for(gm.graph, **settings), exactness, ("R9",))
+            report = rewritten(gm, settings_for(**settings), exactness, ("R9",))
             return [d.reason for d in report.decisions]
 
         assert reasons("exact") == [Reason.NUMERICS]
@@ -243,7 +243,7 @@ def test_r9_is_refused_where_it_may_not_or_does_not_pay(mlp_graphs):
         parts = [program.call(operator.getitem, pieces, i) for i in range(4)]
         rows = program.call(torch.ops.aten.cat.default, parts, 1)
         gm = torch.fx.GraphModule(torch.nn.Module(), program.output(program.call(torch.ops.aten.relu.default, rows)))
-        report = rewritten(gm, context_for(gm.graph), "reassociate", ("R9",))
+        report = rewritten(gm, settings_for(), "reassociate", ("R9",))
         assert [d.reason for d in report.decisions] == [Reason.NOT_PROFITABLE]
 
 

@@ -13,11 +13,12 @@ from expecttest import assert_expected_inline
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.communication import Layout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
-from inductor_passes.pipeline import Context, new_report, run_passes
-from inductor_passes.redistribute.scatter_by_exchange import ScatterByExchange
+from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Reason, Verdict
-from tests.async_tp_programs import Program, inputs, rs, run_ranks, trace
-from tests.bucket_graphs import assert_same_bits, check_fakes, local_world, output_layouts
+from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
+from tests.support.async_tp_programs import Program, inputs, rs, run_ranks, trace
+from tests.support.bucket_graphs import assert_same_bits, check_fakes, output_layouts
+from tests.support.world import fake_world
 
 
 def link(ranks: int, scatter: float, exchange: float | None) -> CostProfile:
@@ -33,11 +34,10 @@ def link(ranks: int, scatter: float, exchange: float | None) -> CostProfile:
 
 def run(gm: torch.fx.GraphModule, profile: CostProfile, tier: str = "exact", budget: str = "unlimited") -> PassReport:
     config = PassConfig(verify="strict", memory_budget=budget)
-    context = Context(config, profile, new_report(gm.graph, True, config, profile), backward=False)
-    run_passes(gm.graph, [ScatterByExchange(tier)], context)  # type: ignore[arg-type]
+    done = run_passes(gm.graph, [ScatterByExchange(tier)], config, profile)  # type: ignore[arg-type]
     gm.graph.lint()
     gm.recompile()
-    return context.report.passes[0]
+    return done.report.passes[0]
 
 
 def collectives(gm: torch.fx.GraphModule) -> str:
@@ -57,7 +57,7 @@ SHAPES = ((8, 6), (16, 5))
 @pytest.mark.parametrize("world", [2, 4])
 def test_equal_on_all_ranks(dtype: torch.dtype, world: int) -> None:
     program = Program("two", _chain, SHAPES, dtype=dtype, world=world)
-    with local_world(world):
+    with fake_world(world):
         gm = trace(program)
         per_rank = [inputs(program, rank) for rank in range(world)]
         expected, layouts = run_ranks(gm, per_rank), output_layouts(gm)
@@ -71,7 +71,7 @@ def test_equal_on_all_ranks(dtype: torch.dtype, world: int) -> None:
 
 def test_average() -> None:
     program = Program("average", lambda x: rs(x, 0, "avg") + 1, ((8, 6),))
-    with local_world(2):
+    with fake_world(2):
         gm = trace(program)
         per_rank = [inputs(program, rank) for rank in range(2)]
         expected = run_ranks(gm, per_rank)
@@ -82,7 +82,7 @@ def test_average() -> None:
 def test_any_two_terms_add_up_to_the_same_bits() -> None:
     """With two ranks every order of a sum is the same sum: random values, not small integers."""
     program = Program("two", _chain, SHAPES)
-    with local_world(2):
+    with fake_world(2):
         gm = trace(program)
         generator = torch.Generator().manual_seed(0)
         per_rank = [[torch.randn(shape, generator=generator) * 1e3 for shape in SHAPES] for _ in range(2)]
@@ -104,7 +104,7 @@ def test_any_two_terms_add_up_to_the_same_bits() -> None:
     ],
 )
 def test_when(fn: Callable[..., object], profile: CostProfile, tier: str, world: int, reasons: list[Reason]) -> None:
-    with local_world(world):
+    with fake_world(world):
         gm = trace(Program("when", fn, SHAPES, world=world))
         before = collectives(gm)
         report = run(gm, profile, tier)
@@ -115,7 +115,7 @@ def test_when(fn: Callable[..., object], profile: CostProfile, tier: str, world:
 
 
 def test_whole_numbers_may_be_summed_in_any_order() -> None:
-    with local_world(4):
+    with fake_world(4):
         gm = trace(Program("whole", _chain, SHAPES, dtype=torch.int32, world=4))
         assert [d.verdict for d in run(gm, link(4, 4e4, 2e4)).decisions] == [Verdict.APPLIED] * 2
 
@@ -130,7 +130,7 @@ def _late(x: torch.Tensor, y: torch.Tensor, big: torch.Tensor) -> tuple[torch.Te
 @pytest.mark.parametrize(("budget", "applied"), [("unlimited", 2), ("0", 1)])
 def test_what_the_budget_does_not_hold_stays(budget: str, applied: int) -> None:
     program = Program("late", _late, ((64, 64), (64, 32), (96, 64)))
-    with local_world(2):
+    with fake_world(2):
         gm = trace(program)
         per_rank = [inputs(program, rank) for rank in range(2)]
         expected = run_ranks(gm, per_rank)

@@ -5,17 +5,6 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from redistribute_ranks import (
-    contributions,
-    device_mesh,
-    dtensor,
-    local_tensors,
-    ranks_of,
-    reduced,
-    same,
-    simulate,
-    simulated,
-)
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -24,6 +13,17 @@ from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.plan import plan_redistribution
 from inductor_passes.redistribute.prepare import GroupError, group_name, prepare_groups
 from inductor_passes.redistribute.spec import Partial, Replicate, Shard, Spec, SpecError
+from tests.support.redistribute_ranks import (
+    contributions,
+    device_mesh,
+    dtensor,
+    local_tensors,
+    ranks_of,
+    reduced,
+    same,
+    simulate,
+)
+from tests.support.world import simulated
 
 OPTIONS = ("S(0)", "S(1)", "R", "P(sum)")
 

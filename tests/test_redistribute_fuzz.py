@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import collections
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from redistribute_graphs import LockstepError
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
-import fuzz_redistribute as fuzz
 
 from inductor_passes.redistribute.mesh import Mesh
-from inductor_passes.redistribute.rewrite_r2_nested_reductions import MergeNestedReductions
+from inductor_passes.rewrites.r2_nested_reductions import MergeNestedReductions
+from tests.support.redistribute_graphs import LockstepError
+from tools.fuzzing import redistribute as fuzz
 
 
 def judged(numbers, counts=None, plain=True):
@@ -41,8 +37,13 @@ def test_programs_that_found_something(number):
 
 
 def test_a_wrong_rewrite_is_found(monkeypatch):
-    """A merge that reduces over one level only gives other numbers: the fuzzer must say so."""
-    import inductor_passes.redistribute.rewrite_r2_nested_reductions as module
+    """A merge that reduces over one level only gives other numbers: the fuzzer must say so.
+
+    The proof of values refuses such a rewrite, so that nobody sees its numbers; here it is off.
+    """
+    import inductor_passes.rewrites.r2_nested_reductions as module
+
+    monkeypatch.setattr("inductor_passes.verify.values.compared", lambda *_: [])
 
     assert MergeNestedReductions in (type(r) for r in fuzz.graphs.RewriteCollectives().rewrites)
     original = module.reduced
@@ -64,7 +65,7 @@ def test_programs_do_not_depend_on_the_rank():
     """All ranks run one program: the same operators in the same order."""
     assert issubclass(LockstepError, AssertionError)
     mesh = Mesh((2, 2))
-    from redistribute_graphs import mesh_world
+    from tests.support.world import mesh_world
 
     with mesh_world((2, 2)) as _:
         builder = fuzz.Builder(random.Random("0/3"), mesh)

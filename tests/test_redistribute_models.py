@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from redistribute_graphs import capture, duplicate, mesh_world, rewritten, run_in_lockstep, tensors
-from redistribute_models import MODELS, counted, graphs_of
-from redistribute_programs import context_for
+
+from tests.support.redistribute_graphs import capture, duplicate, rewritten, run_in_lockstep, tensors
+from tests.support.redistribute_models import MODELS, counted, graphs_of
+from tests.support.redistribute_programs import settings_for
+from tests.support.world import mesh_world
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_all_ranks_of_a_block_agree():
             groups[rank] = captured.groups
             graphs[rank] = captured.graphs[captured.backward.index(True)]
             after[rank] = duplicate(graphs[rank])
-            rewritten(after[rank], context_for(after[rank].graph), "reassociate")
+            rewritten(after[rank], settings_for(), "reassociate")
     generator = torch.Generator().manual_seed(0)
     shared = [
         torch.rand(n.meta["val"].shape, generator=generator) + 0.5
@@ -103,5 +105,5 @@ def test_symbolic_sizes_are_left_as_they_are_or_rewritten_alike():
             return d.full_tensor().to(torch.bfloat16)
 
         (gm,) = capture(function, [torch.zeros(6, 3)], dynamic=True).graphs
-        report = rewritten(gm, context_for(gm.graph))
+        report = rewritten(gm, settings_for())
     assert [d.subject for d in report.decisions] == ["R7"] and report.changed

@@ -7,10 +7,10 @@ import random
 
 import pytest
 import torch
-from redistribute_programs import Program
 
-from inductor_passes.redistribute import permutation
-from inductor_passes.redistribute.permutation import canonical, regrouped, row_major, unpack_ahead
+from inductor_passes.rewrites import permutation
+from inductor_passes.rewrites.permutation import canonical, regrouped, row_major, unpack_ahead
+from tests.support.redistribute_programs import Program
 
 
 def positions(digits):
@@ -51,8 +51,7 @@ def test_digits_say_where_every_element_comes_from(seed) -> None:
     real = torch.arange(torch.Size(shape).numel()).view(shape)
     for target, *arguments in steps:
         real = target(real, *arguments)
-    if dims is not None:
-        assert positions(canonical(dims)) == real.reshape(-1).tolist()
+    assert dims is not None and positions(canonical(dims)) == real.reshape(-1).tolist()
 
 
 def test_a_view_that_cuts_through_a_digit_is_unknown() -> None:

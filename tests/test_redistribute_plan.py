@@ -1,34 +1,28 @@
 """Plans as data: bytes against DTensor's planners and one exchange, tiers, profiles, caching, the drawn form."""
 
 import itertools
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import TestCase
-from redistribute_ranks import device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.redistribute import plan as plan_module
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.plan import plan_redistribution
 from inductor_passes.redistribute.spec import Spec, SpecError
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-import bench_redistribute as table
+from tests.support.redistribute_ranks import device_mesh
+from tests.support.world import fake_world
+from tools.benchmarks import redistribute as table
 
 
 @pytest.fixture(scope="module")
 def world():
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_world(8):
+        yield
 
 
 def spec(mesh, placements, shape=(64, 32), **more):
@@ -61,9 +55,11 @@ def test_known_best_plans(mesh, source, target, size, collectives):
 def test_never_more_bytes_than_dtensors_planners_or_one_exchange(world, mesh, shape, every):
     dmesh = device_mesh(mesh)
     rows = [table.compare(a, b, dmesh) for a, b in itertools.islice(table.pairs(mesh, shape), 0, None, every)]
+    assert sum(r["best"] is not None for r in rows) > len(rows) // 2 >= 4
     assert all(r["reassociate"] <= r["best"] for r in rows if r["best"] is not None)
     assert all(r["exact"] <= r["best"] for r in rows if r["best"] is not None and not r["partial"])
     if len(mesh) < 3:
+        assert any(r["default"] is not None for r in rows)
         assert all(r["exact"] <= r["default"] for r in rows if r["default"] is not None)
 
 
@@ -75,6 +71,7 @@ def test_the_table_counts_what_dtensor_is_known_to_send(world):
 
 
 def test_the_exact_tier_keeps_every_reduction_of_dtensor():
+    kept = 0
     for source, target in itertools.product(itertools.product(("S0", "S1", "R", "P"), repeat=2), repeat=2):
         a, b = spec((2, 4), " ".join(source)), spec((2, 4), " ".join(target))
         if any(y == "P" != x for x, y in zip(source, target)):
@@ -82,6 +79,8 @@ def test_the_exact_tier_keeps_every_reduction_of_dtensor():
         reductions = [s for s in plan_redistribution(a, b).steps if s.reduce_op]
         assert all(len(s.mesh_dims) == 1 for s in reductions)
         assert plan_redistribution(a, b).exactness == "exact"
+        kept += len(reductions)
+    assert kept > 5
 
 
 def test_integer_sums_and_extrema_are_free_to_merge_in_the_exact_tier():

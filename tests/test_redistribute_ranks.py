@@ -6,12 +6,12 @@ import itertools
 
 import pytest
 import torch
-from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from inductor_passes.redistribute import Mesh, Spec, plan_redistribution, prepare_groups, redistribute
 from inductor_passes.redistribute.execute import torch_placement
+from tests.support.ranks import Ranks
 
 WORLD = 4
 

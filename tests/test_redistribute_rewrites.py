@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import TestCase
-from redistribute_programs import Program, apply, nested, rewrite, world
-from redistribute_ranks import simulated
 
-from inductor_passes.redistribute.driver import RewriteCollectives
+from inductor_passes import _torch
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.prepare import group_name, prepare_groups
 from inductor_passes.report import Reason, Verdict
+from inductor_passes.rewrites.pass_ import RewriteCollectives
+from tests.support.redistribute_programs import Program, apply, nested, rewrite, world
+from tests.support.world import simulated
 
 
 class Rewrites(TestCase):
@@ -104,6 +105,25 @@ all_reduce[8]""",
 all_reduce[4] all_reduce[2]
 all_reduce[8]""",
             )
+
+    def test_r2_leaves_what_another_collective_is_reading(self):
+        """The merged all_reduce would be the last to use ``x``: Inductor could do it in place, under the reader."""
+        with world() as groups:
+            program = Program((16, 3))
+            (x,) = program.inputs
+            reading = program.call(_torch.collective_op("all_reduce"), x, "max", groups[(1,)])
+            first = program.collective("all_reduce", x, "sum", groups[(0,)])
+            second = program.collective("all_reduce", first, "sum", groups[(1,)])
+            read = program.call(_torch.collective_op("wait_tensor"), reading)
+            report = self.check(
+                rewrite("R2", "reassociate"),
+                program.output(second, read),
+                [(16, 3)],
+                """\
+all_reduce[4] all_reduce[2] all_reduce[4]
+all_reduce[4] all_reduce[2] all_reduce[4]""",
+            )
+            assert [d.reason for d in report.decisions] == [Reason.DATA_DEPENDENCY]
 
     def test_r3(self):
         with world() as groups:

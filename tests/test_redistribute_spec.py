@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from redistribute_ranks import local_tensors
 
 from inductor_passes.redistribute.boxes import numel
 from inductor_passes.redistribute.execute import torch_placement
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.spec import Partial, Replicate, Shard, Spec, SpecError, placement
+from tests.support.redistribute_ranks import local_tensors
 
 
 @pytest.mark.parametrize("mesh", [(8,), (2, 4), (4, 2), (2, 2, 2), (2, 1, 2, 2)], ids=str)

@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from inductor_orders import illegal_order, lower, random_order
-from models import (
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes import _torch, verify
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.problems.kernels import build
+from inductor_passes.replay import order_check
+from inductor_passes.simple_fsdp import simple_fsdp
+from tests.support.inductor_orders import illegal_order, lower, random_order
+from tests.support.models import (
     LlamaConfig,
     MLPConfig,
     MoEConfig,
     capture_graphs,
     cross_entropy,
-    fake_world,
     llama,
     llama_batch,
     mlp,
@@ -25,13 +31,7 @@ from models import (
     moe_batch,
     tensor_parallel,
 )
-from torch.distributed.device_mesh import init_device_mesh
-
-from inductor_passes import _torch, verify
-from inductor_passes.cost.profile import CostProfile
-from inductor_passes.replay import order_check
-from inductor_passes.replay.problem import build
-from inductor_passes.simple_fsdp import simple_fsdp
+from tests.support.world import fake_world
 
 LLAMA = LlamaConfig(layers=1)
 ORDERS = 20

@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from inductor_orders import lower
-from models import LlamaConfig, capture_graphs, cross_entropy, fake_world, llama, llama_batch, tensor_parallel
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import _torch, verify
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
-from inductor_passes.replay.problem import build, donated_inputs
+from inductor_passes.problems.kernel_memory import donated_inputs
+from inductor_passes.problems.kernels import build
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import INPUT, Kind, Problem
 from inductor_passes.simple_fsdp import simple_fsdp
+from tests.support.inductor_orders import lower
+from tests.support.models import LlamaConfig, capture_graphs, cross_entropy, llama, llama_batch, tensor_parallel
+from tests.support.world import fake_world
 
 LLAMA = LlamaConfig(layers=1)
 

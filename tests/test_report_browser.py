@@ -16,8 +16,9 @@ from inductor_passes.report import Decision, PassReport, Reason, RedistributionR
 from inductor_passes.trace.compare import across_ranks
 from inductor_passes.trace.html import render_page
 from inductor_passes.trace.reader import read_trace
+from tests.support.processes import LIMIT_S
+from tests.support.trace_samples import fsdp_problem, planned
 from tests.test_report import TraceDir, evil_trace
-from tests.trace_samples import fsdp_problem, planned
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
@@ -109,7 +110,7 @@ def drive(page: str, folder: Path) -> dict[str, Any]:
         [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", path.as_uri()],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_S,
     )
     match = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
     assert match is not None, done.stderr[-3000:]

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import MLPConfig, fake_world, mlp, mlp_batch
-from ranks import Ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
 from inductor_passes import ConfigError
 from inductor_passes.report import GraphReport
 from inductor_passes.simple_fsdp import simple_fsdp
+from tests.support.models import MLPConfig, mlp, mlp_batch
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
 
 CONFIG = MLPConfig(width=16, layers=3)
 
@@ -75,8 +76,7 @@ def explained(rank: int, world_size: int) -> tuple[list[str], int]:
 
 
 @pytest.mark.ranks
-def test_two_ranks_explain_alike_and_launch_nothing() -> None:
-    with Ranks(2) as ranks:
-        answers = ranks.run(explained, timeout=300)
+def test_two_ranks_explain_alike_and_launch_nothing(two_ranks: Ranks) -> None:
+    answers = two_ranks.run(explained)
     assert answers[0] == answers[1]
     assert len(answers[0][0]) == 2 and answers[0][1] == 0

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import WorldGather
-from ranks import Ranks
-from test_report import TraceDir
 from typer.testing import CliRunner
 
 import inductor_passes
-from inductor_passes import emulated_link
 from inductor_passes.cli.main import app
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.emulation import link as emulated_link
 from inductor_passes.trace.profile_events import ProfileTraceError, read_profile
 from inductor_passes.trace.profiled import Measured, Pair, match
 from inductor_passes.trace.reader import GraphTrace, read_trace
 from inductor_passes.trace.reprofile import updated_profile
-from tests.trace_samples import fsdp_problem, planned
+from tests.support.models import WorldGather
+from tests.support.ranks import Ranks
+from tests.support.trace_samples import fsdp_problem, planned
+from tests.test_report import TraceDir
 
 run = CliRunner().invoke
 MS = 1_000_000
@@ -78,9 +78,7 @@ def test_every_collective_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert exposed == dict.fromkeys(("AG0", "AG1", "AG2"), 250_000), "less what asking costs"
     transfers = [p.measured_ns for p in measured.pairs if p.what == "transfer"]
     assert len(transfers) == 3 and min(transfers) >= 250_000
-    assert [p.measured_ns for p in measured.pairs if p.what == "library"] == [40_000] * len(
-        [p for p in measured.pairs if p.what == "library"]
-    )
+    assert [p.measured_ns for p in measured.pairs if p.what == "library"] == [40_000] * 3
     out = tmp_path / "costs.json"
     done = run(app, ["report", str(traces.path), "--profile", str(profile)])
     assert done.exit_code == 0 and "AG2" in done.output and "relative error" in done.output
@@ -176,7 +174,7 @@ def one_run(folder: Path, cost_profile: str) -> list[Measured]:
     folder.mkdir()
     trace = folder / "trace"
     with Ranks(2, backend="emulated", setup=_register, env={"TORCH_TRACE": str(trace)}) as ranks:
-        counts = ranks.run(train, str(folder), cost_profile, timeout=300)
+        counts = ranks.run(train, str(folder), cost_profile)
     measured = match(read_trace(trace), [folder / f"profile{rank}.json" for rank in (0, 1)])
     for rank in (0, 1):
         found = [p.label for m in measured if m.graph.rank == rank for p in m.pairs if p.what == "exposed"]

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import TraceDir
 
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.trace.profile_events import read_profile
 from inductor_passes.trace.profiled import Measured, match
 from inductor_passes.trace.reader import read_trace
 from inductor_passes.trace.reprofile import updated_profile
-from tests.trace_samples import fsdp_problem, planned
+from tests.support.trace_samples import fsdp_problem, planned
+from tests.test_report import TraceDir
 
 COMPUTE, TRANSFERS = 7, 20
 
@@ -113,8 +113,10 @@ def test_transfers_and_stalls_are_the_device_s(tmp_path: Path, monkeypatch: pyte
     stalls = {p.label: p.measured_ns for p in found.pairs if p.what == "exposed"}
     assert stalls == {label: pytest.approx(1000 * us, abs=5) for label, us in device.stalls.items()}
     assert sum(stalls.values()) > 0
-    for what in ("block", "library"):
-        for p in (p for p in found.pairs if p.what == what):
+    for what, count in (("block", 4), ("library", 4)):
+        pairs = [p for p in found.pairs if p.what == what]
+        assert len(pairs) == count
+        for p in pairs:
             assert p.measured_ns == pytest.approx(1.5 * p.predicted_ns, abs=5), p
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from schedule_graphs import random_problem, training_graphs
 
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.ending import reorder_end
@@ -11,6 +10,7 @@ from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.schedule.tables import tables
+from tests.support.schedule_graphs import random_problem, training_graphs
 
 
 def backward(layers: int, last_ns: int, others_ns: int = 2) -> Problem:

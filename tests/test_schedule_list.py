@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from schedule_graphs import tp_fsdp_forward
 
 from inductor_passes.schedule.bounds import heads, lower_bound
 from inductor_passes.schedule.memory import peak_bytes
@@ -13,6 +12,7 @@ from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.schedule.tables import tables
+from tests.support.schedule_graphs import tp_fsdp_forward
 
 
 def _gathers(seed: int, count: int = 24) -> Problem:

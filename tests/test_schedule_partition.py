@@ -8,14 +8,14 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_graphs import Builder, fsdp_backward, many_small_forward, random_problem, training_graphs
 
 from inductor_passes.schedule.memory import peak_bytes, profile
 from inductor_passes.schedule.merge import Bucket, merge
-from inductor_passes.schedule.partition import Costs, Limits, Member, Window, choose, partition, windows
+from inductor_passes.schedule.partition import Costs, Limits, Member, Window, choose_partition, partition, windows
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, ProblemError
 from inductor_passes.schedule.simulate import simulate
+from tests.support.schedule_graphs import Builder, fsdp_backward, many_small_forward, random_problem, training_graphs
 
 
 def members_of(problem: Problem) -> list[Member]:
@@ -41,9 +41,9 @@ def two_gathers(**lane: bool) -> Problem:
 def test_packed_bucket() -> None:
     """Inputs die at the packing, the message at the wait, the received message at the unpacking."""
     problem = two_gathers()
-    merged = merge(problem, [Bucket((0, 3), 15, 1, pack_ns=2, unpack_ns=4, sent_bytes=8, received_bytes=32)])
-    assert merged.schedule_text() == "pack AG0+AG1 W(AG0+AG1) unpack f g"
-    assert profile(merged) == [8 + 8, 8 + 32, 8 + 32, 32 + 32, 32 + 2, 2 + 20 + 2]
+    merged = merge(problem, [Bucket((0, 3), 15, 1, pack_ns=2, unpack_ns=(2, 2), sent_bytes=8, received_bytes=32)])
+    assert merged.schedule_text() == "pack AG0+AG1 W(AG0+AG1) unpack unpack f g"
+    assert profile(merged) == [8 + 8, 8 + 32, 8 + 32, 32 + 12, 32 + 32, 32 + 2, 2 + 20 + 2]
     assert simulate(merged).makespan_ns == 2 + 1 + 15 + 4 + 7 + 7
 
 
@@ -116,14 +116,15 @@ def test_a_pair_merges_exactly_when_independent(seed: int, pack: int | None, unp
         dependent = any(x in reach[y] for x in mine for y in other) or any(x in reach[y] for x in other for y in mine)
         ends = [*mine, *other]
         fenced = any(t.fence and min(ends) <= i <= max(ends) for i, t in enumerate(problem.tasks))
-        bucket = Bucket((a, c), 5, pack_ns=pack, unpack_ns=unpack, sent_bytes=4, received_bytes=6)
+        copies = None if unpack is None else (unpack, unpack)
+        bucket = Bucket((a, c), 5, pack_ns=pack, unpack_ns=copies, sent_bytes=4, received_bytes=6)
         if dependent or fenced:
             with pytest.raises(ProblemError):
                 merge(problem, [bucket])
             continue
         merged = merge(problem, [bucket])
         merged.check_order(merged.input_order)
-        assert len(merged) == n - 2 + (pack is not None) + (unpack is not None)
+        assert len(merged) == n - 2 + (pack is not None) + 2 * (unpack is not None)
         assert Problem.from_json(merged.to_json()) == merged
         kept = {t.name: i for i, t in enumerate(merged.tasks)}
         later = [{i} for i in range(len(merged))]
@@ -196,7 +197,7 @@ LATENCY = Costs(20, 0.125, launch_ns=2, pack_ns_per_byte=0.01, unpack_ns_per_byt
 def test_latency_bound_program_gains_a_third() -> None:
     problem = many_small_forward(12)
     budget = peak_bytes(problem) * 21 // 20
-    choice = choose(problem, members_of(problem), lambda key: LATENCY, budget)
+    choice = choose_partition(problem, members_of(problem), lambda key: LATENCY, budget)
     assert choice.plan.makespan_ns * 1.3 <= plan(problem, budget).makespan_ns
     assert choice.plan.peak_bytes <= budget
     assert choice.problem == merge(problem, choice.buckets)
@@ -208,7 +209,7 @@ def test_latency_bound_program_gains_a_third() -> None:
 def test_never_slower_and_within_budget(problem: Problem, room: int) -> None:
     budget = peak_bytes(problem) + room
     costs = Costs(100, 3, launch_ns=20, pack_ns_per_byte=0.5, unpack_ns_per_byte=0.5)
-    choice = choose(problem, members_of(problem), lambda key: costs, budget)
+    choice = choose_partition(problem, members_of(problem), lambda key: costs, budget)
     assert choice.plan.makespan_ns <= plan(problem, budget, effort=0).makespan_ns
     assert choice.plan.peak_bytes <= budget
     choice.problem.check_order(choice.plan.order)
@@ -220,7 +221,7 @@ def test_never_slower_and_within_budget(problem: Problem, room: int) -> None:
 def test_expensive_copies_mean_no_buckets() -> None:
     problem = fsdp_backward(5)
     costs = Costs(1, 3.75, launch_ns=10_000)
-    choice = choose(problem, members_of(problem), lambda key: costs, None)
+    choice = choose_partition(problem, members_of(problem), lambda key: costs, None)
     assert (choice.buckets, choice.method, choice.problem) == ((), "none", problem)
 
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_graphs import (
+
+from inductor_passes.schedule.bounds import lower_bound, one_machine
+from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
+from inductor_passes.schedule.simulate import simulate
+from tests.support.processes import LIMIT_S, environment
+from tests.support.schedule_graphs import (
     best_makespan,
     fsdp_backward,
     fsdp_forward,
@@ -25,12 +30,6 @@ from schedule_graphs import (
     tp_fsdp_backward,
     training_graphs,
 )
-
-from inductor_passes.schedule.bounds import lower_bound, one_machine
-from inductor_passes.schedule.memory import peak_bytes
-from inductor_passes.schedule.plan import plan
-from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
-from inductor_passes.schedule.simulate import simulate
 
 
 def against_brute_force(seeds: range, tasks: int, effort: int) -> tuple[list[float], list[str]]:
@@ -221,8 +220,10 @@ def test_fixed_lane_order_is_kept() -> None:
 
 
 def test_shared_link_is_never_faster_than_separate_lanes() -> None:
-    shared, separate = (plan(hsdp_backward(10, link=link), None) for link in ("nvlink", ""))
-    assert separate.makespan_ns <= shared.makespan_ns
+    for compute_ns, busy in ((2000, False), (500, True)):
+        shared, separate = (plan(hsdp_backward(10, compute_ns, link=link), None) for link in ("nvlink", ""))
+        assert separate.makespan_ns <= shared.makespan_ns
+        assert (separate.makespan_ns < shared.makespan_ns) is busy
 
 
 def test_unreachable_budget_returns_the_input() -> None:
@@ -234,17 +235,16 @@ def test_unreachable_budget_returns_the_input() -> None:
 def test_stays_deterministic_across_processes() -> None:
     """Another hash seed must not change a plan: ranks have to agree."""
     script = (
-        "from schedule_graphs import fsdp_backward, random_problem\n"
+        "from tests.support.schedule_graphs import fsdp_backward, random_problem\n"
         "from inductor_passes.schedule.plan import plan\n"
         "from inductor_passes.schedule.memory import peak_bytes\n"
         "for p in [fsdp_backward(9), random_problem(5, 22), random_problem(6, 26)]:\n"
         "    print(plan(p, peak_bytes(p)).order)\n"
     )
-    here = Path(__file__).parent
     digests = set()
     for seed in ("1", "77"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
-        out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True, timeout=120)
+        env = environment(PYTHONHASHSEED=seed)
+        out = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, check=True, timeout=LIMIT_S)
         digests.add(hashlib.sha256(out.stdout).hexdigest())
     assert len(digests) == 1
 

@@ -7,12 +7,12 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_graphs import Builder, fsdp_backward, random_problem
 
 from inductor_passes.schedule.memory import Continuation, RangeMax, lifetime, peak_bytes, profile
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, ProblemError, Storage, Task
 from inductor_passes.schedule.simulate import Cause, exposures, simulate
 from inductor_passes.schedule.tables import tables
+from tests.support.schedule_graphs import Builder, fsdp_backward, random_problem
 
 
 def random_order(problem: Problem, seed: int) -> list[int]:

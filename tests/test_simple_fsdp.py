@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from models import (
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import mse_loss
+
+from inductor_passes.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
+from tests.support.models import (
     LlamaConfig,
     MLPConfig,
     MoEConfig,
@@ -20,14 +25,8 @@ from models import (
     moe,
     moe_batch,
 )
-from parity import assert_same_gradients, assert_trains_alike, share, whole
-from ranks import Ranks
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.nn.functional import mse_loss
-
-from inductor_passes.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
+from tests.support.parity import assert_same_gradients, assert_trains_alike, share, whole
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -35,10 +34,9 @@ LLAMA = LlamaConfig(layers=1, dtype=torch.float64)
 MLP = MLPConfig(width=7, hidden=5, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+@pytest.fixture
+def pool(two_ranks: Ranks) -> Ranks:
+    return two_ranks
 
 
 def data_mesh(world_size: int) -> DeviceMesh:

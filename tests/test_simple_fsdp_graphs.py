@@ -8,25 +8,25 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from models import (
-    Llama,
-    LlamaConfig,
-    MLPConfig,
-    capture_graphs,
-    collectives,
-    fake_world,
-    llama,
-    llama_batch,
-    mlp,
-    mlp_batch,
-    tensor_parallel,
-)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
 
 from inductor_passes.simple_fsdp import MixedPrecisionPolicy, SimpleFSDPError, sharded_parameters, simple_fsdp
+from tests.support.models import (
+    Llama,
+    LlamaConfig,
+    MLPConfig,
+    capture_graphs,
+    collectives,
+    llama,
+    llama_batch,
+    mlp,
+    mlp_batch,
+    tensor_parallel,
+)
+from tests.support.world import fake_world
 
 LLAMA = LlamaConfig(layers=1)
 #: One layer: four attention matrices, three feed-forward ones, two norms; plus embedding, last norm, output.

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import LlamaConfig, MLPConfig, cross_entropy, llama, llama_batch, mlp, mlp_batch, tensor_parallel
-from parity import assert_trains_alike, whole
-from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 from inductor_passes.simple_fsdp import simple_fsdp
+from tests.support.models import (
+    LlamaConfig,
+    MLPConfig,
+    cross_entropy,
+    llama,
+    llama_batch,
+    mlp,
+    mlp_batch,
+    tensor_parallel,
+)
+from tests.support.parity import assert_trains_alike, whole
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -25,10 +33,9 @@ LLAMA = LlamaConfig(layers=1, batch=4, seq=8, dtype=torch.float64)
 MLP = MLPConfig(width=5, hidden=3, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(4) as ranks:
-        yield ranks
+@pytest.fixture
+def pool(four_ranks: Ranks) -> Ranks:
+    return four_ranks
 
 
 def train_hybrid(rank: int, world_size: int, backend: str | None) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from models import LlamaConfig, MLPConfig, cross_entropy, llama, llama_batch, mlp, mlp_batch
-from parity import share, whole
-from ranks import Ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,6 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import mse_loss
 
 from inductor_passes.simple_fsdp import simple_fsdp
+from tests.support.models import LlamaConfig, MLPConfig, cross_entropy, llama, llama_batch, mlp, mlp_batch
+from tests.support.parity import share, whole
+from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -32,10 +31,9 @@ pytestmark = pytest.mark.ranks
 MLP = MLPConfig(width=7, hidden=5, dtype=torch.float64)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+@pytest.fixture
+def pool(two_ranks: Ranks) -> Ranks:
+    return two_ranks
 
 
 def data_mesh(world_size: int) -> DeviceMesh:

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).resolve().parent.parent / "tools"
-sys.path.insert(0, str(TOOLS))
-
-import soak  # noqa: E402
+from tests.support.processes import LIMIT_S, environment
+from tools.fuzzing import soak
 
 pytestmark = pytest.mark.ranks
 
 
 def test_a_killed_rank_and_a_restart(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    command = [sys.executable, str(TOOLS / "soak.py"), "--cycles", "2", "--minutes", "4", "--kill-every", "1"]
+    command = [sys.executable, "-m", "tools.fuzzing.soak", "--cycles", "2", "--minutes", "4", "--kill-every", "1"]
     command += ["--codegen", "aot_eager", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=TOOLS.parent)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     figures = json.loads(out.read_text())["figures"]
     assert figures["killed"] >= 1 and figures["generations"] == figures["killed"] + 1

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compiled import compiled_reports, dotted, kept, save_profile
-from models import LlamaConfig, capture_graphs, collectives, cross_entropy, fake_world, llama, llama_batch
-from parity import share
-from ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import inductor_passes
 from inductor_passes import plugin
-from inductor_passes.config import MemoryBudget
+from inductor_passes.config import MemoryBudget, PassConfig
+from inductor_passes.engine.options import with_ours
 from inductor_passes.report import GraphReport, Reason, Verdict
 from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
@@ -28,6 +24,11 @@ from inductor_passes.schedule.simulate import simulate
 from inductor_passes.simple_fsdp import SimpleFSDPError, simple_fsdp
 from inductor_passes.step.keep import holding, without_gathers
 from inductor_passes.trace.collector import collect
+from tests.support.compiled import compiled_reports, dotted, kept, save_profile
+from tests.support.models import LlamaConfig, capture_graphs, collectives, cross_entropy, llama, llama_batch
+from tests.support.parity import share
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
 
 CONFIG = LlamaConfig(layers=3, dim=64, hidden=176, vocab=256, batch=2, seq=32)
 
@@ -147,7 +148,7 @@ def test_a_failing_choice_gathers_everything_again(slow_link: str, monkeypatch: 
     def fail(*_: Any) -> Any:
         raise RuntimeError("broke off in the middle")
 
-    monkeypatch.setattr("inductor_passes.step.keep.choose", fail)
+    monkeypatch.setattr("inductor_passes.step.keep.choose_kept", fail)
     tokens = llama_batch(CONFIG)[0]
     with fake_world(2):
         reports = compiled_reports(fsdp("auto"), tokens, verify="on", memory_budget="unlimited", cost_profile=slow_link)
@@ -194,7 +195,8 @@ def test_a_partitioner_of_the_user_runs_inside_ours() -> None:
     torch.compile(lambda x: (x @ weight).relu().sum(), options=options)(torch.ones(4, 4)).backward()
     assert Own.calls == 1
     # Twice ours is ours once.
-    assert plugin._with_ours(dict(options), options.get, None)["custom_partitioner_fn"].inner is own
+    again = with_ours(dict(options), options.get, plugin._hooks(PassConfig()))
+    assert again["custom_partitioner_fn"].inner is own
 
 
 def program() -> Problem:
@@ -227,10 +229,9 @@ def test_transformed_problems() -> None:
     assert holding(program(), set()) == without_gathers(program(), set()) == program()
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+@pytest.fixture
+def pair(two_ranks: Ranks) -> Ranks:
+    return two_ranks
 
 
 def train(rank: int, world_size: int, cost_profile: str) -> list[dict[str, torch.Tensor]]:
@@ -246,7 +247,7 @@ def train(rank: int, world_size: int, cost_profile: str) -> list[dict[str, torch
         )
         torch._dynamo.reset()
         options = dotted(memory_budget=budget, cost_profile=cost_profile, bucket="off")
-        with collect() as reports:
+        with collect(what_if=False) as reports:
             loss = cross_entropy(
                 torch.compile(model, fullgraph=True, backend="inductor_passes", options=options)(inputs), targets
             )

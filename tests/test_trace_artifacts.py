@@ -24,7 +24,9 @@ from inductor_passes.trace.payload import dumps, finite
 from inductor_passes.trace.reader import TraceError, read_trace
 from inductor_passes.trace.spans import span
 from inductor_passes.trace.tlparse import TlparseError, run_tlparse
-from tests.trace_samples import ROOT, fsdp_problem, load_tool, planned, run_traced
+from tests.support.processes import LIMIT_S, ROOT
+from tests.support.trace_samples import fsdp_problem, planned, run_traced
+from tools.generate import schemas
 
 SCHEMAS = ROOT / "inductor_passes" / "trace" / "schemas"
 TLPARSE = Path(sys.executable).parent / "tlparse"
@@ -111,9 +113,11 @@ def test_the_report_survives_the_trace(one_rank: Path) -> None:
 
 def test_spans_are_in_the_compile_time_trace(one_rank: Path) -> None:
     (log,) = one_rank.glob("*.log")
-    text = log.read_text()
-    assert text.count("inductor_passes.plan") >= 4, "begin and end, forward and backward"
-    assert '"gap"' in text or "gap" in text.split("inductor_passes.plan", 1)[1]
+    payloads = re.findall(r'"chromium_event".*\n((?:\t.*\n)+)', log.read_text())
+    events = [event for event in map(json.loads, payloads) if event["name"] == "inductor_passes.plan"]
+    assert [event["ph"] for event in events] == ["B", "E"] * 2, "forward and backward"
+    attached = [event["args"] for event in events if event["ph"] == "E"]
+    assert [one["tasks"] for one in attached] == [12, 15] and all("gap" in one for one in attached)
 
 
 @needs_tlparse
@@ -123,7 +127,7 @@ def test_tlparse_renders_one_rank(one_rank: Path, tmp_path: Path) -> None:
         [str(TLPARSE), str(log), "-o", str(tmp_path / "out"), "--no-browser", "--strict"],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stderr
     names = {path.name for path in (tmp_path / "out").rglob("inductor_passes_*")}
@@ -250,9 +254,9 @@ def test_stride_of_a_group(in_memory: dict[str, tuple[str, str]]) -> None:
 
 
 def test_schemas_are_current() -> None:
-    rendered = load_tool("gen_schemas").rendered()
+    rendered = schemas.rendered()
     paths = list(SCHEMAS.glob("*.json"))
-    assert {path.name: path.read_text() for path in paths} == rendered, "run python tools/gen_schemas.py"
+    assert {path.name: path.read_text() for path in paths} == rendered, "run tools/gen schemas"
     for path in paths:
         assert (ROOT / "docs" / "schemas" / path.name).resolve() == path.resolve()
 
@@ -281,7 +285,9 @@ def test_chrome_trace_has_lanes_flows_and_memory() -> None:
         )
         if task.kind is Kind.START:
             assert slices["transfer", i]["tid"] == 1 and slices["transfer", i]["args"]["bytes"] == 1000
-    for flow in {e["id"] for e in events if e["ph"] in "stf"}:
+    flows = {e["id"] for e in events if e["ph"] in "stf"}
+    assert len(flows) == 3, "one per collective"
+    for flow in flows:
         assert [e["ph"] for e in events if e.get("id") == flow] == ["s", "t", "f"]
     memory = [e["args"] for e in events if e["ph"] == "C"]
     assert max(m["bytes"] for m in memory) == timeline.peak_bytes and {m["budget"] for m in memory} == {9999}
@@ -339,10 +345,10 @@ GOOD = record(SUMMARY, summary_text())
         ("list", record("inductor_passes_summary_forward_0", "[1]"), 0, "no readable summary"),
         ("deep", record("inductor_passes_summary_forward_0", "[" * 200_000), 0, "no readable summary"),
         ("newer schema", record(SUMMARY, summary_text(schema_version=99)), 0, "schema_version 99"),
-        ("passes no list", record("inductor_passes_summary_forward_0", summary_text(passes=7)), 0, "TypeError"),
+        ("passes no list", record(SUMMARY, summary_text(passes=7)), 0, "passes is 7; expected a list"),
         ("path as name", record("inductor_passes_../../etc/passwd_forward_0", "{}"), 0, ""),
         ("name no text", record(3, "{}"), 0, ""),  # type: ignore[arg-type]
-        ("rank no number", record("inductor_passes_summary_forward_0", summary_text(), rank="../x"), 0, "no number"),
+        ("rank no number", record(SUMMARY, summary_text(), rank="../x"), 0, "rank is '../x'"),
         ("other artifact", record("graph_execution", "{}"), 0, ""),
     ],
 )

@@ -10,13 +10,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import (
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes.config import MemoryBudget
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.view import GraphView
+from inductor_passes.problems.fx import build
+from inductor_passes.report import Reason
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.problem import Kind
+from inductor_passes.schedule.simulate import simulate
+from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.verdict import explain
+from tests.support.models import (
     LlamaConfig,
     MLPConfig,
     MoEConfig,
     capture_graphs,
     cross_entropy,
-    fake_world,
     llama,
     llama_batch,
     mlp,
@@ -25,18 +36,7 @@ from models import (
     moe_batch,
     tensor_parallel,
 )
-from torch.distributed.device_mesh import init_device_mesh
-
-from inductor_passes.config import MemoryBudget
-from inductor_passes.cost.profile import CostProfile
-from inductor_passes.ir.view import GraphView
-from inductor_passes.reorder.problem import build
-from inductor_passes.report import Reason
-from inductor_passes.schedule.plan import plan
-from inductor_passes.schedule.problem import Kind
-from inductor_passes.schedule.simulate import simulate
-from inductor_passes.simple_fsdp import simple_fsdp
-from inductor_passes.trace.verdict import explain
+from tests.support.world import fake_world
 
 LLAMA = LlamaConfig(layers=2)
 

@@ -17,7 +17,7 @@ from inductor_passes.schedule.problem import Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace.verdict import explain
 from inductor_passes.trace.whatif import latencies, scale_compute, scale_links
-from tests.trace_samples import fsdp_problem
+from tests.support.trace_samples import fsdp_problem
 
 
 def start(name: str, ns: int, *, lane: int = 0, size: int = 0, fence: bool = False) -> Task:

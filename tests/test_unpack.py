@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,24 +12,23 @@ from inductor_passes.bucket import unpack_op
 from inductor_passes.bucket.unpack_pass import UnpackPass
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.pipeline import Context, new_report, run_passes
-from inductor_passes.plugin import passes_of
+from inductor_passes.engine.passes import passes_of
+from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import Reason, Verdict
-from tests.async_tp_programs import GROUP, Program, c10d, inputs, run_ranks, trace
-from tests.bucket_graphs import local_world
+from tests.support.async_tp_programs import GROUP, Program, c10d, inputs, run_ranks, trace
+from tests.support.processes import LIMIT_S, environment
+from tests.support.world import fake_world
 
-ROOT = Path(__file__).resolve().parents[1]
 ON_CPU = UnpackPass(devices=("cpu",))
 aten = torch.ops.aten
 
 
 def run(gm, one=ON_CPU, **settings):
     config, profile = PassConfig.from_mapping({"verify": "strict", **settings}), CostProfile.default("cuda")
-    context = Context(config, profile, new_report(gm.graph, True, config, profile), backward=False)
-    run_passes(gm.graph, [one], context)
+    done = run_passes(gm.graph, [one], config, profile)
     gm.graph.lint()
     gm.recompile()
-    return context.report.passes[0]
+    return done.report.passes[0]
 
 
 def calls(gm, name):
@@ -53,7 +50,7 @@ WEIGHTS = Program("weights", _weights, ((4, 8), (1, 112)))
 
 
 def test_members_that_matmuls_read_come_out_together() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm, before = trace(WEIGHTS), trace(WEIGHTS)
         report = run(gm, memory_budget="unlimited")
         (made,) = calls(gm, "unpack")
@@ -62,7 +59,7 @@ def test_members_that_matmuls_read_come_out_together() -> None:
         assert decision.verdict is Verdict.APPLIED and decision.gain_ns > 0
         values = [inputs(WEIGHTS, rank) for rank in range(2)]
         for a, b in zip(run_ranks(before, values), run_ranks(gm, values)):
-            assert all(torch.equal(x, y) for x, y in zip(a, b))
+            assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
 def test_the_memory_budget_may_say_no() -> None:
@@ -74,16 +71,16 @@ def test_the_memory_budget_may_say_no() -> None:
         return x
 
     program = Program("late", late, ((4, 64), (1, 4 * 4096)))
-    with local_world(2):
+    with fake_world(2):
         gm = trace(program)
         names = [n.name for n in gm.graph.nodes]
         report = run(gm, memory_budget="0")
-        assert report.rolled_back is Reason.MEMORY_BUDGET and [n.name for n in gm.graph.nodes] == names
+        assert report.rolled_back is Reason.OVER_BUDGET and [n.name for n in gm.graph.nodes] == names
         assert run(trace(program), memory_budget="unlimited").changed
 
 
 def test_on_a_cpu_and_by_default_nothing_happens() -> None:
-    with local_world(2):
+    with fake_world(2):
         gm = trace(WEIGHTS)
         assert not run(gm, UnpackPass()).changed and not calls(gm, "unpack")
     assert not any(isinstance(p, UnpackPass) for p in passes_of(PassConfig()))
@@ -99,13 +96,12 @@ def test_the_operator_and_its_fake() -> None:
 
 def test_the_kernel_under_the_interpreter() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "unpack_worker.py")],
-        env=environment,
+        [sys.executable, "-m", "tests.support.unpack_worker"],
+        env=environment(TRITON_INTERPRET="1"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
@@ -117,7 +113,7 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from inductor_passes.bucket.kernels import unpack as kernel
+    from inductor_passes.kernels import unpack as kernel
 
     three = ("*fp32",) * 3
     signature = {

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from verify_graphs import Builder, aten, c10d, fake_world, unknown
 
 from inductor_passes import verify
 from inductor_passes.verify import Certificate, Claim
+from tests.support.verify_graphs import Builder, aten, c10d, unknown
+from tests.support.world import grouped_world
 
 
 @pytest.fixture(scope="module")
 def groups():
-    with fake_world() as names:
+    with grouped_world() as names:
         yield names
 
 
@@ -41,10 +42,10 @@ def merge(b: Builder) -> Certificate:
     waits = [n for n in graph.nodes if n.target is c10d.wait_tensor.default]
     readers = [next(iter(w.users)) for w in waits]
     with graph.inserting_before(readers[0]):
-        cat = b.call(aten.cat.default, [s.args[0] for s in starts])
+        cat = b.call(aten.cat.default, [s.args[0] for s in starts], 1)
         start = b.call(c10d.all_gather_into_tensor.default, cat, *starts[0].args[1:])
         wait = b.call(c10d.wait_tensor.default, start)
-        parts = [b.call(aten.slice.Tensor, wait, 0, 64 * i, 64 * (i + 1)) for i in range(2)]
+        parts = [b.call(aten.slice.Tensor, wait, 1, 16 * i, 16 * (i + 1)) for i in range(2)]
     for reader, part in zip(readers, parts):
         reader.args = (part,)
     removed = (*waits, *starts)

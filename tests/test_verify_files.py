@@ -9,17 +9,18 @@ import random
 import pytest
 import torch
 from typer.testing import CliRunner
-from verify_graphs import c10d, fake_world, random_program
-from verify_mutations import MUTATIONS, Case, inject
 
 from inductor_passes import verify
 from inductor_passes.cli.check import app
 from inductor_passes.verify import graph_json
+from tests.support.verify_graphs import c10d, random_program
+from tests.support.verify_mutations import MUTATIONS, Case, inject
+from tests.support.world import grouped_world
 
 
 @pytest.fixture(scope="module")
 def groups():
-    with fake_world() as names:
+    with grouped_world() as names:
         yield names
 
 
@@ -164,7 +165,7 @@ def test_command_line(program, groups, tmp_path):
     good, bad = tmp_path / "good.json", tmp_path / "bad.json"
     verify.save(program.graph, good)
     result = run(app, [str(good), "--reference", str(good)])
-    assert result.exit_code == 0 and "nothing found" in result.output
+    assert result.exit_code == 0 and "nothing found" in result.output, result.output
     case = Case(program, groups, random.Random(0))
     next(m for m in MUTATIONS if m.name == "lose_the_update_of_an_input").apply(case)
     verify.save(case.graph, bad)

@@ -9,17 +9,18 @@ import sys
 import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from verify_graphs import Builder, Program, apply_order, aten, c10d, fake_world, random_program
 
 from inductor_passes import verify
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import GraphView
 from inductor_passes.verify.events import Action
+from tests.support.verify_graphs import Builder, Program, apply_order, aten, c10d, random_program
+from tests.support.world import grouped_world
 
 
 @pytest.fixture(scope="module")
 def groups():
-    with fake_world() as names:
+    with grouped_world() as names:
         yield names
 
 
@@ -222,16 +223,16 @@ def test_a_report_says_what_is_proven_and_what_is_assumed(groups):
     reduced = b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, x, "sum", groups["world"]))
     b.outputs = [reduced, b.call(torch.ops.verify_tests.unknown.default, x)]
     graph = b.finish().graph
-    proven, assumed = verify.statement(GraphView(graph), compared=False)
+    proven, assumed = verify.statement(graph, compared=False)
     assert proven.startswith("Proven: every result is waited for") and "launch order, which has no cycle" in proven
     assert "the order per group is equal on all ranks" in proven and "every rank runs this program" in assumed
     assert "verify_tests::unknown does not wait for another rank" in assumed and "transfer" not in assumed
-    assumed = verify.statement(GraphView(graph), compared=True)[1]
+    assumed = verify.statement(graph, compared=True)[1]
     assert "every rank runs this program" not in assumed and "rank_check" in assumed
     with graph.inserting_before(graph.output_node()):
         sent = graph.call_function(c10d.isend.default, (x, 1, 0, groups["world"]))
         early = graph.call_function(c10d.all_reduce.default, (x, "sum", groups["world"]))
     sent.meta["val"], early.meta["val"] = x.meta["val"].new_empty(0), x.meta["val"]
-    proven, assumed = verify.statement(GraphView(graph), compared=False)
+    proven, assumed = verify.statement(graph, compared=False)
     assert "waited for" not in proven and "the program was right as it came (2 findings" in assumed
     assert "every transfer has its counterpart" in assumed

@@ -6,10 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-from verify_graphs import apply_order, fake_world, random_program
-from verify_mutations import MUTATIONS, Case, inject
 
 from inductor_passes import verify
+from tests.support.verify_graphs import apply_order, random_program
+from tests.support.verify_mutations import MUTATIONS, Case, inject
+from tests.support.world import grouped_world
 
 #: Injections per kind, spread over the programs.
 INJECTIONS = 200
@@ -18,7 +19,7 @@ PROGRAMS = 40
 
 @pytest.fixture(scope="module")
 def programs():
-    with fake_world() as groups:
+    with grouped_world() as groups:
         made = []
         for seed in range(PROGRAMS):
             rng = random.Random(seed)
@@ -63,7 +64,7 @@ def test_memory_budget(programs, slack):
 
 
 def test_the_docs_list_every_kind():
-    text = (Path(__file__).parent.parent / "docs" / "verifier.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "inside" / "verifier.md").read_text()
     for mutation in MUTATIONS:
         rules, alone = ", ".join(sorted(mutation.rules)), "no" if mutation.alone else "yes"
         assert f"| `{mutation.name}` | {rules} | {alone} |" in text

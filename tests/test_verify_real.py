@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 
-import models
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from verify_graphs import Program, apply_order
-from verify_mutations import MUTATIONS, WAIT, Case, inject, is_start
 
 from inductor_passes import verify
 from inductor_passes.ir import ops
+from tests.support import models
+from tests.support.verify_graphs import Program, apply_order
+from tests.support.verify_mutations import MUTATIONS, WAIT, Case, inject, is_start
+from tests.support.world import fake_world
 
 INJECTIONS = 3
 #: Kinds of change that need what these models do not have: memory that is written to, random draws, asserts, unknown
@@ -48,7 +49,7 @@ NO_PLACE = frozenset(
 @pytest.fixture(scope="module")
 def real():
     """([(program, snapshot)], groups) of a tensor-parallel and an expert-parallel model, forward and backward."""
-    with models.fake_world(8):
+    with fake_world(8):
         mesh = init_device_mesh("cpu", (8,))
         config = models.LlamaConfig(layers=1, heads=8, kv_heads=8, dim=64, hidden=64)
         x, y = models.llama_batch(config)

@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch._inductor import config
-from verify_graphs import fake_world, unknown
 
 from inductor_passes import _torch, verify
+from tests.support.verify_graphs import unknown
+from tests.support.world import grouped_world
 
 
 class _Seen(Exception):
@@ -46,7 +47,7 @@ def on_scheduler_nodes(function: Callable, inputs, check: Callable[[list], None]
 
 @pytest.fixture(scope="module")
 def groups():
-    with fake_world() as names:
+    with grouped_world() as names:
         yield names
 
 

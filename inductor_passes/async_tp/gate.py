@@ -21,8 +21,9 @@ from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.rules import shape_of
 from inductor_passes.async_tp.slab import Partial, Slab, scattered
 from inductor_passes.async_tp.timeline import Costs, Run, run
-from inductor_passes.cost.compute import ComputeCosts, dtype_name, flops, library_shape, value_bytes
+from inductor_passes.cost.compute import ComputeCosts, flops, library_shape
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.values import dtype_name, value_bytes
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 

@@ -14,15 +14,17 @@ import torch
 
 from inductor_passes.async_tp.workspace import Workspace, workspace
 
-__all__ = ["all_reduce_residual_rms_norm", "symm_gathered_mm", "symm_mm_scattered"]
+__all__ = ["KERNEL_DTYPES", "all_reduce_residual_rms_norm", "symm_gathered_mm", "symm_mm_scattered"]
 
+#: What the kernels compute in.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: The stream on which shards are sent while the matmul runs, by device.
 _streams: dict[torch.device, Any] = {}
 
 
 def _pushed(shard: torch.Tensor, space: Workspace, epoch: torch.Tensor, tiles: Any) -> Any:
     """Send a shard, on CUDA on a stream of its own, which is returned."""
-    from inductor_passes.async_tp.kernels import gather_gemm
+    from inductor_passes.kernels import gather_gemm
 
     arguments = (shard, space.data, space.flags, space.pages, space.rank, space.world, epoch, tiles)
     if shard.device.type != "cuda":
@@ -58,7 +60,7 @@ def symm_gathered_mm(
     Returns:
         (world * rows, n) each, contiguous, and with ``keep`` the gathered (world * rows, k).
     """
-    from inductor_passes.async_tp.kernels import gather_gemm, tiles
+    from inductor_passes.kernels import gather_gemm, tiles
 
     shard = shard.contiguous()
     (rows, k), dtype, device = shard.shape, shard.dtype, shard.device
@@ -108,7 +110,7 @@ def symm_mm_scattered(
     Returns:
         (rows, n), contiguous; the ranks' terms are added in rank order in float32.
     """
-    from inductor_passes.async_tp.kernels import gemm_scatter, tiles
+    from inductor_passes.kernels import gemm_scatter, tiles
 
     rows, n = left.shape[0] // world, right.shape[1]
     cut = tiles.tiles_for(left.device, left.dtype)
@@ -151,7 +153,7 @@ def all_reduce_residual_rms_norm(
     Returns:
         (h of the residual's dtype, y), contiguous.
     """
-    from inductor_passes.async_tp.kernels import reduce_norm
+    from inductor_passes.kernels import reduce_norm
 
     columns = x.shape[-1]
     rows = x.numel() // columns

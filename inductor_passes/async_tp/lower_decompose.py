@@ -30,9 +30,9 @@ from inductor_passes.async_tp.region import Region, is_layout
 from inductor_passes.async_tp.rules import rule_of
 from inductor_passes.async_tp.slab import Partial, Slab, Uniform, assemble, scattered, take
 from inductor_passes.async_tp.timeline import Instance
-from inductor_passes.bucket.emit import Emitter
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
+from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
 prims = torch.ops.prims

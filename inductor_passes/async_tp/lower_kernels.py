@@ -5,7 +5,7 @@ after::
     y, z, v = symm_gathered_mm(x, [b, d], [None, c])      w = symm_mm_scattered(a, b)
 
 One kernel computes all ranks' rows and waits for them tile by tile; a bias is added before rounding, and the gathered
-matrix comes out too where somebody else reads it. Sums over ranks run in rank order in float32, so all ranks get the
+matrix comes out too where it has another reader. Sums over ranks run in rank order in float32, so all ranks get the
 same bits; a matmul in tiles adds in another order than the library's.
 """
 
@@ -18,13 +18,12 @@ import torch.fx
 
 import inductor_passes.async_tp.kernel_ops  # noqa: F401  registers the operators, for graphs out of a cache too
 from inductor_passes import _torch
-from inductor_passes.async_tp.availability import Availability
+from inductor_passes.async_tp.kernel_ops import KERNEL_DTYPES
 from inductor_passes.async_tp.matmul import Matmul
 from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.sites import Replacement, Site
-from inductor_passes.bucket.emit import Emitter
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from inductor_passes.groups.availability import Availability
+from inductor_passes.rewriting.emit import Emitter
 
 
 def unfit(site: Site, available: Availability) -> str:
@@ -39,7 +38,7 @@ def unfit(site: Site, available: Availability) -> str:
         if name not in ("aten::mm", "aten::addmm"):
             return f"{name} is no plain mm or addmm"
         dtypes = {n.meta["val"].dtype for n in (form.node, *form.node.all_input_nodes)}
-        if len(dtypes) > 1 or value.dtype not in _DTYPES:
+        if len(dtypes) > 1 or value.dtype not in KERNEL_DTYPES:
             return f"dtypes {', '.join(sorted(map(str, dtypes)))}"
         if form.added is not None and not (site.gathers and _is_row(form)):
             return "it adds more than a bias per column"

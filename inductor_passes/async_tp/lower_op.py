@@ -9,8 +9,8 @@ after::
     y = gathered_mm(x, b)                                 w = mm_scattered(a, b)
 
 Correct because the operators (``ops``) compute just that. They know blocks of rows of one plain ``mm`` whose other
-operand nobody cuts, with nobody else reading the collective's or the product's intermediate value; everything else is
-for ``decompose``. Other members of the region stay as they are.
+operand is not cut, where the collective's and the product's intermediate values have no other reader. ``decompose``
+takes everything else. Other members of the region stay as they are.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.fx
 
 import inductor_passes.async_tp.ops  # noqa: F401  registers the operators
 from inductor_passes import _torch
-from inductor_passes.async_tp.availability import UNKNOWN, Availability
 from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.sites import Replacement, Site
-from inductor_passes.bucket.emit import Emitter
+from inductor_passes.groups.availability import UNKNOWN, Availability
+from inductor_passes.rewriting.emit import Emitter
 
 
 def unfit(site: Site, available: Availability) -> str:

@@ -19,11 +19,11 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.async_tp.availability import Availability
 from inductor_passes.async_tp.matmul import Matmul
 from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.sites import Replacement, Site
-from inductor_passes.bucket.emit import Emitter
+from inductor_passes.groups.availability import Availability
+from inductor_passes.rewriting.emit import Emitter
 
 _NAMES = {
     (True, False): "fused_all_gather_matmul",

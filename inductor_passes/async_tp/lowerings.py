@@ -19,15 +19,16 @@ import torch
 import torch.fx
 
 from inductor_passes.async_tp import lower_decompose, lower_kernels, lower_op, lower_symm_mem
-from inductor_passes.async_tp.availability import UNKNOWN, Availability, availability
 from inductor_passes.async_tp.gate import Priced
 from inductor_passes.async_tp.lower_decompose import Lowered
-from inductor_passes.async_tp.prices import fused_ns, product_size
 from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.sites import Replacement, Site, sites
 from inductor_passes.config import AsyncTpLowering
-from inductor_passes.cost.compute import ComputeCosts, dtype_name
+from inductor_passes.cost.compute import ComputeCosts
+from inductor_passes.cost.fused import fused_ns, product_size
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.values import dtype_name
+from inductor_passes.groups.availability import UNKNOWN, Availability, availability
 from inductor_passes.ir.view import GraphView
 
 
@@ -177,12 +178,12 @@ ALL: Mapping[str, Lowering] = MappingProxyType(
         "op": Opaque("op", lower_op.unfit, lower_op.replace),
     }
 )
-#: What ``auto`` chooses among. ``op`` sends one message at a time and hides nothing else: it is for who asks.
+#: What ``auto`` chooses among. ``op`` sends one message at a time and hides nothing else: it has to be asked for.
 AUTOMATIC = ("decompose", "kernels", "symm_mem")
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class LoweringChoice:
     """How a region is carried out.
 
     Attributes:
@@ -203,27 +204,27 @@ def others_fit_anything(setting: AsyncTpLowering, groups: Iterable[str]) -> bool
     return any(not one.kernels or not one.symmetric_memory for one in known)
 
 
-def choose_all(setting: AsyncTpLowering, regions: Sequence[Priced], graph: Graph) -> dict[Priced, Choice]:
+def choose_all(setting: AsyncTpLowering, regions: Sequence[Priced], graph: Graph) -> dict[Priced, LoweringChoice]:
     """The lowering of every region that is carried out; together, because matmuls of no region go to one of them."""
     graph.owned.update({node: p.region for p in regions for node in p.region.cuts})
     found = {}
     for priced in regions:
-        found[priced] = choose(setting, priced, graph)
+        found[priced] = choose_lowering(setting, priced, graph)
         taken = graph.sites(priced.region)
         if found[priced].lowering is not DECOMPOSE and not isinstance(taken, str):
             graph.owned.update({form.node: priced.region for site in taken for form in site.products})
     return found
 
 
-def choose(setting: AsyncTpLowering, priced: Priced, graph: Graph) -> Choice:
+def choose_lowering(setting: AsyncTpLowering, priced: Priced, graph: Graph) -> LoweringChoice:
     """The lowering of a region: the cheapest one that fits (``auto``), or the one asked for where it fits."""
     if setting != "auto":
         asked = ALL[setting]
         why = asked.fits(priced.region, graph)
         if why is not None:
-            return Choice(DECOMPOSE, priced, f"{setting} does not fit: {why}")
-        return Choice(asked, _at(priced, asked.price_ns(priced, graph)))
-    best = Choice(DECOMPOSE, priced)
+            return LoweringChoice(DECOMPOSE, priced, f"{setting} does not fit: {why}")
+        return LoweringChoice(asked, _at(priced, asked.price_ns(priced, graph)))
+    best = LoweringChoice(DECOMPOSE, priced)
     for name in AUTOMATIC[1:]:
         why = ALL[name].fits(priced.region, graph)
         if why is not None:
@@ -232,7 +233,7 @@ def choose(setting: AsyncTpLowering, priced: Priced, graph: Graph) -> Choice:
             continue
         after = ALL[name].price_ns(priced, graph)
         if after < best.priced.after_ns:
-            best = Choice(ALL[name], _at(priced, after))
+            best = LoweringChoice(ALL[name], _at(priced, after))
     return best
 
 

@@ -27,17 +27,19 @@ import torch.fx
 
 import inductor_passes.async_tp.kernel_ops  # noqa: F401  registers the operator
 from inductor_passes import _torch
-from inductor_passes.async_tp.availability import availability
+from inductor_passes.async_tp.kernel_ops import KERNEL_DTYPES
 from inductor_passes.async_tp.region import unsupported
-from inductor_passes.bucket.emit import Emitter
-from inductor_passes.cost.compute import FUSED, dtype_name, value_bytes
+from inductor_passes.cost.fused import norm_ns
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.ir import groups, ops
+from inductor_passes.cost.values import dtype_name, value_bytes
+from inductor_passes.groups.availability import availability
+from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Decision, Reason, Verdict
+from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CAST = "prims::convert_element_type"
 _VIEWS = frozenset({"aten::view", "aten::reshape", "aten::_unsafe_view"})
 
@@ -79,7 +81,8 @@ def _other(node: torch.fx.Node, one: torch.fx.Node) -> object:
 
 def match(collective: Collective, view: GraphView) -> Norm | None:
     """The norm behind an all-reduce, None when there is none."""
-    if collective.kind != "all_reduce" or collective.reduce_op != "sum" or unsupported(collective, view) is not None:
+    sums = collective.kind is CollectiveKind.ALL_REDUCE and collective.reduce_op == "sum"
+    if not sums or unsupported(collective, view) is not None:
         return None
     inner: list[torch.fx.Node] = []
     value = collective.waits[0]
@@ -119,7 +122,7 @@ def _behind(
         dtypes = {n.meta["val"].dtype for n in (collective.inputs[0], residual, weight, y)}
         if (
             tuple(weight.meta["val"].shape) != (hidden.meta["val"].shape[-1],)
-            or not dtypes <= set(_DTYPES)
+            or not dtypes <= set(KERNEL_DTYPES)
             or hidden.meta["val"].dtype != residual.meta["val"].dtype
             or view.position[weight] > view.position[hidden]
         ):
@@ -218,32 +221,11 @@ def _keeps_dim(mean: torch.fx.Node) -> bool:
     return bool(_torch.op_arguments(mean).get("keepdim", False))
 
 
-def fused_ns(profile: CostProfile, size_bytes: int, itemsize: int, ranks: tuple[int, ...], two_shot: bool) -> int:
-    """Time of the operator on messages of ``size_bytes``: its exchanges, and one kernel that reads and writes rows."""
-    world = max(1, len(ranks))
-    kernel = profile.compute_ns(0, 4 * size_bytes, "float32", 1)
-    if not two_shot:
-        return kernel + profile.communication_ns("all_gather", size_bytes, size_bytes * world, ranks)
-    there = profile.communication_ns("reduce_scatter", size_bytes, size_bytes // world, ranks)
-    sums = size_bytes * 4 // itemsize
-    return kernel + there + profile.communication_ns("all_gather", sums // world, sums, ranks)
-
-
 def _before_ns(profile: CostProfile, size_bytes: int, ranks: tuple[int, ...]) -> int:
     """Time of the collective, and of the kernels that Inductor makes of sum and norm: a reduction and what uses it."""
-    link = profile.communication_ns("all_reduce", size_bytes, size_bytes, ranks)
-    issue = profile.issue_ns("all_reduce", size_bytes, size_bytes, ranks)
+    link = profile.communication_ns(CollectiveKind.ALL_REDUCE, size_bytes, size_bytes, ranks)
+    issue = profile.issue_ns(CollectiveKind.ALL_REDUCE, size_bytes, size_bytes, ranks)
     return link + issue + profile.compute_ns(0, 5 * size_bytes, "float32", 1)
-
-
-def _operator_ns(node: torch.fx.Node, profile: CostProfile) -> int:
-    arguments = torch.fx.node.map_arg(_torch.op_arguments(node), lambda n: n.meta.get("val"))
-    ranks = groups.resolve(arguments["group_name"]).ranks
-    x = arguments["x"]
-    return fused_ns(profile, value_bytes(x), x.element_size(), ranks, bool(arguments["two_shot"]))
-
-
-FUSED["inductor_passes::all_reduce_residual_rms_norm"] = _operator_ns
 
 
 @dataclass
@@ -275,7 +257,7 @@ def fuse(
         size, ranks = value_bytes(norm.sent.meta["val"]), collective.group.ranks
         before = _before_ns(profile, size, ranks)
         width = norm.sent.meta["val"].element_size()
-        after, two_shot = min((fused_ns(profile, size, width, ranks, shots), shots) for shots in (False, True))
+        after, two_shot = min((norm_ns(profile, size, width, ranks, shots), shots) for shots in (False, True))
         said = f"{'two shots' if two_shot else 'one shot'} of {size} bytes: {before} -> {after} ns"
         if mode == "auto" and after >= before:
             result.decisions.append(_refused(norm, Reason.NOT_PROFITABLE, said))

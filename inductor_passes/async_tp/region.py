@@ -28,10 +28,13 @@ from inductor_passes.async_tp.slab import Cut, Partial, Slab, Uniform, cut_evenl
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
 
 #: Reductions that a sum of parts and a part of a sum commute with.
 LINEAR = ("", "sum", "avg")
+#: Kinds whose operand holds one block per rank along dimension 0.
+_BLOCK_PER_RANK = (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL)
 #: How far a region may reach; beyond, nothing is gained and planning time is lost.
 MAX_NODES = 512
 
@@ -111,7 +114,9 @@ def unsupported(collective: Collective, view: GraphView) -> Refusal | None:
         return Refusal(Reason.UNSUPPORTED, "coalesced collective")
     if collective.in_place:
         return Refusal(Reason.UNSUPPORTED, "writes to memory that existed before")
-    if collective.kind == "broadcast":
+    if not axes(collective):
+        return Refusal(Reason.UNSUPPORTED, "a scalar has no dimension to cut")
+    if collective.kind == CollectiveKind.BROADCAST:
         return Refusal(Reason.UNSUPPORTED, "broadcast")
     if collective.reduce_op not in LINEAR:
         return Refusal(Reason.UNSUPPORTED, f"reduction {collective.reduce_op!r} is not linear")
@@ -148,7 +153,7 @@ class Grower:
     def backward(self, seed: Collective, dim: int, parts: int, reach: Reach) -> Region | Refusal:
         """The region upstream of ``seed``, back to the matmuls that produce what it sends."""
         start, wait = seed.start, seed.waits[0]
-        outer = seed.group.size if dim == 0 and seed.kind in ("reduce_scatter", "all_to_all") else 1
+        outer = seed.group.size if dim == 0 and seed.kind in _BLOCK_PER_RANK else 1
         sent = cut_evenly(shape_of(seed.inputs[0]), dim, parts, outer)
         if sent is None:
             return _indivisible(seed, dim, parts)
@@ -245,7 +250,7 @@ class _Growth:
         if self._view.role(operand) is Role.START or operand in self._mutable:
             return False
         if isinstance(value, (list, tuple)):
-            # Cutting a list is its producer's business, which must then become a member: see ``region``.
+            # A list is cut by its producer, which must then become a member: see ``region``.
             return True
         return isinstance(value, torch.Tensor) and part.fits(value.shape, self._parts)
 
@@ -271,7 +276,7 @@ class _Growth:
                 continue
             now = _State(max(state[i].matmuls for i in sources), max(state[i].sinks for i in sources))
             collective = self._view.by_start.get(node)
-            is_sink = collective is not None and collective.kind != "all_gather"
+            is_sink = collective is not None and collective.kind != CollectiveKind.ALL_GATHER
             if collective is not None and unsupported(collective, self._view):
                 continue
             if now.sinks == reach.further and (now.matmuls or now.sinks):

@@ -12,7 +12,7 @@ An operator without a rule ends a region; nothing is assumed about it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -116,11 +116,29 @@ class _Pointwise(_Plain):
 class _Matmul(_Plain):
     def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
         form = matmul.canonical(node)
-        return None if form is None else form.result(operand, cut)
+        return None if form is None or not _in_tiles(node, {operand: cut}) else form.result(operand, cut)
 
     def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
         form = matmul.canonical(node)
-        return None if form is None else form.needs(cut)
+        found = None if form is None else form.needs(cut)
+        return None if found is None or not _in_tiles(node, found) else found
+
+
+#: Columns and the inner dimension of a scaled matmul are multiples of it; the libraries refuse others.
+SCALED_TILE = 16
+
+
+def _in_tiles(node: torch.fx.Node, cuts: Mapping[torch.fx.Node, Cut | None]) -> bool:
+    """Whether the parts of a scaled matmul's operands have sizes that it takes; True for other matmuls."""
+    if _torch.op_name(node.target) != "aten::_scaled_mm":
+        return True
+    arguments = _torch.op_arguments(node)
+    left, right = arguments["self"], arguments["mat2"]
+    return all(
+        (operand is not right and not (operand is left and cut.dim == 1)) or cut.outer * cut.inner % SCALED_TILE == 0
+        for operand, cut in cuts.items()
+        if isinstance(cut, Slab)
+    )
 
 
 class _View:

@@ -27,9 +27,10 @@ from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.lower_decompose import Lowered
 from inductor_passes.async_tp.matmul import Matmul
 from inductor_passes.async_tp.region import Region
-from inductor_passes.bucket.emit import Emitter
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
+from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
 #: Views that keep the order of elements.
@@ -58,7 +59,7 @@ class Site:
     @property
     def gathers(self) -> bool:
         """Whether the collective comes before the matmuls."""
-        return self.collective.kind == "all_gather"
+        return self.collective.kind == CollectiveKind.ALL_GATHER
 
 
 IsProduct = Callable[[torch.fx.Node], Matmul | None]
@@ -80,7 +81,8 @@ def sites(
     for collective in region.collectives:
         if not isinstance(collective.group_argument, str):
             return f"{collective.label}: the group is an object that the graph computes"
-        one = _gather(collective, product, view) if collective.kind == "all_gather" else _scatter(collective, product)
+        gathers = collective.kind is CollectiveKind.ALL_GATHER
+        one = _gather(collective, product, view) if gathers else _scatter(collective, product)
         if isinstance(one, str):
             return f"{collective.label}: {one}"
         for form in one.products:
@@ -188,7 +190,7 @@ def _again(operand: torch.fx.Node, wait: torch.fx.Node, view: GraphView) -> bool
 
 
 def _scatter(collective: Collective, product: IsProduct) -> Site | str:
-    if collective.kind != "reduce_scatter":
+    if collective.kind != CollectiveKind.REDUCE_SCATTER:
         return f"{collective.kind} has no operator of its own"
     node, reader = collective.inputs[0], collective.start
     while _in_order(node):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from inductor_passes.bucket.emit import Emitter
+from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
 

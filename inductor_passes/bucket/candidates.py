@@ -7,14 +7,15 @@ dtypes shares a key (it travels as bytes); a reduction's dtype is part of its ke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from inductor_passes.bucket.emit import RECOMPUTE_META
-from inductor_passes.bucket.members import Refused, Slot, slots
 from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Decision, Reason, Verdict
+from inductor_passes.rewriting.emit import RECOMPUTE_META
+from inductor_passes.rewriting.members import Refused, Slot, slots
 
 SUBJECT = "bucket"
 
@@ -30,7 +31,7 @@ class GroupKey:
         tags: what checkpointing and partitioning were told about the starts, "" once that no longer matters.
     """
 
-    kind: str
+    kind: CollectiveKind
     group: str
     reduce_op: str
     dtype: str
@@ -59,7 +60,11 @@ class Candidate:
 
 
 def candidates(
-    view: GraphView, *, uneven_all_to_all: bool = False, joint: bool = False
+    view: GraphView,
+    *,
+    uneven_all_to_all: bool = False,
+    joint: bool = False,
+    apart: Collection[str] = (),
 ) -> tuple[list[Candidate], list[Decision]]:
     """Every collective that could join a bucket with at least one other, in graph order, and a refusal for the rest.
 
@@ -69,12 +74,15 @@ def candidates(
             safe when the decision what to merge does not look at sizes.
         joint: the graph is yet to be partitioned into forward and backward: only collectives with equal recompute
             tags travel together.
+        apart: names of starts that must not be merged: parts that were made so that they overlap.
     """
     epoch_at = _epochs(view)
     found: list[Candidate] = []
     refused: dict[int, Decision] = {}
     for collective in view.collectives:
         try:
+            if collective.start.name in apart:
+                raise Refused(Reason.UNSUPPORTED, "one of the parts of a collective that was cut to overlap")
             its_slots = slots(view, collective)
             if not uneven_all_to_all and not all(slot.even for slot in its_slots):
                 raise Refused(Reason.RANKS_DIFFER, "unequal splits may differ between ranks, and so would the decision")
@@ -126,7 +134,7 @@ def _key(
     epoch_at: Sequence[int],
     tag_names: Sequence[str],
 ) -> GroupKey:
-    reduces = collective.kind in ("reduce_scatter", "all_reduce")
+    reduces = collective.kind.reduces
     dtypes = sorted({str(slot.sent.dtype).removeprefix("torch.") for slot in its_slots})
     epoch = epoch_at[view.position[collective.start]]
     for wait in collective.waits:

@@ -19,6 +19,7 @@ from inductor_passes.bucket.greedy import greedy
 from inductor_passes.bucket.planned import planned
 from inductor_passes.bucket.question import Partition, Question
 from inductor_passes.report import Reason
+from inductor_passes.rewriting.contract import Solved
 from inductor_passes.schedule.construct import SMALL
 from inductor_passes.schedule.merge import Bucket
 from inductor_passes.schedule.merge import merge as merged_problem
@@ -50,6 +51,7 @@ class Choice:
         before, after: plans of the graph as it is and of the chosen (or, refused, of the best other) partition.
         objection: why nothing is merged although ``tried`` is not empty, else None.
         problem, plan: of what was decided, merged or not.
+        partition: that proposed ``buckets``.
     """
 
     buckets: list[list[Candidate]]
@@ -58,6 +60,7 @@ class Choice:
     problem: Problem
     after: Plan | None = None
     objection: Reason | None = None
+    partition: Partition | None = None
 
     @property
     def plan(self) -> Plan:
@@ -74,13 +77,24 @@ def choose(
     limit_bytes: int | None,
     *,
     effort: int = 0,
+    start: Solved | None = None,
 ) -> Choice:
-    """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring."""
+    """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring.
+
+    Args:
+        start: a plan of ``problem`` that is known already: what is compared with is no worse.
+    """
     thorough = len(problem) <= QUICK_TASKS
-    before = plan(problem, limit_bytes, effort=effort, thorough=thorough)
+    known = start.plan if start is not None and start.problem is problem else None
+
+    def of_input(thorough: bool | None = None) -> Plan:
+        found = plan(problem, limit_bytes, effort=effort, thorough=thorough)
+        return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
+
+    before = of_input(thorough)
     question = Question(problem, before, found, dependencies, costs, limit_bytes)
     trials: list[list[list[Candidate]]] = []
-    chosen: tuple[Plan, list[list[Candidate]], Problem] | None = None
+    chosen: tuple[Plan, list[list[Candidate]], Problem, Partition] | None = None
     refused: tuple[Plan, Reason] | None = None
     for partition in partitions:
         buckets = partition(question)
@@ -94,18 +108,18 @@ def choose(
             if refused is None or after.makespan_ns < refused[0].makespan_ns:
                 refused = after, objection
         elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
-            chosen = after, buckets, other
+            chosen = after, buckets, other, partition
             if len(problem) > FIRST_FIT_TASKS:
                 break
     if chosen is not None and not thorough and len(problem) <= SMALL:
-        before = plan(problem, limit_bytes, effort=effort)
+        before = of_input()
         after = plan(chosen[2], limit_bytes, effort=effort)
         objection = _objection(before, after)
         if objection is not None:
             return Choice([], trials[0], before, problem, after, objection)
         chosen = after, *chosen[1:]
     if chosen is not None:
-        return Choice(chosen[1], trials[0], before, chosen[2], chosen[0])
+        return Choice(chosen[1], trials[0], before, chosen[2], chosen[0], partition=chosen[3])
     if not trials:
         return Choice([], [], before, problem)
     assert refused is not None
@@ -132,10 +146,11 @@ def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: Buck
                 duration_ns=costs.transfer_ns(load) * stated // modelled if modelled else costs.transfer_ns(load),
                 issue_ns=costs.issue_ns(load),
                 pack_ns=costs.pack_ns(load) if costs.copies(load) else None,
-                unpack_ns=costs.unpack_ns(load) if costs.copies_out(load) else None,
+                unpack_ns=tuple(map(costs.copy_out_ns, bucket)) if costs.copies_out(load) else None,
                 sent_bytes=load.sent_bytes,
                 received_bytes=load.received_bytes,
                 shared_output=costs.copies(load) and not costs.copies_out(load),
+                prepared=costs.prepared(bucket),
             )
         )
     return merged_problem(problem, parts)

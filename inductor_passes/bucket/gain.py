@@ -8,18 +8,19 @@ where a rank's own padding cannot hide them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.fx
 
 from inductor_passes.bucket.candidates import Candidate, GroupKey
-from inductor_passes.bucket.pack import travels_as_bytes
 from inductor_passes.cost.compute import flops
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
+from inductor_passes.rewriting.pack import travels_as_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class BucketCosts:
         profile: costs.
         coalesced: names of process groups whose buckets are not copied, see ``rewrite.Form``.
         room_bytes: what the memory budget leaves above the peak of the graph as it is; None: unlimited.
+        owner: nodes that count as part of a start or a wait, see ``canonical.Shards``.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class BucketCosts:
         profile: CostProfile,
         coalesced: frozenset[str] = frozenset(),
         room_bytes: int | None = None,
+        owner: Mapping[torch.fx.Node, torch.fx.Node] = MappingProxyType({}),
     ) -> None:
         self.room_bytes = room_bytes
+        self._owner = owner
         self._view = view
         self._profile = profile
         self._coalesced = coalesced
@@ -116,6 +120,16 @@ class BucketCosts:
         """Time of the compute lane to take the message apart; 0 where the parts are views."""
         return self._profile.compute_ns(0, 2 * load.received_bytes, "uint8", load.slots) if self.copies_out(load) else 0
 
+    def copy_out_ns(self, member: Candidate) -> int:
+        """Time of the compute lane to copy one member out of a message."""
+        load = self.load([member])
+        return self._profile.compute_ns(0, 2 * load.received_bytes, "uint8", load.slots)
+
+    def prepared(self, members: Sequence[Candidate]) -> bool:
+        """Whether a message is put together from graph inputs alone: packing then counts as part of the start."""
+        sources = (slot.source for member in members for slot in member.slots)
+        return all(self._view.role(source) is Role.INPUT or source in self._owner for source in sources)
+
     def extra_bytes(self, load: Load) -> int:
         """Memory that a bucket takes at once beyond what its largest member takes alone."""
         received = load.received_bytes
@@ -133,7 +147,7 @@ class BucketCosts:
 
     def copies_out(self, load: Load) -> bool:
         """Whether the members are copied out of the message, rather than views of it."""
-        return self.copies(load) and load.key.kind in ("all_gather", "all_to_all")
+        return self.copies(load) and not load.key.kind.reduces
 
     def _all_ns(self, load: Load) -> int:
         return self.transfer_ns(load) + self.issue_ns(load) + self.pack_ns(load) + self.unpack_ns(load)
@@ -163,7 +177,7 @@ class BucketCosts:
         Gradients are of full size on every rank, so what makes them is the same everywhere; what prepares a shard
         is not.
         """
-        if member.collective.kind not in ("reduce_scatter", "all_reduce"):
+        if not member.collective.kind.reduces:
             return False
         while self._view.role(source) is Role.FREE and len(source.all_input_nodes) == 1:
             if len(source.users) > 1:

@@ -16,7 +16,7 @@ ranks when their splits are equal on this one; see ``uneven_all_to_all``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch.fx
@@ -26,17 +26,16 @@ from inductor_passes.bucket.candidates import SUBJECT, Candidate, GroupKey, cand
 from inductor_passes.bucket.choose import PARTITIONS, Choice, choose
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
-from inductor_passes.bucket.members import KINDS
 from inductor_passes.bucket.question import Partition
-from inductor_passes.bucket.rewrite import Form, MergeError, merge
+from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pin.pins import Pins
-from inductor_passes.pipeline import Context
-from inductor_passes.reorder.canonical import UNEQUAL
-from inductor_passes.reorder.problem import NoHintError
+from inductor_passes.pin.pins import GivenUp, Pins
+from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
-from inductor_passes.schedule.simulate import simulate
+from inductor_passes.rewriting.contract import NOT_AGREED, Facts, GroupOrder, Outcome, Solved
+from inductor_passes.rewriting.members import KINDS
+from inductor_passes.rewriting.merge import Form, MergedCollective, MergeError, merge
 from inductor_passes.verify import Certificate, Claim
 
 #: Backends that carry out a coalesced collective as one operation on the members' own memory.
@@ -63,7 +62,7 @@ class BucketPass:
     effort: int = 0
     name: str = "bucket"
     #: What was not merged keeps its order unless a merge forces another, then the same one on every rank.
-    group_order: ClassVar[Literal["kept", "any"]] = "any"
+    group_order: ClassVar[GroupOrder] = "any"
 
     def __post_init__(self) -> None:
         unknown = [kind for kind in self.kinds if kind not in KINDS]
@@ -72,69 +71,74 @@ class BucketPass:
         if self.form not in ("auto", "packed", "coalesced"):
             raise ValueError(f'form is {self.form!r}; expected "auto" or "packed" or "coalesced"')
 
-    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
+    def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Merge what pays; the graph is unchanged when nothing does."""
-        view = context.view(graph)
-        if context.pins is not None and context.pins.buckets is not None:
-            pinned = self._pinned(graph, view, context, context.pins)
-            if pinned is not None:
-                return pinned
-        report = PassReport(self.name)
-        found, report.decisions = candidates(view, uneven_all_to_all=self.uneven_all_to_all)
+        given_up = ""
+        if facts.pins is not None and facts.pins.buckets is not None:
+            try:
+                return self._pinned(graph, facts.view, facts.pins)
+            except GivenUp as error:
+                given_up = str(error)
+        return replace(self._chosen(graph, facts), given_up=given_up)
+
+    def _chosen(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
+        view, limit = facts.view, facts.limit_bytes
+        found, decisions = candidates(view, uneven_all_to_all=self.uneven_all_to_all, apart=facts.apart)
         off = [c for c in found if c.collective.kind not in self.kinds]
-        report.decisions += [refusal(c.collective, Reason.DISABLED, "kind switched off") for c in off]
+        decisions += [refusal(c.collective, Reason.DISABLED, "kind switched off") for c in off]
         found = [c for c in found if c.collective.kind in self.kinds]
         if not found:
-            return report
-        coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
+            return Outcome(PassReport(self.name, decisions=decisions))
         try:
-            fx = context.problem(graph)
+            fx = facts.problem
         except NoHintError as error:
-            report.decisions = [refusal(c, Reason.NO_HINT, str(error)) for c in view.collectives]
-            return report
-        if not fx.ranks_agree:
-            report.decisions = [refusal(c, Reason.RANKS_DIFFER, UNEQUAL) for c in view.collectives]
-            return report
-        before = fx.problem
-        peak = simulate(before).peak_bytes
-        limit = context.limit_bytes(peak)
-        costs = BucketCosts(view, context.profile, coalesced, None if limit is None else max(0, limit - peak))
+            return self._nothing(view, Reason.NO_HINT, str(error))
+        if not facts.ranks_agree:
+            return self._nothing(view, Reason.RANKS_DIFFER, UNEQUAL if facts.agreed else NOT_AGREED)
+        coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
+        room = None if limit is None else max(0, limit - facts.peak_bytes)
+        costs = BucketCosts(view, facts.profile, coalesced, room, facts.shards.owner)
         dependencies = Dependencies(view)
-        choice = choose(before, found, dependencies, costs, self.partitions, limit, effort=self.effort)
-        context.solved = choice.problem, choice.plan
-        report.decisions += _decisions(found, choice, dependencies, costs)
+        choice = choose(
+            fx.problem, found, dependencies, costs, self.partitions, limit, effort=self.effort, start=facts.solved
+        )
+        report = PassReport(self.name, decisions=decisions + _decisions(found, choice, dependencies, costs))
         report.metrics = _metrics(choice, len(view.collectives))
-        if choice.buckets:
-            forms: list[Form] = ["coalesced" if b[0].key.group in coalesced else "packed" for b in choice.buckets]
-            merged = merge(graph, view, [[c.collective for c in b] for b in choice.buckets], forms=forms)
-            context.certificates.extend(Certificate(SUBJECT, m.removed, m.added, claim=Claim.MERGE) for m in merged)
-            context.buckets = [list(m.members) for m in merged]
-            report.changed = True
-        return report
+        solved = Solved(choice.problem, choice.plan)
+        if not choice.buckets:
+            return Outcome(report, solved=solved)
+        forms: list[Form] = ["coalesced" if b[0].key.group in coalesced else "packed" for b in choice.buckets]
+        merged = merge(graph, view, [[c.collective for c in b] for b in choice.buckets], forms=forms)
+        report.changed = True
+        # What is planned here is a forecast: where the merged graph keeps less of it, the other proposals are left.
+        others = tuple(p for p in self.partitions if p is not choice.partition)
+        otherwise = replace(self, partitions=others) if others else None
+        return replace(_merged(report, merged), before=choice.before, solved=solved, otherwise=otherwise)
 
-    def _pinned(self, graph: torch.fx.Graph, view: GraphView, context: Context, pins: Pins) -> PassReport | None:
-        """Merge what the pinned plan says; None when the plan was given up."""
-        report = PassReport(self.name)
+    def _nothing(self, view: GraphView, reason: Reason, detail: str) -> Outcome:
+        return Outcome(PassReport(self.name, decisions=[refusal(c, reason, detail) for c in view.collectives]))
+
+    def _pinned(self, graph: torch.fx.Graph, view: GraphView, pins: Pins) -> Outcome:
+        """Merge what the pinned plan says.
+
+        Raises:
+            GivenUp, PlanFileError: it cannot be done; the graph is unchanged.
+        """
         by_name = {c.start.name: c for c in view.collectives}
         groups = []
         for number, bucket in enumerate(pins.buckets or ()):
             unknown = [name for name in bucket if name not in by_name]
             if unknown:
                 pins.refuse(f"`buckets[{number}]` names {', '.join(unknown)}, which the graph does not have")
-                return None
             groups.append([by_name[name] for name in bucket])
         forms: list[Form] = ["coalesced" if self._coalesces(g[0].group.name) else "packed" for g in groups]
-        facts = [(c.start.name, source_line(c.start), c.group.name) for c in view.collectives]
+        origins = [(c.start.name, source_line(c.start), c.group.name) for c in view.collectives]
         try:
             merged = merge(graph, view, groups, forms=forms) if groups else []
         except MergeError as error:
             pins.refuse(f"`buckets` is not allowed: {error}")
-            return None
-        context.certificates.extend(Certificate(SUBJECT, m.removed, m.added, claim=Claim.MERGE) for m in merged)
-        context.buckets = [list(m.members) for m in merged]
-        report.changed = bool(merged)
         together = {name for m in merged for name in m.members}
-        report.decisions = [
+        decisions = [
             Decision(
                 SUBJECT,
                 name,
@@ -143,14 +147,23 @@ class BucketPass:
                 source=source,
                 group=group,
             )
-            for name, source, group in facts
+            for name, source, group in origins
         ]
-        return report
+        return _merged(PassReport(self.name, changed=bool(merged), decisions=decisions), merged)
 
     def _coalesces(self, group: str) -> bool:
         if self.form != "auto":
             return self.form == "coalesced"
         return _torch.group_backend(group) in COALESCING_BACKENDS
+
+
+def _merged(report: PassReport, merged: Sequence[MergedCollective]) -> Outcome:
+    return Outcome(
+        report,
+        certificates=tuple(Certificate(SUBJECT, m.removed, m.added, claim=Claim.MERGE) for m in merged),
+        buckets=tuple(m.members for m in merged),
+        carriers=tuple(m.start for m in merged),
+    )
 
 
 def _metrics(choice: Choice, collectives: int) -> dict[str, float]:

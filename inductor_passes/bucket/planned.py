@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from inductor_passes.bucket.candidates import Candidate, GroupKey
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.question import Question
-from inductor_passes.schedule.partition import Costs, Member, choose
+from inductor_passes.schedule.partition import Costs, Member, choose_partition
 from inductor_passes.schedule.problem import Kind
 
 #: Above this many tasks the programme's own plans take longer than they save.
@@ -30,7 +30,7 @@ def planned(question: Question) -> list[list[Candidate]]:
         by_key.setdefault(candidate.key, []).append(candidate)
     names = {key: str(position) for position, key in enumerate(by_key)}
     lines = {names[key]: _line(members, question.costs) for key, members in by_key.items()}
-    choice = choose(
+    choice = choose_partition(
         question.problem,
         [Member(start, c.input_bytes, c.output_bytes, names[c.key]) for start, c in of_start.items()],
         lines.__getitem__,

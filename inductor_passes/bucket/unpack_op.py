@@ -21,7 +21,7 @@ def unpack(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[
         One [rows, width] tensor per width, in memory of its own.
     """
     if message.device.type == "cuda":
-        from inductor_passes.bucket.kernels import unpack as kernel
+        from inductor_passes.kernels import unpack as kernel
 
         return kernel.unpacked(message, firsts, widths)
     return [message[:, a : a + width].clone(memory_format=torch.contiguous_format) for a, width in zip(firsts, widths)]

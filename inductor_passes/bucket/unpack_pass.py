@@ -21,20 +21,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.fx
 
+import inductor_passes.bucket.unpack_op  # noqa: F401  registers the operator
 from inductor_passes import _torch
-from inductor_passes.bucket import unpack_op
-from inductor_passes.bucket.emit import Emitter
-from inductor_passes.budget import exceeds, graph_peak_bytes
 from inductor_passes.ir.ops import Role, label, source_line
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pipeline import Context
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome
+from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.verify.certificate import Certificate
 
 
@@ -58,19 +57,15 @@ class UnpackPass:
 
     devices: tuple[str, ...] = ("cuda",)
     name: str = "unpack"
-    group_order: ClassVar[Literal["kept", "any"]] = "kept"
+    group_order: ClassVar[GroupOrder] = "kept"
 
-    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
+    def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """One decision per message of which several members are copied out for readers that cannot take it in."""
-        report = PassReport(self.name)
-        view = context.view(graph)
+        view = facts.view
         found = [(wait, columns) for wait in view.collectives_of_wait if (columns := self._columns(view, wait))]
-        if not found:
-            return report
-        before = graph_peak_bytes(graph, context)
-        kernel_ns = context.profile.compute_ns(0, 0, "float32", 1)
-        for wait, columns in found:
-            decision = Decision(
+        kernel_ns = facts.profile.compute_ns(0, 0, "float32", 1)
+        decisions = [
+            Decision(
                 self.name,
                 wait.name,
                 Verdict.APPLIED,
@@ -80,17 +75,10 @@ class UnpackPass:
                 gain_ns=(len(columns) - 1) * kernel_ns,
                 setting='unpack="inductor"',
             )
-            report.decisions.append(decision)
-            context.certificates.append(_together(graph, wait, columns))
-        report.changed = True
-        context.forget_view()
-        if exceeds(graph, context, before):
-            report.rolled_back = Reason.MEMORY_BUDGET
-            report.detail = "results that are made at once live for longer"
-            report.decisions = [
-                replace(d, verdict=Verdict.REFUSED, reason=Reason.MEMORY_BUDGET, gain_ns=0) for d in report.decisions
-            ]
-        return report
+            for wait, columns in found
+        ]
+        certificates = tuple(_together(graph, wait, columns) for wait, columns in found)
+        return Outcome(PassReport(self.name, changed=bool(found), decisions=decisions), certificates)
 
     def _columns(self, view: GraphView, wait: torch.fx.Node) -> list[Column]:
         """What is copied out of a message for readers that cannot take the copy in; none for fewer than two."""
@@ -154,7 +142,3 @@ def _together(graph: torch.fx.Graph, wait: torch.fx.Node, columns: list[Column])
             graph.erase_node(node)
     replaced = tuple((c.copy.name, p.name) for c, p in pieces)
     return Certificate("unpack", tuple(removed), tuple(n.name for n in emit.made), replaced)
-
-
-#: Importing the module is what registers the operator.
-OPERATOR = unpack_op.unpack

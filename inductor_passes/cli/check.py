@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from inductor_passes.cli.terminal import CommandError, say
+from inductor_passes.records.text import printable
+
 if TYPE_CHECKING:
     from inductor_passes.report import Finding
     from inductor_passes.verify.events import Event
@@ -55,7 +58,7 @@ def check(
                 group_order="any" if any_group_order else "kept",
             )
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise CommandError(f"{path}: {error}") from error
         for name, body in file.bodies.items():
             found += [dataclasses.replace(f, node=f"{name}/{f.node}") for f in verify(body)]
         _print(str(path), found)
@@ -68,7 +71,7 @@ def check(
         _print("between ranks", list(certification.findings))
         for what, lines in (("proven", certification.proven), ("assumed", certification.assumed)):
             for line in lines:
-                typer.echo(f"  {what}: {_printable(line)}")
+                say(f"  {what}: {printable(line)}")
         count += len(certification.findings)
     raise typer.Exit(1 if count else 0)
 
@@ -78,17 +81,13 @@ def _load(path: Path) -> GraphFile:
 
     try:
         return load(path)
-    except (GraphFileError, OSError) as error:
-        raise typer.BadParameter(_printable(str(error))) from error
+    except GraphFileError as error:
+        # The loader says the file's name; which one of several that is, only its path tells.
+        raise CommandError(str(error).replace(path.name, str(path), 1)) from error
 
 
 def _print(where: str, findings: list[Finding]) -> None:
-    typer.echo(f"{_printable(where)}: {f'{len(findings)} findings' if findings else 'nothing found'}")
+    say(f"{printable(where)}: {f'{len(findings)} findings' if findings else 'nothing found'}")
     for f in findings:
         source = f" ({f.source})" if f.source else ""
-        typer.echo(f"  {_printable(f'{f.rule}: {f.message}{source}')}")
-
-
-def _printable(text: str) -> str:
-    """Text from a file without control characters: nothing in it can steer a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+        say(f"  {printable(f'{f.rule}: {f.message}{source}')}")

@@ -15,12 +15,16 @@ from typing import Annotated, Literal
 
 import typer
 
+from inductor_passes.cli import terminal
+from inductor_passes.records.json_text import RecordError
+
 app = typer.Typer(add_completion=False)
 
 Status = Literal["ok", "warn", "fail"]
 #: The range in pyproject.toml: from the first, below the second.
 TORCH_RANGE = ((2, 11), (2, 16))
 MIN_FREE_BYTES = 2**30
+_CACHE_ADVICE = "set TORCHINDUCTOR_CACHE_DIR to a folder that can be written to"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ def doctor(
     else:
         _print(checks)
     if any(check.status == "fail" for check in checks):
-        raise typer.Exit(1)
+        failed = ", ".join(check.name for check in checks if check.status == "fail")
+        raise terminal.CommandError(f"not everything works: {failed}", status=1)
 
 
 def run_checks(environ: Mapping[str, str] | None = None) -> list[Check]:
@@ -117,25 +122,29 @@ def _backends(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _in_tree(environ: Mapping[str, str]) -> Iterator[Check]:
-    from inductor_passes import in_tree
+    from inductor_passes.engine import in_tree, options
 
-    clashing = in_tree.clashes(in_tree.overlay({}), lambda _: False)
+    clashing = in_tree.clashes(in_tree.overlay({}))
     if clashing:
         advice = 'switch them off, or set in_tree_passes="warn" to leave the graphs to them'
         yield Check("warn", "Inductor's own communication passes", ", ".join(clashing), advice)
     else:
         yield Check("ok", "Inductor's own communication passes", "off")
-    if in_tree.has_simple_overlap():
-        yield Check("ok", in_tree.SIMPLE_OVERLAP, "in this torch; switched off for graphs that we plan")
+    if options.has_simple_overlap():
+        yield Check("ok", options.SIMPLE_OVERLAP, "in this torch; switched off for graphs that we plan")
 
 
 def _caches(environ: Mapping[str, str]) -> Iterator[Check]:
     from inductor_passes._torch import compile_cache_dir
 
     folder = Path(compile_cache_dir())
-    existing = next(p for p in (folder, *folder.parents) if p.exists())
-    if not os.access(existing, os.W_OK):
-        yield Check("fail", "compile cache", f"{folder} cannot be written to", "set TORCHINDUCTOR_CACHE_DIR")
+    try:
+        existing = next(p for p in (folder, *folder.parents) if p.exists())
+    except (OSError, ValueError) as error:
+        yield Check("fail", "compile cache", f"{folder}: {getattr(error, 'strerror', None) or error}", _CACHE_ADVICE)
+        return
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        yield Check("fail", "compile cache", f"{folder} cannot be written to", _CACHE_ADVICE)
     else:
         free = shutil.disk_usage(existing).free
         state = "exists" if folder.exists() else "will be created"
@@ -201,18 +210,46 @@ def _device(environ: Mapping[str, str]) -> Iterator[Check]:
 def _settings(environ: Mapping[str, str]) -> Iterator[Check]:
     from inductor_passes.config import ENV, ConfigError, PassConfig
 
-    switch = environ.get(ENV)
-    yield Check("ok", ENV, "not set: enabled by options, backend or flag only" if switch is None else switch)
+    yield _switch(environ)
     try:
-        config = PassConfig.from_env(environ)
+        config = PassConfig.from_env({name: value for name, value in environ.items() if name != ENV})
     except ConfigError as error:
         yield Check("fail", "settings from the environment", str(error), "correct or unset the variable")
         return
     changed = [f"{k}={v!r}" for k, v in config.to_json().items() if v != PassConfig().to_json()[k]]
     yield Check("ok", "settings from the environment", ", ".join(changed) or "none, defaults")
-    if config.cost_profile and not Path(config.cost_profile).is_file():
+    from inductor_passes.cost.profile import CostProfile
+    from inductor_passes.pin.file import load as load_plan
+
+    if config.cost_profile:
         advice = "run `inductor-passes calibrate`, or correct the path"
-        yield Check("fail", "cost profile", f"{config.cost_profile} is no file", advice)
+        yield _loads("cost profile", lambda: CostProfile.load(config.cost_profile).name, advice)
+    if config.plan:
+        advice = "write it again with `inductor-passes report --plans`, or correct the path"
+        yield _loads("plan", lambda: f"{len(load_plan(config.plan).graphs)} graphs", advice)
+
+
+def _loads(name: str, load: Callable[[], str], advice: str) -> Check:
+    """Whether a file that a setting names can be used."""
+    try:
+        return Check("ok", name, load())
+    except RecordError as error:
+        return Check("fail", name, str(error), advice)
+
+
+def _switch(environ: Mapping[str, str]) -> Check:
+    from inductor_passes.switch import ALLOWED, ENV, parse
+
+    value = environ.get(ENV)
+    if value is None:
+        return Check("ok", ENV, "not set: enabled by options, backend or flag only")
+    meant = parse(value)
+    if meant is None:
+        return Check("fail", ENV, f"{value!r} is not allowed", f"expected {ALLOWED}; the passes are off")
+    if meant and environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        found = f"{value}, and TORCH_DEVICE_BACKEND_AUTOLOAD keeps torch from looking at it"
+        return Check("warn", ENV, found, "set that to 1, or `import inductor_passes.config` before compiling")
+    return Check("ok", ENV, value)
 
 
 def _trace(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -221,7 +258,12 @@ def _trace(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check("ok", "TORCH_TRACE", "not set: no trace is written")
         return
     path = Path(directory).absolute()
-    existing = next(p for p in (path, *path.parents) if p.exists())
+    try:
+        existing = next(p for p in (path, *path.parents) if p.exists())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        yield Check("fail", "TORCH_TRACE", f"{directory}: {reason}", "name a directory that can be written to")
+        return
     if not os.access(existing, os.W_OK) or not existing.is_dir():
         yield Check("fail", "TORCH_TRACE", f"{directory} cannot be written to", "name a directory that can be")
     elif path.is_dir() and any(path.glob("*.log")):
@@ -244,20 +286,20 @@ def _extras(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _print(checks: list[Check]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
+
+    from inductor_passes.trace.table import PlainTable
 
     styles = {"ok": "green", "warn": "yellow", "fail": "bold red"}
-    table = Table(box=box.SIMPLE, pad_edge=False, show_header=False)
+    table = PlainTable(show_header=False)
     for column in ("status", "what", "found"):
         table.add_column(column, overflow="fold")
     for check in checks:
-        advice = f"\n[yellow]{escape(check.advice)}[/]" if check.advice else ""
-        table.add_row(f"[{styles[check.status]}]{check.status}[/]", escape(check.name), escape(check.found) + advice)
-    console = Console(highlight=False)
-    console = console if console.is_terminal else Console(highlight=False, width=140)
+        found = Text(check.found)
+        if check.advice:
+            found.append(f"\n{check.advice}", style="yellow")
+        table.add_row(Text(check.status, style=styles[check.status]), check.name, found)
+    console = terminal.console(140)
     console.print(table)
     counts = {status: sum(check.status == status for check in checks) for status in styles}
     console.print(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failures")

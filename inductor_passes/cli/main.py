@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from inductor_passes.cli.terminal import guarded
 
 #: Sub-command -> (module with a typer ``app``, one line for the overview).
 COMMANDS = {
@@ -26,6 +30,12 @@ class LazyGroup(TyperGroup):
     """
 
     _overview = False
+
+    def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run the command line; ends the process unless ``standalone_mode`` is off."""
+        main: Any = super().main
+        run = functools.partial(main, args, *rest, standalone_mode=False, **extra)
+        return run() if not standalone_mode else sys.exit(guarded(run))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [name for name, (module, _) in COMMANDS.items() if importlib.util.find_spec(module)]

@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-if TYPE_CHECKING:
-    from rich.console import Console
+from inductor_passes.cli import terminal
+from inductor_passes.cli.terminal import CommandError
+from inductor_passes.records.convert import shown
+from inductor_passes.records.json_text import RecordError
+from inductor_passes.records.text import printable
 
+if TYPE_CHECKING:
     from inductor_passes.trace.reader import Trace
 
 
@@ -63,19 +67,15 @@ def show(
     """
     trace = _read(trace_dir)
     if rank is not None:
-        trace.graphs = [graph for graph in trace.graphs if graph.rank == rank]
-    console = _console()
+        _keep_rank(trace, rank)
     if profile:
-        _measure(trace, profile, write_cost_profile, console)
+        _measure(trace, profile, write_cost_profile)
         return
     if write_cost_profile is not None:
-        raise _fail("--write-cost-profile needs --profile: there is nothing to correct a cost profile by")
-    try:
-        wrote = list(_write_files(trace, trace_dir, output, perfetto, tlparse, plans))
-    except (OSError, RuntimeError, ModuleNotFoundError, ValueError) as error:
-        raise _fail(str(error)) from error
+        raise CommandError("--write-cost-profile needs --profile: there is nothing to correct a cost profile by")
+    wrote = list(_write_files(trace, trace_dir, output, perfetto, tlparse, plans))
     for line in wrote:
-        _say(console, f"wrote {line}", err=as_json)
+        terminal.say(f"wrote {line}", err=as_json)
     if as_json:
         from inductor_passes.trace.payload import dumps
 
@@ -83,12 +83,23 @@ def show(
         reports = [graph.report.to_json() for graph in trace.graphs if graph.report is not None]
         print(dumps({"schema_version": 1, "graphs": reports, "notes": trace.notes}, indent=1))
     elif not wrote:
-        _print(console, trace, top)
+        _print(trace, top)
     if not any(graph.report for graph in trace.graphs):
-        raise typer.Exit(1)
+        raise CommandError(
+            f"{trace_dir} holds no readable graph of inductor_passes; expected the trace of a run with the plugin "
+            "enabled (`inductor-passes doctor` checks the environment)",
+            status=1,
+        )
 
 
-def _measure(trace: Trace, profiles: list[Path], output: Path | None, console: Console) -> None:
+def _keep_rank(trace: Trace, rank: int) -> None:
+    if rank not in trace.ranks:
+        known = ", ".join(map(str, trace.ranks)) or "none, as there is no graph"
+        raise CommandError(f"--rank is {shown(rank)}; the trace has graphs of rank {known}")
+    trace.graphs = [graph for graph in trace.graphs if graph.rank == rank]
+
+
+def _measure(trace: Trace, profiles: list[Path], output: Path | None) -> None:
     """Predicted and measured side by side, and the corrected cost profile."""
     from inductor_passes.cost.profile import CostProfile
     from inductor_passes.trace.profiled import match
@@ -97,6 +108,7 @@ def _measure(trace: Trace, profiles: list[Path], output: Path | None, console: C
 
     try:
         measured = match(trace, profiles)
+        console = terminal.console()
         for one in measured:
             console.print(render_measured(one))
         if output is not None:
@@ -104,14 +116,16 @@ def _measure(trace: Trace, profiles: list[Path], output: Path | None, console: C
             named = str(report.config.get("cost_profile", "")) if report is not None else ""
             base = CostProfile.load(named) if named else CostProfile.default("cpu")
             if report is not None and not report.cost_profile.endswith(base.hash()):
-                raise ValueError(
+                raise CommandError(
                     f"the trace was planned with cost profile {report.cost_profile!r}, but {named or base.name!r} is "
                     f"another one now ({base.hash()}); expected the profile of that run in its place"
                 )
-            updated_profile(base, measured).save(output)
-            _say(console, f"wrote {output}", err=False)
-    except (OSError, ValueError) as error:
-        raise _fail(str(error)) from error
+            corrected = updated_profile(base, measured)
+            with terminal.naming(output):
+                corrected.save(output)
+            terminal.say(f"wrote {output}")
+    except RecordError as error:
+        raise CommandError(str(error)) from error
 
 
 @app.command()
@@ -124,7 +138,7 @@ def diff(
     from inductor_passes.trace.text import render_diff
 
     names = (a.name, b.name) if a.name != b.name else (str(a), str(b))
-    _console().print(render_diff(across_runs(_read(a).graphs, _read(b).graphs), names))
+    terminal.console().print(render_diff(across_runs(_read(a).graphs, _read(b).graphs), names))
 
 
 def _write_files(
@@ -139,21 +153,37 @@ def _write_files(
     if output is not None:
         from inductor_passes.trace.html import write_page
 
-        write_page(trace, output, title=trace_dir.name)
+        try:
+            with terminal.naming(output):
+                write_page(trace, output, title=printable(trace_dir.name))
+        except ModuleNotFoundError as error:
+            raise CommandError(str(error)) from error
         yield str(output)
     if plans is not None:
+        from inductor_passes.pin.file import PlanFileError
         from inductor_passes.trace.plans import write_plans
 
-        for path in write_plans(trace, plans):
-            yield str(path)
+        try:
+            with terminal.naming(plans):
+                written = list(write_plans(trace, plans))
+        except PlanFileError as error:
+            raise CommandError(f"--plans: {error}") from error
+        yield from map(str, written)
     if perfetto is not None:
         from inductor_passes.trace.perfetto import write_perfetto
 
-        yield f"{perfetto} ({write_perfetto(trace, perfetto)} timelines); open it in ui.perfetto.dev"
+        with terminal.naming(perfetto):
+            count = write_perfetto(trace, perfetto)
+        yield f"{perfetto} ({count} timelines); open it in ui.perfetto.dev"
     if tlparse is not None:
-        from inductor_passes.trace.tlparse import run_tlparse
+        from inductor_passes.trace.tlparse import TlparseError, run_tlparse
 
-        yield str(run_tlparse(trace_dir, tlparse, trace, page=output))
+        try:
+            with terminal.naming(tlparse):
+                index = run_tlparse(trace_dir, tlparse, trace, page=output)
+        except TlparseError as error:
+            raise CommandError(f"--tlparse: {error}") from error
+        yield str(index)
 
 
 def _read(path: Path) -> Trace:
@@ -162,41 +192,17 @@ def _read(path: Path) -> Trace:
     try:
         return read_trace(path)
     except TraceError as error:
-        raise _fail(str(error)) from error
+        raise CommandError(str(error)) from error
 
 
-def _fail(message: str) -> typer.Exit:
-    typer.secho(message, err=True, fg=typer.colors.RED)
-    return typer.Exit(2)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    # A file or a pipe has no width of its own, and folding a table at 80 columns makes it unreadable.
-    return console if console.is_terminal else Console(highlight=False, width=180)
-
-
-def _say(console: Console, line: str, *, err: bool) -> None:
-    if err:
-        typer.echo(line, err=True)
-    else:
-        console.print(line, markup=False, soft_wrap=True, style="dim")
-
-
-def _print(console: Console, trace: Trace, top: int | None) -> None:
+def _print(trace: Trace, top: int | None) -> None:
     from rich.text import Text
 
     from inductor_passes.trace.compare import across_ranks
     from inductor_passes.trace.text import render_group
 
+    console = terminal.console()
     for group in across_ranks(trace.graphs):
         console.print(render_group(group, top=top))
     for note in trace.notes:
         console.print(Text(f"note: {note}", style="yellow"))
-    if not any(graph.report for graph in trace.graphs):
-        console.print(
-            "No graph of inductor_passes in this trace. Was the plugin enabled, and compiled with TORCH_TRACE set? "
-            "`inductor-passes doctor` checks the environment."
-        )

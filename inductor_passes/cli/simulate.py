@@ -6,7 +6,7 @@ A problem file comes from ``dump_problem`` or from the ``inductor_passes_problem
 from __future__ import annotations
 
 import itertools
-import json
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from inductor_passes.cli import terminal
+from inductor_passes.cli.terminal import CommandError
+from inductor_passes.records.convert import shown
+from inductor_passes.records.limits import MOST
+
 if TYPE_CHECKING:
     from inductor_passes.schedule.plan import Plan
     from inductor_passes.schedule.problem import Problem
@@ -23,6 +28,14 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 T = TypeVar("T")
 
+#: Planning takes longer than anyone waits beyond these.
+MAX_TASKS = 100_000
+MAX_CASES = 1_000
+MAX_EFFORT = 100
+#: No link or device is so many times faster than another.
+MOST_SCALE = 10**6
+_NUMBER = re.compile(r"([+-]?\d{1,15}(?:\.\d{0,15})?|[+-]?\.\d{1,15})(?:/(\d{1,15}))?", re.ASCII)
+_TIME = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(ns|us|ms|s)", re.ASCII)
 _TIME_UNITS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 
 
@@ -47,23 +60,24 @@ def simulate(
     latency_scale: Annotated[str, typer.Option(help="Link latencies, as multiples, where sizes tell them.")] = "1",
     latency: Annotated[str, typer.Option(help="Time added to each collective: 0us,20us,1ms.")] = "0us",
     compute_scale: Annotated[str, typer.Option(help="Device speeds, as multiples: 1,2.")] = "1",
-    effort: Annotated[int, typer.Option(min=0, help="Local search per plan; 0 only constructs.")] = 1,
+    effort: Annotated[int, typer.Option(min=0, max=MAX_EFFORT, help="Local search per plan; 0 only constructs.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a chart of the step over the swept option.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write the last case's timeline as a Chrome trace.")] = None,
 ) -> None:
     """Plan a captured graph again. Options with several comma-separated values are swept in all combinations."""
+    swept = (
+        _values("--budget", budget, _budget),
+        _values("--bandwidth-scale", bandwidth_scale, _positive),
+        _values("--latency-scale", latency_scale, _fraction),
+        _values("--latency", latency, _duration),
+        _values("--compute-scale", compute_scale, _positive),
+    )
+    count = math.prod(len(values) for values in swept)
+    if count > MAX_CASES:
+        raise CommandError(f"the options make {count} combinations; expected at most {MAX_CASES}")
     problem = _load(problem_file)
-    cases = [
-        Case(*values)
-        for values in itertools.product(
-            _values("--budget", budget, _budget),
-            _values("--bandwidth-scale", bandwidth_scale, _positive),
-            _values("--latency-scale", latency_scale, _fraction),
-            _values("--latency", latency, _duration),
-            _values("--compute-scale", compute_scale, _positive),
-        )
-    ]
+    cases = [Case(*values) for values in itertools.product(*swept)]
     answers = [(case, changed, _plan(changed, case, effort)) for case in cases for changed in [_change(problem, case)]]
     if as_json:
         from inductor_passes.trace.payload import dumps
@@ -72,8 +86,8 @@ def simulate(
     else:
         _print_table(problem, answers)
     if svg is not None:
-        svg.write_text(_chart(problem, answers), encoding="utf-8")
-        typer.echo(f"wrote {svg}", err=as_json)
+        terminal.write(svg, _chart(problem, answers))
+        terminal.say(f"wrote {svg}", err=as_json)
     if perfetto is not None:
         from inductor_passes.schedule.simulate import simulate as replay
         from inductor_passes.trace.chrome import chrome_trace
@@ -81,21 +95,21 @@ def simulate(
         _, changed, plan = answers[-1]
         timeline = replay(changed, plan.order)
         text = chrome_trace(changed, plan.order, timeline, budget_bytes=plan.budget_bytes)
-        perfetto.write_text(text, encoding="utf-8")
-        typer.echo(f"wrote {perfetto}", err=as_json)
+        terminal.write(perfetto, text)
+        terminal.say(f"wrote {perfetto}", err=as_json)
 
 
 def _load(path: Path) -> Problem:
+    from inductor_passes.records.json_text import RecordError, read
     from inductor_passes.schedule.problem import Problem, ProblemError
 
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict):
-            raise ProblemError(f"problem file holds a {type(data).__name__}; expected an object")
-        return Problem.from_json(data)
-    except (OSError, ValueError) as error:
-        typer.secho(f"{path}: {error}", err=True, fg=typer.colors.RED)
-        raise typer.Exit(2) from error
+        problem = Problem.from_json(read(path, "a problem"))
+        if len(problem) > MAX_TASKS:
+            raise ProblemError(f"{len(problem)} tasks are too many; expected at most {MAX_TASKS}")
+    except RecordError as error:
+        raise CommandError(f"{path}: {error}") from error
+    return problem
 
 
 def _values(option: str, text: str, parse: Callable[[str], T]) -> list[T]:
@@ -104,7 +118,7 @@ def _values(option: str, text: str, parse: Callable[[str], T]) -> list[T]:
         try:
             result.append(parse(part.strip()))
         except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint=option) from error
+            raise typer.BadParameter(str(error), param_hint=f"'{option}'") from error
     return result
 
 
@@ -116,12 +130,15 @@ def _budget(text: str) -> str:
 
 
 def _fraction(text: str) -> Fraction:
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError) as error:
-        raise ValueError(f"{text!r} is no number") from error
+    """A number of 0 or more, as a decimal or a fraction."""
+    match = _NUMBER.fullmatch(text)
+    if match is None or (match[2] and not int(match[2])):
+        raise ValueError(f"{shown(text)} is no number; expected one such as 2, 0.5 or 1/3")
+    value = Fraction(match[1]) / int(match[2] or 1)
     if value < 0:
-        raise ValueError(f"{text} is negative; expected 0 or more")
+        raise ValueError(f"{shown(text)} is negative; expected 0 or more")
+    if value > MOST_SCALE or 0 < value < 1 / Fraction(MOST_SCALE):
+        raise ValueError(f"{shown(text)} is out of range; expected 0 or 1/{MOST_SCALE} to {MOST_SCALE}")
     return value
 
 
@@ -133,10 +150,16 @@ def _positive(text: str) -> Fraction:
 
 
 def _duration(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ns|us|ms|s)", text)
+    match = _TIME.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no duration; expected a number and a unit of {', '.join(_TIME_UNITS)}")
-    return int(Fraction(match[1]) * _TIME_UNITS[match[2]])
+        raise ValueError(
+            f"{shown(text)} is no duration; expected a number (at most 15 digits) and a unit of "
+            + ", ".join(_TIME_UNITS)
+        )
+    value = int(Fraction(match[1]) * _TIME_UNITS[match[2]])
+    if value > MOST:
+        raise ValueError(f"{shown(text)} is too long; expected at most {MOST} ns")
+    return value
 
 
 def _change(problem: Problem, case: Case) -> Problem:
@@ -201,14 +224,10 @@ def _varying(answers: Iterable[Answer]) -> list[str]:
 
 
 def _print_table(problem: Problem, answers: list[Answer]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+    from inductor_passes.trace.table import PlainTable
     from inductor_passes.trace.units import change, duration, percent, size
 
-    table = Table(box=box.SIMPLE, title=escape(problem.name or "problem"), title_justify="left")
+    table = PlainTable(title=problem.name or "problem")
     swept = _varying(answers) or ["budget"]
     figures = ("step before", "step after", "change", "exposed", "peak before", "peak after", "gap", "method")
     for head in (*swept, *figures):
@@ -217,7 +236,7 @@ def _print_table(problem: Problem, answers: list[Answer]) -> None:
         case, _, plan = answer
         record = _record(answer)
         table.add_row(
-            *(escape(_SWEPT[name](case)) for name in swept),
+            *(_SWEPT[name](case) for name in swept),
             duration(plan.input_makespan_ns),
             duration(plan.makespan_ns),
             change(plan.input_makespan_ns, plan.makespan_ns),
@@ -225,10 +244,9 @@ def _print_table(problem: Problem, answers: list[Answer]) -> None:
             size(plan.input_peak_bytes),
             size(plan.peak_bytes),
             percent(plan.gap),
-            escape(plan.method),
+            plan.method,
         )
-    console = Console(highlight=False)
-    (console if console.is_terminal else Console(highlight=False, width=150)).print(table)
+    terminal.console(150).print(table)
 
 
 def _chart(problem: Problem, answers: list[Answer]) -> str:

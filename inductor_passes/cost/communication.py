@@ -17,8 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inductor_passes.cost.specs import DeviceSpec
+from inductor_passes.operators import CollectiveKind, kind_of
+from inductor_passes.records.limits import AtLeastOne
 
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv")
+#: Every kind that has a price.
+KINDS = tuple(CollectiveKind)
 
 INTRA = "intra"
 INTER = "inter"
@@ -34,9 +37,13 @@ class Layout:
         ranks_on_host: most ranks of the group on one host.
     """
 
-    ranks: int
-    hosts: int
-    ranks_on_host: int
+    ranks: AtLeastOne
+    hosts: AtLeastOne
+    ranks_on_host: AtLeastOne
+
+    def __post_init__(self) -> None:
+        if not self.hosts <= self.ranks <= self.hosts * self.ranks_on_host:
+            raise ValueError(f"{self} is not possible")
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -62,23 +69,18 @@ class Layout:
         return INTRA if self.hosts == 1 else INTER
 
 
-def check_kind(kind: str) -> None:
-    """Raise ``ValueError`` unless ``kind`` is one of :data:`KINDS`."""
-    if kind not in KINDS:
-        raise ValueError(f"collective kind is {kind!r}; expected one of {', '.join(KINDS)}")
-
-
 def message_bytes(kind: str, input_bytes: int, output_bytes: int, ranks: int) -> int:
     """The full (gathered, reduced, exchanged) message in bytes, from what one rank puts in and gets out.
 
     For a coalesced collective pass the sums over its tensors.
+
+    Raises:
+        ValueError: unknown kind.
     """
-    check_kind(kind)
-    if kind == "all_gather":
-        return max(output_bytes, input_bytes * ranks)
-    if kind == "reduce_scatter":
-        return max(input_bytes, output_bytes * ranks)
-    return max(input_bytes, output_bytes)
+    facts = kind_of(kind).facts
+    sent = input_bytes * ranks if facts.input_share else input_bytes
+    received = output_bytes * ranks if facts.output_share else output_bytes
+    return max(sent, received)
 
 
 def wire_bytes(kind: str, input_bytes: int, output_bytes: int, ranks: int) -> int:
@@ -86,11 +88,8 @@ def wire_bytes(kind: str, input_bytes: int, output_bytes: int, ranks: int) -> in
     full = message_bytes(kind, input_bytes, output_bytes, ranks)
     if ranks <= 1:
         return 0
-    if kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        return full * (ranks - 1) // ranks
-    if kind == "all_reduce":
-        return 2 * full * (ranks - 1) // ranks
-    return full
+    passes = kind_of(kind).facts.ring_passes
+    return full if passes is None else passes * full * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True)
@@ -183,18 +182,15 @@ Algorithm = Callable[[Path, int, int], float]
 
 #: Per kind, the algorithms by name. One-shot forms (every rank talks to all others at once) exist within a
 #: host only.
-ALGORITHMS: dict[str, dict[str, Algorithm]] = {
-    "all_gather": {"ring": _ring, "recursive doubling": _recursive, "one-shot": _one_shot_gather},
-    "reduce_scatter": {"ring": _ring, "recursive halving": _recursive, "one-shot": _one_shot_gather},
-    "all_reduce": {"ring": _ring_all_reduce, "tree": _tree_all_reduce, "one-shot": _one_shot_all_reduce},
-    "all_to_all": {"pairwise": _pairwise},
-    "broadcast": {"chain": _chain_broadcast, "tree": _tree_broadcast},
-    "send": {"message": _message},
-    "recv": {"message": _message},
+ALGORITHMS: dict[CollectiveKind, dict[str, Algorithm]] = {
+    CollectiveKind.ALL_GATHER: {"ring": _ring, "recursive doubling": _recursive, "one-shot": _one_shot_gather},
+    CollectiveKind.REDUCE_SCATTER: {"ring": _ring, "recursive halving": _recursive, "one-shot": _one_shot_gather},
+    CollectiveKind.ALL_REDUCE: {"ring": _ring_all_reduce, "tree": _tree_all_reduce, "one-shot": _one_shot_all_reduce},
+    CollectiveKind.ALL_TO_ALL: {"pairwise": _pairwise},
+    CollectiveKind.BROADCAST: {"chain": _chain_broadcast, "tree": _tree_broadcast},
+    CollectiveKind.SEND: {"message": _message},
+    CollectiveKind.RECV: {"message": _message},
 }
-#: Exchanges whose ranks-per-port sharing does not hold: every byte to another host leaves through the rank's
-#: own port.
-_OWN_PORT = ("all_to_all", "send", "recv")
 
 
 def communication_estimate(
@@ -213,11 +209,11 @@ def communication_estimate(
     if layout.ranks == 1:
         return 0, "none"
     path = path_of(spec, layout)
-    if kind in _OWN_PORT and layout.hosts > 1:
+    if kind_of(kind).facts.own_port and layout.hosts > 1:
         path = Path(path.base_ns, path.chain_ns, path.depth_ns, path.hop_ns, 1e9 / spec.inter.bytes_per_s.value)
     candidates = [
         (path.base_ns + algorithm(path, full, layout.ranks), name)
-        for name, algorithm in ALGORITHMS[kind].items()
+        for name, algorithm in ALGORITHMS[kind_of(kind)].items()
         if name != "one-shot" or layout.hosts == 1
     ]
     duration, name = min(candidates, key=lambda c: c[0])

@@ -18,7 +18,9 @@ import torch.fx
 from torch.utils.flop_counter import flop_registry
 
 from inductor_passes import _torch
+from inductor_passes.cost.fused import operator_ns
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.values import dtype_name, value_bytes
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 
@@ -27,8 +29,6 @@ _SAME_FORMULA = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
-#: Operators that communicate and compute at once: name -> duration in ns of a node; whoever makes them adds them.
-FUSED: dict[str, Callable[[torch.fx.Node, CostProfile], int]] = {}
 
 _MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"})
 
@@ -67,22 +67,6 @@ def library_shape(node: torch.fx.Node) -> tuple[str, int] | None:
     return None
 
 
-def value_bytes(value: object) -> int:
-    """Bytes of a (nested) tensor value by hint; 0 for anything without a size."""
-    if isinstance(value, torch.Tensor):
-        return _torch.tensor_bytes(value) or 0
-    if isinstance(value, (list, tuple)):
-        return sum(value_bytes(v) for v in value)
-    return 0
-
-
-def dtype_name(value: object) -> str:
-    """``float32``, ``bfloat16`` ... of a tensor or of the first tensor in a list; ``float32`` for anything else."""
-    if isinstance(value, (list, tuple)):
-        value = next((v for v in value if isinstance(v, torch.Tensor)), None)
-    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else "float32"
-
-
 class ComputeCosts:
     """Durations in ns for the compute nodes of one graph.
 
@@ -104,8 +88,9 @@ class ComputeCosts:
             if own is not None:
                 return max(0, round(own))
         role = self._view.role(node)
-        if role is Role.FENCE and node.op == "call_function" and _torch.op_name(node.target) in FUSED:
-            return FUSED[_torch.op_name(node.target)](node, self._profile)
+        blocked = operator_ns(node, self._profile) if role is Role.FENCE else None
+        if blocked is not None:
+            return blocked
         if role not in (Role.COMPUTE, Role.FENCE):
             return 0
         count = self._flops.get(node)

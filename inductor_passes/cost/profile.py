@@ -11,7 +11,6 @@ Units: ns, bytes, FLOP. ``beta`` counts wire bytes, i.e. what one rank sends in 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
@@ -19,20 +18,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from inductor_passes.cost import profile_json as read
 from inductor_passes.cost.communication import (
     KINDS,
     Layout,
-    check_kind,
     communication_estimate,
     default_issue_ns,
     message_bytes,
     wire_bytes,
 )
-from inductor_passes.cost.profile_json import ProfileError
 from inductor_passes.cost.specs import DeviceSpec, lookup
+from inductor_passes.operators import kind_of
+from inductor_passes.records.convert import check_version, convert, plain
+from inductor_passes.records.json_text import RecordError, read
+from inductor_passes.records.limits import AtLeastOne, Count, NotNegative, Number, Positive, one_of
 
 __all__ = ["CollectiveCost", "CostProfile", "GroupCost", "MatmulPoint", "ProfileError", "ShapeRate"]
 
@@ -43,13 +43,17 @@ SHAPES = ("matmul", "attention", "attention_backward")
 MAX_FILE_BYTES = 16 * 2**20
 
 
+class ProfileError(RecordError):
+    """A cost profile that cannot be used; the message names the file and the place in it."""
+
+
 @dataclass(frozen=True)
 class MatmulPoint:
     """A measured matmul: ``flops`` (2mnk) of ``dtype`` take ``ns``, the fixed cost per kernel not included."""
 
     dtype: str
-    flops: float
-    ns: float
+    flops: Positive
+    ns: Positive
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class ShapeRate:
 
     kind: str
     dtype: str
-    side: int
-    ns_per_flop: float
+    side: Count
+    ns_per_flop: Positive
 
 
 @dataclass(frozen=True)
@@ -79,11 +83,11 @@ class CollectiveCost:
             copies and, where the library moves data with the CPU, what it takes away from compute).
     """
 
-    kind: str
-    alpha_ns: float
-    beta_ns_per_byte: float
-    issue_ns: float
-    issue_ns_per_byte: float
+    kind: Annotated[str, one_of(*KINDS)]
+    alpha_ns: NotNegative
+    beta_ns_per_byte: NotNegative
+    issue_ns: NotNegative
+    issue_ns_per_byte: NotNegative
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,10 @@ class CostProfile:
     name: str
     device: str
     measured: bool
-    ranks_per_host: int
+    ranks_per_host: AtLeastOne
     matmul: tuple[MatmulPoint, ...] = ()
-    memory_bytes_per_s: float = 0.0
-    kernel_ns: float = -1.0
+    memory_bytes_per_s: NotNegative = 0.0
+    kernel_ns: Number = -1.0
     groups: tuple[GroupCost, ...] = ()
     shapes: tuple[ShapeRate, ...] = ()
 
@@ -302,7 +306,7 @@ class CostProfile:
         The same layout first; else another layout on the same kind of link, its latency scaled by the hops of
         a ring.
         """
-        check_kind(kind)
+        kind_of(kind)
         for group in self.groups:
             if group.layout == layout and (cost := group.cost(kind)):
                 return cost, 1.0
@@ -320,7 +324,7 @@ class CostProfile:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with ``schema_version``."""
-        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        return {"schema_version": SCHEMA_VERSION, **plain(self)}
 
     @staticmethod
     def from_json(data: object) -> CostProfile:
@@ -332,38 +336,12 @@ class CostProfile:
         """
         if isinstance(data, dict) and data.get("schema_version") == 1 and "shapes" not in data:
             data = {**data, "schema_version": SCHEMA_VERSION, "shapes": []}
-        top = read.table(data, "", {"schema_version", *_names(CostProfile)})
-        version = read.whole(top, "", "schema_version")
-        if version != SCHEMA_VERSION:
-            raise ProfileError(f"cost profile has schema_version {version}; expected {SCHEMA_VERSION}")
-        matmul = []
-        for where, item in read.items(top, "", "matmul"):
-            row = read.table(item, where, _names(MatmulPoint))
-            matmul.append(
-                MatmulPoint(
-                    read.text(row, where, "dtype"),
-                    read.number(row, where, "flops", above=0),
-                    read.number(row, where, "ns", above=0),
-                )
-            )
-        groups = [_group_from_json(item, where) for where, item in read.items(top, "", "groups")]
-        shapes = []
-        for where, item in read.items(top, "", "shapes"):
-            row = read.table(item, where, _names(ShapeRate))
-            names = read.text(row, where, "kind"), read.text(row, where, "dtype")
-            side = read.whole(row, where, "side", least=0)
-            shapes.append(ShapeRate(*names, side, read.number(row, where, "ns_per_flop", above=0)))
-        return CostProfile(
-            name=read.text(top, "", "name"),
-            device=read.text(top, "", "device"),
-            measured=read.switch(top, "", "measured"),
-            ranks_per_host=read.whole(top, "", "ranks_per_host", least=1),
-            matmul=tuple(matmul),
-            memory_bytes_per_s=read.number(top, "", "memory_bytes_per_s", least=0),
-            kernel_ns=read.number(top, "", "kernel_ns"),
-            groups=tuple(groups),
-            shapes=tuple(shapes),
-        )
+        try:
+            top = check_version(data, SCHEMA_VERSION, "cost profile")
+            rest = {key: value for key, value in top.items() if key != "schema_version"}
+            return convert(rest, CostProfile, "the cost profile", keys="all")
+        except RecordError as error:
+            raise ProfileError(str(error)) from None
 
     @staticmethod
     def load(path: str | Path) -> CostProfile:
@@ -373,42 +351,11 @@ class CostProfile:
             ProfileError: no such file, larger than 16 MiB, not JSON, or not a valid profile; it names the
             file.
         """
-        file = Path(path)
         try:
-            size = file.stat().st_size
-            if size > MAX_FILE_BYTES:
-                raise ProfileError(f"{size} bytes are too many for a cost profile; expected at most {MAX_FILE_BYTES}")
-            data = json.loads(file.read_text(encoding="utf-8"))
-            return CostProfile.from_json(data)
-        except ProfileError as error:
-            raise ProfileError(f"{file}: {error}") from None
-        except RecursionError:
-            raise ProfileError(f"{file}: not a cost profile: nested too deeply") from None
-        except (OSError, ValueError) as error:
-            raise ProfileError(f"{file}: cannot be read as a cost profile: {error}") from error
+            return CostProfile.from_json(read(Path(path), "a cost profile", max_bytes=MAX_FILE_BYTES))
+        except RecordError as error:
+            raise ProfileError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _names(record: type[Any]) -> set[str]:
-    return {f.name for f in dataclasses.fields(record)}
-
-
-def _group_from_json(data: object, where: str) -> GroupCost:
-    row = read.table(data, where, _names(GroupCost))
-    at = f"{where}.layout"
-    layout = read.table(row["layout"], at, _names(Layout))
-    sizes = Layout(*(read.whole(layout, at, name, least=1) for name in ("ranks", "hosts", "ranks_on_host")))
-    if sizes.hosts > sizes.ranks or not sizes.ranks <= sizes.hosts * sizes.ranks_on_host:
-        raise ProfileError(f"{at}: {sizes} is not possible")
-    costs = []
-    for place, item in read.items(row, where, "costs"):
-        cost = read.table(item, place, _names(CollectiveCost))
-        kind = read.text(cost, place, "kind")
-        if kind not in KINDS:
-            raise ProfileError(f"{place}.kind is {kind!r}; expected one of {', '.join(KINDS)}")
-        numbers = ("alpha_ns", "beta_ns_per_byte", "issue_ns", "issue_ns_per_byte")
-        costs.append(CollectiveCost(kind, *(read.number(cost, place, name, least=0) for name in numbers)))
-    return GroupCost(sizes, read.text(row, where, "backend"), read.text(row, where, "link"), tuple(costs))

@@ -1,76 +1,58 @@
 """What a node does, as far as reordering is concerned.
 
-Unknown means fence: an operator outside the namespaces that we know to be pure, a host synchronisation, a collective
-that we do not know, point-to-point communication and a higher-order op with a body that communicates are all fences,
-across which nothing that communicates may move.
+What communicates, and our own operators, are rows of ``operators``; what else is there, schemas and namespaces tell.
+
+Unknown means fence: an operator outside the namespaces that we know to be pure, one of ours that the table does not
+have, a host synchronisation, a collective that we do not know, point-to-point communication and a higher-order op with
+a body that communicates are all fences, across which nothing that communicates may move.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 import os
-from enum import Enum
 
 import torch
 import torch.fx
 
 from inductor_passes import _torch
-
-
-class Role(Enum):
-    """The part a node plays in a schedule."""
-
-    INPUT = "input"
-    """placeholder or get_attr"""
-    OUTPUT = "output"
-    FREE = "free"
-    """a view, getitem or symbolic-size op: takes no time and no memory"""
-    COMPUTE = "compute"
-    START = "start"
-    """issues a collective that we know"""
-    WAIT = "wait"
-    FENCE = "fence"
-    """unknown effects: nothing that communicates crosses it"""
-
-
-#: op name -> collective kind
-COLLECTIVES: dict[str, str] = {
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::all_gather_into_tensor_out": "all_gather",
-    "_c10d_functional::all_gather_into_tensor_coalesced": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
-    "_c10d_functional::reduce_scatter_tensor_out": "reduce_scatter",
-    "_c10d_functional::reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "_c10d_functional::all_reduce": "all_reduce",
-    "_c10d_functional::all_reduce_": "all_reduce",
-    "_c10d_functional::all_reduce_coalesced": "all_reduce",
-    "_c10d_functional::all_reduce_coalesced_": "all_reduce",
-    "_c10d_functional::all_to_all_single": "all_to_all",
-    "_c10d_functional::broadcast": "broadcast",
-    "_c10d_functional::broadcast_": "broadcast",
-}
-WAITS = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"})
-#: Point-to-point operators: asynchronous like collectives, and fences for everything that communicates.
-TRANSFERS = frozenset(
-    {"_c10d_functional::isend", "_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops"}
+from inductor_passes.ir import higher_order, memory
+from inductor_passes.ir.higher_order import subgraphs
+from inductor_passes.ir.memory import (
+    is_getitem,
+    is_transfer,
+    is_view,
+    is_view_op,
+    is_wait,
+    may_copy,
+    mutated_inputs,
+    possibly_mutated_inputs,
+    received_into,
 )
+from inductor_passes.operators import BLOCKING_COLLECTIVES, COLLECTIVES, CollectiveKind, Role, role_of
 
-#: Collectives that block inside: they run on the compute lane and keep their place among the communication.
-BLOCKING_COLLECTIVES = frozenset(
-    {
-        "_dtensor::shard_dim_alltoall",
-        "inductor_passes::gathered_mm",
-        "inductor_passes::mm_scattered",
-        "inductor_passes::symm_gathered_mm",
-        "inductor_passes::symm_mm_scattered",
-        "inductor_passes::all_reduce_residual_rms_norm",
-        "symm_mem::fused_all_gather_matmul",
-        "symm_mem::fused_all_gather_scaled_matmul",
-        "symm_mem::fused_matmul_reduce_scatter",
-        "symm_mem::fused_scaled_matmul_reduce_scatter",
-    }
-)
+__all__ = [
+    "BLOCKING_COLLECTIVES",
+    "COLLECTIVES",
+    "CollectiveKind",
+    "Role",
+    "collective_kind",
+    "communicates",
+    "effect_channel",
+    "is_transfer",
+    "is_view",
+    "is_wait",
+    "label",
+    "may_copy",
+    "mutated_inputs",
+    "op_role",
+    "possibly_mutated_inputs",
+    "received_into",
+    "role",
+    "source_line",
+    "subgraphs",
+]
+
 
 #: Namespaces whose operators have no effects beyond their schema.
 PURE_NAMESPACES = frozenset(
@@ -91,7 +73,6 @@ PURE_NAMESPACES = frozenset(
         "torchvision",
         "fbgemm",
         "higher_order",
-        "inductor_passes",
     }
 )
 #: Operators that make the host wait for the device or print, assert, call back.
@@ -108,26 +89,22 @@ HOST_SYNCHRONISATION = frozenset(
         "aten::equal",
     }
 )
+#: Operators that depend on data with some arguments only, see ``_waits_for_data``.
+_SOMETIMES_DEPENDENT = frozenset({"aten::index", "aten::repeat_interleave"})
 #: Operators that copy between devices. Towards the host a copy waits for the device, or, when it does not, relies on
 #: a later one that does.
 DEVICE_COPIES = frozenset({"aten::_to_copy", "aten::copy", "aten::copy_", "aten::to", "prims::device_put"})
-#: Higher-order ops whose body only computes, whatever it holds.
-PURE_HIGHER_ORDER = frozenset(
-    {
-        "flex_attention",
-        "flex_attention_backward",
-        "triton_kernel_wrapper_functional",
-        "triton_kernel_wrapper_mutation",
-        "auto_functionalized",
-        "auto_functionalized_v2",
-        "associative_scan",
-        "scan",
-        "map_impl",
-        "run_and_save_rng_state",
-        "run_with_rng_state",
-        "graphsafe_run_with_rng_state",
-    }
+#: Operators that are called for what they check: they keep their order among each other.
+_CHECKS = (
+    "aten::_assert",
+    "aten::_functional_assert",
+    "aten::sym_constrain",
+    "aten::_functional_sym_constrain",
+    "aten::_linalg_check_errors",
+    "aten::_validate_",
 )
+#: Higher-order ops that do what their body and the operator that they call do, and nothing else.
+PURE_HIGHER_ORDER = memory.KNOWN_HIGHER_ORDER - {"with_effects"}
 #: Higher-order ops that draw from, save or restore a random generator.
 RANDOM_HIGHER_ORDER = frozenset(
     {
@@ -136,34 +113,11 @@ RANDOM_HIGHER_ORDER = frozenset(
         "higher_order::graphsafe_run_with_rng_state",
     }
 )
-#: Higher-order ops that run sub-graphs: pure when no sub-graph communicates or has unknown effects.
-CONTAINER_HIGHER_ORDER = frozenset(
-    {"cond", "while_loop", "invoke_subgraph", "checkpoint", "tag_activation_checkpoint", "wrap", "switch"}
-)
 
 
-def collective_kind(node: torch.fx.Node) -> str | None:
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all`` or ``broadcast``; None for anything else."""
+def collective_kind(node: torch.fx.Node) -> CollectiveKind | None:
+    """The kind of collective that a node starts; None for anything else."""
     return COLLECTIVES.get(_torch.op_name(node.target)) if node.op == "call_function" else None
-
-
-def is_wait(node: torch.fx.Node) -> bool:
-    """Whether the node waits for one or several collectives."""
-    return node.op == "call_function" and _torch.op_name(node.target) in WAITS
-
-
-def is_transfer(node: torch.fx.Node) -> bool:
-    """Whether a node sends to or receives from a single rank."""
-    return node.op == "call_function" and _torch.op_name(node.target) in TRANSFERS
-
-
-def received_into(node: torch.fx.Node) -> list[torch.fx.Node | None]:
-    """Per result of a transfer the buffer that it receives into and returns (its schema does not say so), else None."""
-    arguments = _torch.op_arguments(node)
-    if _torch.op_name(node.target).endswith("::batch_p2p_ops"):
-        rows = zip(arguments["op_list"], arguments["tensors"])
-        return [tensor if "recv" in str(op) else None for op, tensor in rows]
-    return [arguments["tensor"] if _torch.op_name(node.target).endswith("::irecv") else None]
 
 
 def communicates(module: torch.fx.GraphModule) -> bool:
@@ -171,22 +125,6 @@ def communicates(module: torch.fx.GraphModule) -> bool:
     return any(
         role(node) in (Role.START, Role.WAIT, Role.FENCE) for node in module.graph.nodes
     )
-
-
-def subgraphs(node: torch.fx.Node) -> list[torch.fx.GraphModule] | None:
-    """The graphs that a container op runs, None when one of them cannot be looked up."""
-    owner = node.graph.owning_module
-    found = []
-    for arg in node.all_input_nodes:
-        if arg.op == "get_attr":
-            target = owner
-            for part in str(arg.target).split("."):
-                target = getattr(target, part, None)
-            if isinstance(target, torch.fx.GraphModule):
-                found.append(target)
-            elif not isinstance(target, torch.Tensor):
-                return None
-    return found
 
 
 def role(node: torch.fx.Node) -> Role:
@@ -203,9 +141,23 @@ def role(node: torch.fx.Node) -> Role:
     namespace, _, base = name.partition("::")
     if namespace == "higher_order":
         return _higher_order_role(node, base)
-    if name in DEVICE_COPIES and _copies_to_host(node):
+    if (name in DEVICE_COPIES and _copies_to_host(node)) or _waits_for_data(node):
         return Role.FENCE
     return op_role(node.target)
+
+
+def _waits_for_data(node: torch.fx.Node) -> bool:
+    """Whether the host needs data to carry out an operator whose arguments decide that."""
+    name = _torch.op_name(node.target)
+    if name == "aten::index":
+        indices = memory.nodes_in(_torch.op_arguments(node).get("indices"))
+        values = [index.meta.get("val") for index in indices]
+        return any(isinstance(v, torch.Tensor) and v.dtype in (torch.bool, torch.uint8) for v in values)
+    if name != "aten::repeat_interleave":
+        return False
+    arguments = _torch.op_arguments(node)
+    repeats = memory.nodes_in(arguments.get("repeats"))
+    return "output_size" not in arguments and any(isinstance(n.meta.get("val"), torch.Tensor) for n in repeats)
 
 
 def _copies_to_host(node: torch.fx.Node) -> bool:
@@ -217,27 +169,31 @@ def _copies_to_host(node: torch.fx.Node) -> bool:
 def op_role(target: object) -> Role:
     """The :class:`Role` of a call to an operator overload."""
     name = _torch.op_name(target)
-    if name in COLLECTIVES:
-        return Role.START
-    if name in WAITS:
-        return Role.WAIT
-    if name in HOST_SYNCHRONISATION or name in BLOCKING_COLLECTIVES:
+    known = role_of(name)
+    if known is not None:
+        return known
+    if name in HOST_SYNCHRONISATION or name in memory.REBINDING:
         return Role.FENCE
-    if name.partition("::")[0] not in PURE_NAMESPACES:
+    if name.partition("::")[0] not in PURE_NAMESPACES or (use := _torch.memory_use(target)) is None:
         return Role.FENCE
-    if name.startswith("aten::sym_"):
+    if _torch.depends_on_data(target) and name not in _SOMETIMES_DEPENDENT:
+        return Role.FENCE
+    if _torch.returns_nothing(target) and not use.written and not name.startswith(_CHECKS):
+        # Nobody would call it but for something that its schema does not say.
+        return Role.FENCE
+    if not name.startswith(_CHECKS) and not use.written and not _torch.returns_tensors(target):
         return Role.FREE
-    return Role.FREE if _is_view_op(target) else Role.COMPUTE
+    return Role.FREE if is_view_op(target) else Role.COMPUTE
 
 
 def _higher_order_role(node: torch.fx.Node, base: str) -> Role:
-    if base in PURE_HIGHER_ORDER:
-        return Role.COMPUTE
-    if base in CONTAINER_HIGHER_ORDER:
-        graphs = subgraphs(node)
-        if graphs is not None and not any(communicates(g) for g in graphs):
-            return Role.COMPUTE
-    return Role.FENCE
+    if base not in PURE_HIGHER_ORDER:
+        return Role.FENCE
+    called = higher_order.wrapped(node)
+    if called is not None and not (_torch.is_op(called) and op_role(called) in (Role.COMPUTE, Role.FREE)):
+        return Role.FENCE
+    graphs = subgraphs(node)
+    return Role.FENCE if graphs is None or any(map(communicates, graphs)) else Role.COMPUTE
 
 
 #: Builtins that only calculate; the others (``print``, ``exec``, ``setattr``) have effects.
@@ -245,11 +201,11 @@ _ARITHMETIC = frozenset({abs, bool, divmod, float, int, len, max, min, pow, rang
 
 
 def _python_function_role(node: torch.fx.Node) -> Role:
-    """Plain Python targets: getitem and arithmetic on symbolic sizes are free, anything else is unknown."""
+    """Plain Python targets: taking results apart and arithmetic on sizes are free, anything else is unknown."""
     module = getattr(node.target, "__module__", "") or ""
-    if node.target is not operator.getitem and any(
-        isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes
-    ):
+    if is_getitem(node):
+        return Role.FREE
+    if any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes):
         # Python arithmetic on tensors computes, and may write (operator.iadd)
         return Role.FENCE
     if node.target in _ARITHMETIC or module in ("_operator", "operator", "math", "sympy") or module.startswith(
@@ -267,77 +223,15 @@ def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
         name = _torch.op_name(node.target)
         if _torch.is_seeded_random(node.target) or name in RANDOM_HIGHER_ORDER:
             return "random"
-        if name.startswith("aten::_assert"):
+        if name.startswith(_CHECKS):
             return "assert"
-        if name.startswith("higher_order::") and its_role is not Role.FENCE:
-            bodies = subgraphs(node) or []
-            if any(effect_channel(n, role(n)) == "random" for body in bodies for n in body.graph.nodes):
+        if name.startswith(higher_order.PREFIX) and its_role is not Role.FENCE:
+            inside = {effect_channel(n, role(n)) for body in subgraphs(node) or [] for n in body.graph.nodes}
+            if _torch.is_seeded_random(higher_order.wrapped(node)):
                 return "random"
+            # A body that draws and checks counts as a draw: its checks come when it runs.
+            return next((channel for channel in ("random", "assert") if channel in inside), "")
     return "fence" if its_role is Role.FENCE else ""
-
-
-def is_view(node: torch.fx.Node) -> bool:
-    """Whether the node returns memory of one of its inputs and writes nothing."""
-    return _torch.is_op(node.target) and _is_view_op(node.target)
-
-
-def _is_view_op(target: object) -> bool:
-    return not _torch.mutated_argument_names(target) and bool(_torch.aliased_argument_names(target))
-
-
-def mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Nodes whose memory the node writes to: by schema, for Triton kernels by argument list, and what receives."""
-    if node.op != "call_function":
-        return []
-    if is_transfer(node):
-        return [buffer for buffer in received_into(node) if buffer is not None]
-    if _torch.is_op(node.target):
-        names = _torch.mutated_argument_names(node.target)
-        if not names:
-            return []
-        arguments = _torch.op_arguments(node)
-        return [n for name in names for n in _nodes_in(arguments.get(name))]
-    if _torch.op_name(node.target) == "higher_order::triton_kernel_wrapper_mutation":
-        # Which arguments the kernel writes is not in the graph: all of its tensors count.
-        return _nodes_in(node.kwargs.get("kwargs"))
-    return []
-
-
-#: Functional operators that Inductor turns into their in-place form when nobody reads the first argument any more.
-_REINPLACED = frozenset(
-    {
-        "aten::index_put",
-        "aten::_unsafe_index_put",
-        "_c10d_functional::all_reduce",
-        "_c10d_functional::all_reduce_coalesced",
-    }
-)
-
-
-def possibly_mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Nodes whose memory Inductor may let a functional node write to, when it is their last use."""
-    if node.op != "call_function":
-        return []
-    name = _torch.op_name(node.target)
-    if name in _REINPLACED:
-        return _nodes_in(next(iter(_torch.op_arguments(node).values()), None))
-    if name in (
-        "higher_order::triton_kernel_wrapper_functional",
-        "higher_order::auto_functionalized",
-        "higher_order::auto_functionalized_v2",
-    ):
-        return list(node.all_input_nodes)
-    return []
-
-
-def _nodes_in(value: object) -> list[torch.fx.Node]:
-    if isinstance(value, torch.fx.Node):
-        return [value]
-    if isinstance(value, dict):
-        return [n for v in value.values() for n in _nodes_in(v)]
-    if isinstance(value, (list, tuple)):
-        return [n for v in value for n in _nodes_in(v)]
-    return []
 
 
 #: Where frames of torch and of our own data parallelism come from.

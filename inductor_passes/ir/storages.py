@@ -1,20 +1,22 @@
 """Which nodes share memory, how large it is, who writes it.
 
-Aliasing is derived from operator schemas rather than from fake tensors' storages: passes replace fake tensors freely,
-schemas do not lie. ``wait_tensor`` returns its input's memory although its schema does not say so, and so does what
-receives from another rank; ``getitem`` on the result of a multi-output op selects one of its outputs.
+Aliasing is derived from operator schemas (``memory``) rather than from fake tensors' storages: passes replace fake
+tensors freely. ``wait_tensor`` returns its input's memory although its schema does not say so, and so does what
+receives from another rank; ``getitem`` selects one of several results, each of which may be memory of another input.
 """
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.ir import ops
+from inductor_passes.ir import memory, ops
 
 
 @dataclass(slots=True, eq=False)
@@ -34,21 +36,29 @@ class FxStorage:
     writers: list[torch.fx.Node] = field(default_factory=list)
 
 
+#: Storages of a value: of a tensor those that it may live in, of a list or dict those of each element.
+Place: TypeAlias = tuple[FxStorage, ...] | list["Place"] | dict[object, "Place"]
+
+
 class Storages:
     """Storage of every node of a graph; O(nodes + edges) to build.
 
-    A node can live in several storages: a multi-output op owns one per output, and a list-returning view shares all
-    of its inputs' memory.
+    A node can live in several storages: a multi-output op owns one per output, and what is not known to be one of
+    several inputs counts as all of them.
     """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
+        self._place: dict[torch.fx.Node, Place] = {}
         self._of: dict[torch.fx.Node, tuple[FxStorage, ...]] = {}
-        self._outputs: dict[torch.fx.Node, list[tuple[FxStorage, ...]]] = {}
-        self._attributes: dict[str, tuple[FxStorage, ...]] = {}
+        self._attributes: dict[object, Place] = {}
         self.all: list[FxStorage] = []
         for node in graph.nodes:
-            self._add(node)
-            for written in ops.mutated_inputs(node):
+            if node.op == "output":
+                continue
+            self._set(node, self._where(node))
+            if node.op == "call_function" and _torch.op_name(node.target) in memory.REBINDING:
+                self._join(self._of[node])
+            for written in memory.mutated_inputs(node):
                 for storage in self._of.get(written, ()):
                     storage.writers.append(node)
 
@@ -56,89 +66,122 @@ class Storages:
         """The storages that the node's value lives in; empty for values that are no tensors."""
         return self._of.get(node, ())
 
-    def _new(self, node: torch.fx.Node, tensor: torch.Tensor) -> FxStorage:
-        storage = FxStorage(node, _torch.storage_bytes(tensor))
-        self.all.append(storage)
-        return storage
-
-    def _add(self, node: torch.fx.Node) -> None:
-        if node.op == "output":
-            return
-        shared = self._shared_inputs(node)
-        if shared is not None:
-            storages: list[FxStorage] = []
-            for source in shared:
-                storages.extend(s for s in self._of.get(source, ()) if s not in storages)
-            if len(shared) == 1 and shared[0] in self._outputs:
-                self._outputs[node] = self._outputs[shared[0]]
-            elif ops.collective_kind(node) and isinstance(node.meta.get("val"), (list, tuple)):
-                # A coalesced collective in place: every result is the operand at its position.
-                self._outputs[node] = [self._of.get(source, ()) for source in shared]
-            self._set(node, tuple(storages))
-            return
-        if node.target is operator.getitem:
-            source, index = node.args[0], node.args[1]
-            assert isinstance(source, torch.fx.Node)
-            outputs = self._outputs.get(source)
-            if outputs is not None and isinstance(index, int) and -len(outputs) <= index < len(outputs):
-                self._set(node, outputs[index])
-            elif source in self._of:
-                self._set(node, self._of[source])
-            elif isinstance(node.meta.get("val"), torch.Tensor):
-                # an element of a dict, e.g. of a functional Triton kernel's results
-                self._set(node, (self._new(node, node.meta["val"]),))
-            return
-        if node.op == "get_attr" and str(node.target) in self._attributes:
-            self._set(node, self._attributes[str(node.target)])
-            return
-        value = node.meta.get("val")
-        if ops.is_transfer(node):
-            self._add_transfer(node)
-        elif isinstance(value, torch.Tensor):
-            self._set(node, (self._new(node, value),))
-            if node.op == "get_attr":
-                self._attributes[str(node.target)] = self._of[node]
-        elif isinstance(value, (list, tuple)):
-            outputs = [
-                (self._new(node, v),) if isinstance(v, torch.Tensor) else () for v in value
-            ]
-            self._outputs[node] = outputs
-            self._set(node, tuple(s for out in outputs for s in out))
-
-    def _add_transfer(self, node: torch.fx.Node) -> None:
-        value = node.meta.get("val")
-        values = value if isinstance(value, (list, tuple)) else [value]
-        outputs: list[tuple[FxStorage, ...]] = []
-        for buffer, one in zip(ops.received_into(node), values):
-            if buffer is not None:
-                outputs.append(self._of.get(buffer, ()))
-            else:
-                outputs.append((self._new(node, one),) if isinstance(one, torch.Tensor) else ())
-        if values is value:
-            self._outputs[node] = outputs
-        self._set(node, tuple(s for out in outputs for s in out))
-
-    def _set(self, node: torch.fx.Node, storages: tuple[FxStorage, ...]) -> None:
-        self._of[node] = storages
-        for storage in storages:
+    def _set(self, node: torch.fx.Node, place: Place) -> None:
+        self._place[node] = place
+        self._of[node] = tuple(dict.fromkeys(_flat(place)))
+        for storage in self._of[node]:
             storage.members.append(node)
 
-    def _shared_inputs(self, node: torch.fx.Node) -> list[torch.fx.Node] | None:
-        """Inputs whose memory the node returns, None when it returns its own."""
-        if node.op != "call_function" or not _torch.is_op(node.target):
-            return None
-        arguments = _torch.op_arguments(node)
-        if ops.is_wait(node):
-            return _inputs(next(iter(arguments.values()), None))
-        names = _torch.aliased_argument_names(node.target)
-        if not names:
-            return None
-        return [n for name in names for n in _inputs(arguments.get(name))] or None
+    def _join(self, storages: tuple[FxStorage, ...]) -> None:
+        """Whoever lives in one of the storages lives in all of them, to be safe from the beginning."""
+
+        def joined(place: Place) -> Place:
+            if isinstance(place, list):
+                return [joined(p) for p in place]
+            if isinstance(place, dict):
+                return {k: joined(p) for k, p in place.items()}
+            return tuple(dict.fromkeys((*place, *storages))) if set(place) & set(storages) else place
+
+        for member in dict.fromkeys(m for storage in storages for m in storage.members):
+            self._place[member] = joined(self._place[member])
+            self._of[member] = tuple(dict.fromkeys(_flat(self._place[member])))
+            for storage in storages:
+                if member not in storage.members:
+                    storage.members.append(member)
+
+    def _where(self, node: torch.fx.Node) -> Place:
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            return self._new(node, value)
+        if node.op == "get_attr":
+            key = _identity(node)
+            if key not in self._attributes:
+                self._attributes[key] = self._new(node, value)
+            return self._attributes[key]
+        if memory.is_getitem(node):
+            return self._element(node)
+        if memory.is_wait(node):
+            source = next(iter(_torch.op_arguments(node).values()), None)
+            return self._places(source)
+        if memory.is_transfer(node):
+            return self._transferred(node, value)
+        sources = memory.result_sources(node)
+        if sources.each is None:
+            return self._shared(node, value, self._union(sources.all), sources.own)
+        if len(sources.each) != 1:
+            values = value if isinstance(value, (list, tuple)) else [None] * len(sources.each)
+            return [self._shared(node, v, self._union(s), sources.own) for v, s in zip(values, sources.each)]
+        if ops.collective_kind(node) and isinstance(value, (list, tuple)) and sources.each[0]:
+            # A coalesced collective in place: every result is the operand at its position.
+            return [self._places(source) for source in sources.each[0]]
+        return self._shared(node, value, self._union(sources.each[0]), sources.own)
+
+    def _union(self, nodes: Iterable[torch.fx.Node]) -> tuple[FxStorage, ...]:
+        return tuple(dict.fromkeys(s for node in nodes for s in self.of(node)))
+
+    def _places(self, value: object) -> Place:
+        if isinstance(value, (list, tuple)):
+            return [self._places(v) for v in value]
+        return self._place.get(value, ()) if isinstance(value, torch.fx.Node) else ()
+
+    def _new(self, node: torch.fx.Node, value: object) -> Place:
+        """Memory of its own for every tensor in a value."""
+        if isinstance(value, torch.Tensor):
+            storage = FxStorage(node, _torch.storage_bytes(value))
+            self.all.append(storage)
+            return (storage,)
+        if isinstance(value, (list, tuple)):
+            return [self._new(node, v) for v in value]
+        if isinstance(value, dict):
+            return {k: self._new(node, v) for k, v in value.items()}
+        return ()
+
+    def _shared(self, node: torch.fx.Node, value: object, sources: tuple[FxStorage, ...], own: bool) -> Place:
+        """Every tensor in a value lives in all of ``sources``, and with ``own`` in memory of its own as well."""
+        if not sources:
+            return self._new(node, value)
+        if isinstance(value, (list, tuple)):
+            return [self._shared(node, v, sources, own) for v in value]
+        if isinstance(value, dict):
+            return {k: self._shared(node, v, sources, own) for k, v in value.items()}
+        if value is not None and not isinstance(value, torch.Tensor):
+            return ()
+        return (*sources, *_flat(self._new(node, value))) if own else sources
+
+    def _element(self, node: torch.fx.Node) -> Place:
+        source, index = node.args
+        assert isinstance(source, torch.fx.Node)
+        place = self._place.get(source, ())
+        if isinstance(place, list) and isinstance(index, int) and -len(place) <= index < len(place):
+            return place[index]
+        if isinstance(place, dict) and index in place:
+            return place[index]
+        if self.of(source):
+            return self.of(source)
+        return self._new(node, node.meta.get("val"))
+
+    def _transferred(self, node: torch.fx.Node, value: object) -> Place:
+        buffers = memory.received_into(node)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        places = [
+            self._places(buffer) if buffer is not None else self._new(node, one) for buffer, one in zip(buffers, values)
+        ]
+        return places if values is value else places[0]
 
 
-def _inputs(value: object) -> list[torch.fx.Node]:
-    if isinstance(value, torch.fx.Node):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [n for v in value for n in _inputs(v)]
-    return []
+def _identity(node: torch.fx.Node) -> object:
+    """Equal for attributes that are the same memory: by name, and by what the module holds."""
+    owner = node.graph.owning_module
+    try:
+        value = attrgetter(str(node.target))(owner)
+    except AttributeError:
+        return str(node.target)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return _torch.storage_identity(value)
+    return str(node.target)
+
+
+def _flat(place: Place) -> list[FxStorage]:
+    if isinstance(place, tuple):
+        return list(place)
+    return [s for inner in (place.values() if isinstance(place, dict) else place) for s in _flat(inner)]

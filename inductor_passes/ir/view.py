@@ -12,14 +12,10 @@ from inductor_passes.ir import ops
 from inductor_passes.ir.groups import Group, resolve
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage, Storages
+from inductor_passes.operators import CollectiveKind
 
-_SHORT = {
-    "all_gather": "AG",
-    "reduce_scatter": "RS",
-    "all_reduce": "AR",
-    "all_to_all": "A2A",
-    "broadcast": "BC",
-}
+#: Effect channel -> channels whose earlier nodes stay in front of it.
+_NOT_CROSSED = {"random": ("random", "fence"), "fence": ("fence", "random"), "assert": ("assert",)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +25,7 @@ class Collective:
     Attributes:
         index: position among the graph's collectives; ``label`` is its short name, e.g. ``AG3``.
         start: the node that issues it.
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``.
+        kind: what it does.
         group: communicator.
         reduce_op: ``sum``, ``avg`` ...; "" for data movement.
         inputs: tensor nodes that it reads, the ``out`` buffer excluded.
@@ -44,7 +40,7 @@ class Collective:
     index: int
     label: str
     start: torch.fx.Node
-    kind: str
+    kind: CollectiveKind
     group: Group
     reduce_op: str
     inputs: tuple[torch.fx.Node, ...]
@@ -66,6 +62,7 @@ class GraphView:
         self.position = {node: i for i, node in enumerate(self.nodes)}
         self.roles = {node: ops.role(node) for node in self.nodes}
         self.storages = Storages(graph)
+        self._bind_to_time()
         self.collectives: list[Collective] = []
         self.by_start: dict[torch.fx.Node, Collective] = {}
         self.collectives_of_wait: dict[torch.fx.Node, tuple[Collective, ...]] = {}
@@ -75,6 +72,17 @@ class GraphView:
     def role(self, node: torch.fx.Node) -> Role:
         """The node's part in a schedule."""
         return self.roles[node]
+
+    def _bind_to_time(self) -> None:
+        """Views that touch memory which somebody writes to are no views that can be taken at any time.
+
+        What may copy (``reshape``) reads there, and the shape of what is changed in place (``t_``) depends on when.
+        """
+        for storage in self.storages.all:
+            reshaped = any(_torch.changes_metadata(writer.target) for writer in storage.writers)
+            for member in storage.members if storage.writers else ():
+                if self.roles[member] is Role.FREE and ops.is_view(member) and (reshaped or ops.may_copy(member)):
+                    self.roles[member] = Role.COMPUTE
 
     def _find_collectives(self) -> None:
         origin: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -87,7 +95,7 @@ class GraphView:
                 waits[node] = []
                 for storage in self.storages.of(node):
                     arriving.pop(storage, None)
-            elif role is Role.FREE:
+            elif role is Role.FREE or ops.is_view(node):
                 # getitem of a coalesced collective, or a view of a result in flight
                 sources = [origin[i] for i in node.all_input_nodes if i in origin]
                 if sources:
@@ -103,7 +111,7 @@ class GraphView:
                         waits[origin[source]].append(node)
         of_wait: dict[torch.fx.Node, list[Collective]] = {}
         for index, (start, its_waits) in enumerate(waits.items()):
-            collective = describe(index, start, tuple(its_waits))
+            collective = collective_of(index, start, tuple(its_waits))
             self.collectives.append(collective)
             self.by_start[start] = collective
             for wait in its_waits:
@@ -117,15 +125,14 @@ class GraphView:
           collective or a transfer lasts until its waits, and its result is written until its wait;
         - around what Inductor may do in place, as if it were a write, towards collectives;
         - random operators keep their order; so do asserts, and fences among each other (what crosses a fence is the
-          schedule's business).
+          schedule's business). What a fence does is not known: it may draw as well, so draws do not cross it.
         """
         edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         last: dict[str, torch.fx.Node] = {}
         for node in self.nodes:
             channel = ops.effect_channel(node, self.roles[node])
             if channel:
-                if channel in last:
-                    edges.append((last[channel], node))
+                edges.extend((last[before], node) for before in _NOT_CROSSED[channel] if before in last)
                 last[channel] = node
         for storage in self.storages.all:
             if storage.writers:
@@ -195,7 +202,7 @@ class GraphView:
         return edges
 
 
-def describe(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> Collective:
+def collective_of(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> Collective:
     """The :class:`Collective` that a start node issues; ``index`` numbers it in its graph."""
     kind = ops.COLLECTIVES[_torch.op_name(start.target)]
     arguments = _torch.op_arguments(start)
@@ -207,11 +214,12 @@ def describe(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...])
     outputs = output if isinstance(output, (list, tuple)) else [output]
     return Collective(
         index=index,
-        label=f"{_SHORT[kind]}{index}",
+        label=f"{kind.label}{index}",
         start=start,
         kind=kind,
         group=resolve(behind(argument)),
-        reduce_op=_torch.reduce_op_name(behind(arguments.get("reduce_op", ""))),
+        # A factor that cannot be read is like no other one, and has the same name on all ranks.
+        reduce_op=_torch.reduce_op_name(behind(arguments.get("reduce_op", ""))).replace("?", start.name),
         inputs=inputs,
         waits=waits,
         input_bytes=_total(values),

@@ -18,19 +18,31 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+from msgspec import Meta
+
+from inductor_passes.records.convert import check_version, convert, plain, shown
+from inductor_passes.records.json_text import RecordError, parse
+from inductor_passes.records.json_text import content as read_bytes
+from inductor_passes.records.limits import Count, Integer, one_of
+from inductor_passes.report import PHASES
 
 SCHEMA_VERSION = 1
 #: Larger files, and more of them in one directory, are refused before they are parsed.
 MAX_FILE_BYTES = 64 * 2**20
 MAX_FILES = 256
-PHASES = ("forward", "backward", "inference")
 
 
-class PlanFileError(ValueError):
+#: Names of nodes or kernels, each once.
+Names: TypeAlias = tuple[Annotated[str, Meta(min_length=1)], ...]
+
+
+class PlanFileError(RecordError):
     """A plan file that cannot be read, does not fit the graph, or asks for what is not allowed."""
 
 
@@ -49,17 +61,33 @@ class GraphPlan:
         predicted: step time in ns and peak in bytes when the plan was made; not read back.
     """
 
-    phase: str
-    graph_index: int
+    phase: Annotated[str, one_of(*PHASES)]
+    graph_index: Count
     collectives: Mapping[str, str]
-    buckets: tuple[tuple[str, ...], ...] = ()
-    kept: tuple[str, ...] | None = None
-    order: tuple[str, ...] | None = None
-    kernels: tuple[str, ...] | None = None
+    buckets: tuple[Names, ...] = ()
+    kept: Names | None = None
+    order: Names | None = None
+    kernels: Names | None = None
     compile_id: str = ""
-    rank: int = 0
-    world_size: int = 1
-    predicted: Mapping[str, int] = field(default_factory=dict)
+    rank: Count = 0
+    world_size: Count = 1
+    predicted: Mapping[str, Integer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        taken: set[str] = set()
+        for number, bucket in enumerate(self.buckets):
+            if len(bucket) < 2:
+                raise PlanFileError(f"buckets[{number}] is {shown(list(bucket))}; expected at least two collectives")
+            if twice := taken.intersection(bucket):
+                name = sorted(twice)[0]
+                raise PlanFileError(f"buckets[{number}] is {name!r}; expected a collective in one bucket only")
+            taken.update(bucket)
+        lists = {"kept": self.kept, "order": self.order, "kernels": self.kernels}
+        lists |= {f"buckets[{number}]": bucket for number, bucket in enumerate(self.buckets)}
+        for key, names in lists.items():
+            if names is not None and len(set(names)) != len(names):
+                name = next(n for n, count in Counter(names).items() if count > 1)
+                raise PlanFileError(f"{key} lists {name!r} twice")
 
     @property
     def title(self) -> str:
@@ -68,19 +96,10 @@ class GraphPlan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; what is to be planned is left out."""
-        data: dict[str, Any] = {
-            "phase": self.phase,
-            "graph_index": self.graph_index,
-            "compile_id": self.compile_id,
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "predicted": dict(self.predicted),
-            "collectives": dict(self.collectives),
-            "buckets": [list(b) for b in self.buckets],
-        }
-        for key, value in (("kept", self.kept), ("order", self.order), ("kernels", self.kernels)):
-            if value is not None:
-                data[key] = list(value)
+        data: dict[str, Any] = plain(self)
+        for key in ("kept", "order", "kernels"):
+            if data[key] is None:
+                del data[key]
         return data
 
     @staticmethod
@@ -90,55 +109,10 @@ class GraphPlan:
         Raises:
             PlanFileError: an unknown or missing key or a value of another form; it names the place.
         """
-        row = _table(data, where, _KEYS, ("phase", "graph_index", "collectives"))
-        phase = row["phase"]
-        if phase not in PHASES:
-            raise _wrong(f"{where}.phase", phase, f"one of {', '.join(PHASES)}")
-        collectives = row["collectives"]
-        if not isinstance(collectives, dict) or not all(isinstance(v, str) for v in collectives.values()):
-            raise _wrong(f"{where}.collectives", collectives, "an object of texts")
-        buckets = row.get("buckets", [])
-        if not isinstance(buckets, list):
-            raise _wrong(f"{where}.buckets", buckets, "a list of lists of names")
-        taken: set[str] = set()
-        for number, bucket in enumerate(buckets):
-            members = _names(bucket, f"{where}.buckets[{number}]")
-            if len(members) < 2:
-                raise _wrong(f"{where}.buckets[{number}]", bucket, "at least two collectives")
-            if twice := taken.intersection(members):
-                raise _wrong(f"{where}.buckets[{number}]", sorted(twice)[0], "a collective in one bucket only")
-            taken.update(members)
-        predicted = row.get("predicted", {})
-        return GraphPlan(
-            phase=phase,
-            graph_index=_count(row["graph_index"], f"{where}.graph_index"),
-            collectives=collectives,
-            buckets=tuple(tuple(b) for b in buckets),
-            kept=_names(row["kept"], f"{where}.kept") if "kept" in row else None,
-            order=_names(row["order"], f"{where}.order") if "order" in row else None,
-            kernels=_names(row["kernels"], f"{where}.kernels") if "kernels" in row else None,
-            compile_id=str(row.get("compile_id", "")),
-            rank=_count(row.get("rank", 0), f"{where}.rank"),
-            world_size=_count(row.get("world_size", 1), f"{where}.world_size"),
-            predicted=predicted if isinstance(predicted, dict) else {},
-        )
-
-
-_KEYS = frozenset(
-    (
-        "phase",
-        "graph_index",
-        "compile_id",
-        "rank",
-        "world_size",
-        "predicted",
-        "collectives",
-        "buckets",
-        "kept",
-        "order",
-        "kernels",
-    )
-)
+        try:
+            return convert(data, GraphPlan, "a plan", keys="known", place=where)
+        except RecordError as error:
+            raise PlanFileError(str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -156,11 +130,13 @@ def load(path: str) -> PlanFile:
     Raises:
         PlanFileError: it does not exist, is too large, is no JSON or no plan; the message names the file.
     """
-    files = _files(path)
     try:
-        stamps = tuple((str(f), s.st_mtime_ns, s.st_size) for f in files for s in (f.stat(),))
-    except OSError as error:
-        raise PlanFileError(f"{path}: cannot be read: {error}") from error
+        stamps = tuple((str(f), s.st_mtime_ns, s.st_size) for f in _files(path) for s in (f.stat(),))
+    except PlanFileError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        # Too long a name, a loop of links, a zero byte, no permission.
+        raise PlanFileError(f"{shown(path)} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     return _load(path, stamps)
 
 
@@ -180,20 +156,23 @@ def _files(path: str) -> list[Path]:
     return [root]
 
 
+@dataclass(frozen=True)
+class _Content:
+    """A file without its version."""
+
+    graphs: list[GraphPlan]
+
+
 @functools.lru_cache(maxsize=8)
 def _load(path: str, stamps: tuple[tuple[str, int, int], ...]) -> PlanFile:
     hasher = hashlib.sha256()
     graphs: list[GraphPlan] = []
-    for name, _, size in stamps:
-        if size > MAX_FILE_BYTES:
-            raise PlanFileError(f"{name}: {size} bytes are too many for a plan; expected at most {MAX_FILE_BYTES}")
+    for name, _, _ in stamps:
         try:
-            content = Path(name).read_bytes()
-            data = json.loads(content)
-        except RecursionError:
-            raise PlanFileError(f"{name}: not a plan: nested too deeply") from None
-        except (OSError, ValueError) as error:
-            raise PlanFileError(f"{name}: cannot be read as a plan: {error}") from error
+            content = read_bytes(Path(name), "a plan", max_bytes=MAX_FILE_BYTES)
+            data = parse(content, "a plan")
+        except RecordError as error:
+            raise PlanFileError(f"{name}: {error}") from None
         hasher.update(hashlib.sha256(content).digest())
         graphs += _graphs(data, name)
     seen: set[str] = set()
@@ -205,47 +184,15 @@ def _load(path: str, stamps: tuple[tuple[str, int, int], ...]) -> PlanFile:
 
 
 def _graphs(data: object, name: str) -> list[GraphPlan]:
-    top = _table(data, f"{name}: top", frozenset(("schema_version", "graphs")), ("schema_version", "graphs"))
-    if top["schema_version"] != SCHEMA_VERSION:
-        raise PlanFileError(f"{name}: schema_version is {top['schema_version']!r}; expected {SCHEMA_VERSION}")
-    if not isinstance(top["graphs"], list):
-        raise _wrong(f"{name}: graphs", top["graphs"], "a list")
-    return [GraphPlan.from_json(one, f"{name}: graphs[{k}]") for k, one in enumerate(top["graphs"])]
+    try:
+        top = check_version(data, SCHEMA_VERSION, "plan")
+        rest = {key: value for key, value in top.items() if key != "schema_version"}
+        return convert(rest, _Content, "a plan", keys="known").graphs
+    except RecordError as error:
+        raise PlanFileError(f"{name}: {error}") from None
 
 
 def text_of(graphs: Sequence[GraphPlan]) -> str:
     """The file's content: one name per line, so that two plans can be compared line by line."""
     data = {"schema_version": SCHEMA_VERSION, "graphs": [graph.to_json() for graph in graphs]}
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
-
-
-def _table(data: object, where: str, known: frozenset[str], needed: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(data, dict):
-        raise _wrong(where, data, "an object")
-    for key in data:
-        if key not in known:
-            raise PlanFileError(f"{where} has the unknown key {key!r}; expected {', '.join(sorted(known))}")
-    for key in needed:
-        if key not in data:
-            raise PlanFileError(f"{where} lacks the key {key!r}")
-    return data
-
-
-def _names(value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-        raise _wrong(where, value, "a list of names")
-    if len(set(value)) != len(value):
-        twice = next(v for v in value if value.count(v) > 1)
-        raise PlanFileError(f"{where} lists {twice!r} twice")
-    return tuple(value)
-
-
-def _count(value: object, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise _wrong(where, value, "a whole number of at least 0")
-    return value
-
-
-def _wrong(where: str, value: object, expected: str) -> PlanFileError:
-    shown = repr(value)
-    return PlanFileError(f"{where} is {shown if len(shown) < 80 else shown[:77] + '...'}; expected {expected}")

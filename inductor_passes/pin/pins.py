@@ -8,9 +8,11 @@ looks at the result as at any other.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.pin.file import GraphPlan, PlanFile, PlanFileError
@@ -24,7 +26,11 @@ METHOD = "pinned"
 _SHOWN = 4
 
 
-@dataclass
+class GivenUp(Exception):
+    """A pinned plan cannot be used and the settings allow planning anew; the message says why."""
+
+
+@dataclass(frozen=True)
 class Pins:
     """What is pinned for the graph that is being compiled.
 
@@ -42,23 +48,27 @@ class Pins:
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...] | None:
-        """Pinned buckets, None when the plan was given up."""
-        return None if self.given_up else self.graph.buckets
+        """Pinned buckets, None when they are not pinned."""
+        return self.graph.buckets
 
-    def refuse(self, message: str) -> None:
-        """The plan cannot be used: give it up, or raise :class:`PlanFileError`, as the setting says."""
+    def refuse(self, message: str) -> NoReturn:
+        """The plan cannot be used: raise :class:`GivenUp`, or :class:`PlanFileError`, as the setting says."""
         text = f"{self.path}: {self.graph.title}: {message}"
         if not self.replan:
             raise PlanFileError(f'{text}. plan_mismatch="replan" plans such graphs anew')
-        self.given_up = text
+        raise GivenUp(text)
 
     def fx_plan(self, problem: Problem, limit_bytes: int | None) -> Plan | None:
-        """The pinned order of the FX tasks as a plan; None when it is not pinned or was given up."""
+        """The pinned order of the FX tasks as a plan; None when it is not pinned.
+
+        Raises:
+            GivenUp, PlanFileError: see :meth:`refuse`.
+        """
         hint = "; after a change of buckets remove `order` and `kernels` to have them planned"
         return self._plan(problem, [t.name for t in problem.tasks], self.graph.order, limit_bytes, "order", hint)
 
     def kernel_plan(self, problem: Problem, names: Sequence[str], limit_bytes: int | None) -> Plan | None:
-        """The pinned order of the fused kernels as a plan; None when it is not pinned or was given up.
+        """The pinned order of the fused kernels as a plan; None when it is not pinned.
 
         Kernels may differ between ranks (one pads its shard, its neighbour does not); collectives do not, and their
         order is pinned on FX. So kernels of another rank that do not fit are planned here.
@@ -78,25 +88,22 @@ class Pins:
         what: str,
         hint: str,
     ) -> Plan | None:
-        if pinned is None or self.given_up:
+        if pinned is None:
             return None
         number = {name: i for i, name in enumerate(names)}
         difference = _difference(dict.fromkeys(pinned, ""), dict.fromkeys(names, ""))
         if difference:
             self.refuse(f"`{what}` does not fit the graph: {difference}{hint}")
-            return None
         order = tuple(number[name] for name in pinned)
         broken = _broken_rule(problem, order, names)
         if broken:
             self.refuse(f"`{what}` is not allowed: {broken}{hint}")
-            return None
         before, after = simulate(problem), simulate(problem, order)
         if limit_bytes is not None and after.peak_bytes > max(limit_bytes, before.peak_bytes):
             self.refuse(
                 f"`{what}` needs {after.peak_bytes} bytes at its peak, the memory budget allows {limit_bytes}; "
                 "raise memory_budget or move collectives later"
             )
-            return None
         bound = lower_bound(problem)
         return Plan(
             order=order,
@@ -104,7 +111,7 @@ class Pins:
             peak_bytes=after.peak_bytes,
             lower_bound_ns=bound,
             gap=after.makespan_ns / bound - 1 if bound else 0.0,
-            # An order that changes nothing is the input's, whoever asked for it.
+            # An order that changes nothing counts as the input's.
             method=METHOD if order != problem.input_order else "input",
             input_makespan_ns=before.makespan_ns,
             input_peak_bytes=before.peak_bytes,
@@ -131,7 +138,7 @@ def _described(collective: Collective) -> str:
 def find(
     plans: PlanFile, phase: str, graph_index: int, collectives: Mapping[str, str], *, rank: int, replan: bool
 ) -> Pins | None:
-    """The plan for a graph; None when the file says nothing about it.
+    """The plan for a graph, given up or not; None when the file says nothing about it.
 
     A graph is recognised by phase and collectives, so that a model that is compiled a second time in a process gets the
     plan of its first graph; then by phase and number, and the only plan of a phase is meant for every graph of it.
@@ -146,11 +153,23 @@ def find(
     if graph is None:
         return None
     pins = Pins(graph, plans.path, plans.digest, rank, replan)
-    if graph not in fitting:
-        pins.refuse(
-            "the graph has changed since the plan was made: " + _difference(graph.collectives, collectives)
-        )
-    return pins
+    if graph in fitting:
+        return pins
+    return _given_up(
+        pins, "the graph has changed since the plan was made: " + _difference(graph.collectives, collectives)
+    )
+
+
+def _given_up(pins: Pins, why: str) -> Pins:
+    """The pinned plan with the reason why it cannot be used.
+
+    Raises:
+        PlanFileError: it may not be given up.
+    """
+    try:
+        pins.refuse(why)
+    except GivenUp as error:
+        return dataclasses.replace(pins, given_up=str(error))
 
 
 def find_kept(plans: PlanFile, graph_index: int | None, keepable: Sequence[str], *, replan: bool) -> Pins | None:
@@ -174,10 +193,10 @@ def find_kept(plans: PlanFile, graph_index: int | None, keepable: Sequence[str],
     pins = Pins(graph, plans.path, plans.digest, 0, replan)
     if not fitting:
         missing = ", ".join([n for n in keepable if n not in graph.collectives][:_SHOWN])
-        pins.refuse(f"`kept` was written for another graph: this one also gathers {missing}")
-    elif unknown := [name for name in graph.kept or () if name not in keepable]:
+        return _given_up(pins, f"`kept` was written for another graph: this one also gathers {missing}")
+    if unknown := [name for name in graph.kept or () if name not in keepable]:
         allowed = ", ".join(keepable[:_SHOWN]) + (" ..." if len(keepable) > _SHOWN else "")
-        pins.refuse(f"`kept` names {', '.join(unknown[:_SHOWN])}; expected some of {allowed}")
+        return _given_up(pins, f"`kept` names {', '.join(unknown[:_SHOWN])}; expected some of {allowed}")
     return pins
 
 

@@ -4,9 +4,9 @@
 creates the process groups that they need.
 """
 
-from .mesh import Mesh
-from .plan import RedistributionPlan, plan_redistribution
-from .spec import Partial, Replicate, Shard, Spec, SpecError
+from inductor_passes.redistribute.mesh import Mesh
+from inductor_passes.redistribute.plan import RedistributionPlan, plan_redistribution
+from inductor_passes.redistribute.spec import Partial, Replicate, Shard, Spec, SpecError
 
 __all__ = [
     "Mesh",
@@ -25,11 +25,11 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """``prepare_groups`` and ``redistribute`` need torch.distributed and are imported on first use."""
     if name == "prepare_groups":
-        from .prepare import prepare_groups
+        from inductor_passes.redistribute.prepare import prepare_groups
 
         return prepare_groups
     if name == "redistribute":
-        from .execute import redistribute
+        from inductor_passes.redistribute.execute import redistribute
 
         return redistribute
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from .spec import Block, Intervals, intersect, length
+from inductor_passes.redistribute.spec import Block, Intervals, intersect, length
 
 
 def shape_of(block: Block) -> tuple[int, ...]:

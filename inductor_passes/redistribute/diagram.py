@@ -11,34 +11,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from .spec import Layout
-from .steps import Step
-
-if TYPE_CHECKING:
-    from .plan import RedistributionPlan
+from inductor_passes.redistribute.spec import Layout, Spec
+from inductor_passes.redistribute.steps import Step
 
 
-def draw(plan: RedistributionPlan) -> str:
-    """The plan as lines of text, without a trailing newline."""
-    source = plan.source
-    word = "collective" if plan.collectives == 1 else "collectives"
+def draw(source: Spec, target: Spec, steps: Sequence[Step], totals: str) -> str:
+    """A plan as lines of text, without a trailing newline; ``totals`` is its second line."""
     lines = [
-        f"{source} -> {plan.target}  {source.dtype} {list(source.shape)} on mesh {list(source.mesh.shape)}",
-        f"  {size(plan.bytes)} per rank, {plan.collectives} {word}, {duration(plan.cost_ns)}, "
-        f"peak {size(plan.peak_bytes)}, {plan.exactness}"
+        f"{source} -> {target}  {source.dtype} {list(source.shape)} on mesh {list(source.mesh.shape)}",
+        f"  {totals}",
     ]
-    layouts = [source.layout, *(s.after for s in plan.steps)]
+    layouts = [source.layout, *(s.after for s in steps)]
     width = max(len(layout.text()) for layout in layouts) + 2
     lines.append(_state(layouts[0], source.itemsize, width))
-    for step in plan.steps:
-        lines.append(f"    | {describe(step)}")
+    for step in steps:
+        lines.append(f"    | {step_text(step)}")
         lines.append(_state(step.after, source.itemsize, width))
     return "\n".join(lines)
 
 
-def describe(step: Step) -> str:
+def step_text(step: Step) -> str:
     """One step in words, e.g. ``all_gather over dims 0,1 (8 ranks): 7.0 KiB per rank, 10.1 us``."""
     words: str = step.kind
     if step.reduce_op:

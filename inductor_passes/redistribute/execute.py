@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from inductor_passes import _torch
-
-from .boxes import common, numel, place, select, shape_of
-from .mesh import Mesh
-from .plan import RedistributionPlan
-from .prepare import group_name
-from .spec import Block, Partial, Placement, Shard, Spec, SpecError
-from .steps import Step
-from .traffic import suppliers, traffic
+from inductor_passes.operators import CollectiveKind
+from inductor_passes.redistribute.boxes import common, numel, place, select, shape_of
+from inductor_passes.redistribute.mesh import Mesh
+from inductor_passes.redistribute.plan import RedistributionPlan
+from inductor_passes.redistribute.prepare import group_name
+from inductor_passes.redistribute.spec import Block, Partial, Placement, Shard, Spec, SpecError
+from inductor_passes.redistribute.steps import Step
+from inductor_passes.redistribute.traffic import suppliers, traffic
 
 
 def redistribute(tensor: Any, plan: RedistributionPlan) -> Any:
@@ -106,7 +106,7 @@ def _run_gather(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> tor
         return out
 
     size = mesh.group_size(step.mesh_dims)
-    buffer = _torch.call_collective("all_gather_into_tensor", _torch.per_rank(pack, tensor), size, group)
+    buffer = _torch.call_collective(CollectiveKind.ALL_GATHER, _torch.per_rank(pack, tensor), size, group)
     return _torch.per_rank(unpack, buffer, tensor)
 
 
@@ -186,7 +186,7 @@ def _run_exchange(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> t
     packed = _torch.per_rank(pack, tensor)
     received = _torch.per_rank_sizes(lambda rank: sizes(rank, sending=False), packed)
     sent = _torch.per_rank_sizes(lambda rank: sizes(rank, sending=True), packed)
-    buffer = _torch.call_collective("all_to_all_single", packed, received, sent, group)
+    buffer = _torch.call_collective(CollectiveKind.ALL_TO_ALL, packed, received, sent, group)
     return _torch.per_rank(unpack, buffer, tensor)
 
 
@@ -207,13 +207,13 @@ def _run_scatter(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> to
 
     packed = _torch.per_rank(pack, tensor)
     size = mesh.group_size(step.mesh_dims)
-    buffer = _torch.call_collective("reduce_scatter_tensor", packed, step.reduce_op, size, group)
+    buffer = _torch.call_collective(CollectiveKind.REDUCE_SCATTER, packed, step.reduce_op, size, group)
     return _torch.per_rank(unpack, buffer, tensor)
 
 
 def _run_reduce(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> torch.Tensor:
     packed = _torch.per_rank(lambda rank, local: _reducible(local), tensor)
-    buffer = _torch.call_collective("all_reduce", packed, step.reduce_op, group)
+    buffer = _torch.call_collective(CollectiveKind.ALL_REDUCE, packed, step.reduce_op, group)
     return _torch.per_rank(lambda rank, b, local: _unreducible(b, local.dtype).view(local.shape), buffer, tensor)
 
 

@@ -18,11 +18,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .diagram import draw
-from .reference import Anchor, anchors
-from .search import Search
-from .spec import Layout, Spec, SpecError
-from .steps import Pricing, Profile, Step
+from inductor_passes.redistribute.diagram import draw, duration, size
+from inductor_passes.redistribute.reference import Anchor, anchors
+from inductor_passes.redistribute.search import Search
+from inductor_passes.redistribute.spec import Layout, Spec, SpecError
+from inductor_passes.redistribute.steps import Pricing, Profile, Step
 
 Exactness = Literal["exact", "reassociate"]
 EXACTNESS: tuple[Exactness, ...] = ("exact", "reassociate")
@@ -65,7 +65,12 @@ class RedistributionPlan:
         return tuple(OrderedDict.fromkeys(step.mesh_dims for step in self.steps if step.communicates))
 
     def __str__(self) -> str:
-        return draw(self)
+        word = "collective" if self.collectives == 1 else "collectives"
+        totals = (
+            f"{size(self.bytes)} per rank, {self.collectives} {word}, {duration(self.cost_ns)}, "
+            f"peak {size(self.peak_bytes)}, {self.exactness}"
+        )
+        return draw(self.source, self.target, self.steps, totals)
 
 
 def plan_redistribution(

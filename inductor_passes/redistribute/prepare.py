@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from inductor_passes import _torch
-from inductor_passes.async_tp.availability import establish
-
-from .mesh import Mesh
+from inductor_passes.groups.availability import establish
+from inductor_passes.redistribute.mesh import Mesh
 
 
 class GroupError(RuntimeError):
@@ -59,7 +58,7 @@ def prepare_groups(
     processes know alike that they exist.
 
     For every group that this rank is in, those of the mesh and those of ``groups``, the ranks also find out what they
-    can do together (see :class:`~inductor_passes.async_tp.availability.Availability`); compilation looks that up.
+    can do together (see :class:`~inductor_passes.groups.availability.Availability`); compilation looks that up.
 
     Args:
         mesh: a ``DeviceMesh`` or a :class:`Mesh`; None for ``groups`` only.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .spec import Cut, Layout, Partial, Placement, Replicate, Shard, Spec, layout_of
+from inductor_passes.redistribute.spec import Cut, Layout, Partial, Placement, Replicate, Shard, Spec, layout_of
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .spec import Cut, Layout
-from .steps import Pricing, Step
-from .traffic import missing
+from inductor_passes.redistribute.spec import Cut, Layout
+from inductor_passes.redistribute.steps import Pricing, Step
+from inductor_passes.redistribute.traffic import missing
 
 #: Layouts expanded before the best plan found so far is taken: a bound on planning time, equal on all ranks.
 MAX_EXPANSIONS = 300

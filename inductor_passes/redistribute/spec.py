@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from .mesh import Mesh
+from inductor_passes.redistribute.mesh import Mesh
 
 #: Reductions that a Partial placement may name.
 REDUCE_OPS = ("sum", "avg", "min", "max", "product")

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Protocol
 
-from .mesh import Mesh
-from .spec import Layout
-from .traffic import traffic
+from inductor_passes.redistribute.mesh import Mesh
+from inductor_passes.redistribute.spec import Layout
+from inductor_passes.redistribute.traffic import traffic
 
 Kind = Literal["local", "all_gather", "all_to_all", "reduce_scatter", "all_reduce", "partition"]
 

@@ -24,7 +24,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .spec import Intervals, Layout, intersect, intervals, length
+from inductor_passes.redistribute.spec import Intervals, Layout, intersect, intervals, length
 
 _T = TypeVar("_T")
 Matrix = npt.NDArray[np.int64]

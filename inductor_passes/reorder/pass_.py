@@ -17,79 +17,103 @@ here (Inductor keeps it from now on); where exactly starts and waits sit among t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch.fx
 
-from inductor_passes.pipeline import Context, arrange, schedule_report
-from inductor_passes.reorder.problem import NoHintError
+from inductor_passes.pin.pins import GivenUp
+from inductor_passes.problems.fx import NoHintError
+from inductor_passes.problems.record import schedule_report
+from inductor_passes.records.words import Effort
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.rewriting.arrange import arrange
+from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Scheduled
 from inductor_passes.schedule.construct import SMALL
-from inductor_passes.schedule.plan import Plan, plan
+from inductor_passes.schedule.effort import plan_with_effort
+from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
 
 
 @dataclass(frozen=True)
 class ReorderPass:
-    """See the module's docstring. ``effort`` is the planner's move allowance."""
+    """See the module's docstring. ``effort`` is how hard the planner tries."""
 
-    effort: int = 1
+    effort: Effort = "normal"
     name: str = "reorder"
-    group_order: ClassVar[Literal["kept", "any"]] = "any"
+    group_order: ClassVar[GroupOrder] = "any"
 
-    def run(self, graph: torch.fx.Graph, context: Context) -> PassReport:
+    def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Plan and apply; the input order stays when nothing better fits the budget."""
-        view = context.view(graph)
-        report = PassReport(self.name)
         try:
-            fx = context.problem(graph)
+            fx = facts.problem
         except NoHintError as error:
-            report.decisions = [
-                Decision("reorder", c.start.name, Verdict.REFUSED, Reason.NO_HINT, str(error), group=c.group.name)
-                for c in view.collectives
-            ]
-            return report
+            return Outcome(_without_hint(facts, str(error)))
         before = simulate(fx.problem)
-        limit = context.limit_bytes(before.peak_bytes)
-        pinned = None if context.pins is None else context.pins.fx_plan(fx.problem, limit)
-        result = pinned or plan(fx.problem, limit, effort=self.effort, start=_known(context, fx.problem))
+        pinned, given_up = _pinned(facts, fx.problem)
+        result = pinned or self._plan(facts, fx.problem)
         after = simulate(fx.problem, result.order)
-        context.plan, context.fx = result, fx
-        context.report.schedules.append(schedule_report("fx", fx.problem, result, before, after))
-        report.changed = result.method != "input"
-        if report.changed:
+        changed = result.method != "input"
+        if changed:
             arrange(graph, fx.node_order(result.order))
-        verdict = Verdict.APPLIED if report.changed else Verdict.REFUSED
-        reason = Reason.PROFITABLE if report.changed else Reason.ALREADY_OPTIMAL
+        reason = Reason.PROFITABLE if changed else Reason.ALREADY_OPTIMAL
         if not result.feasible:
             reason = Reason.OVER_BUDGET
         elif pinned is not None:
             reason = Reason.PLAN_PINNED
-        report.decisions = [
+        decisions = [
             Decision(
                 "reorder",
                 c.start.name,
-                verdict,
+                Verdict.APPLIED if changed else Verdict.REFUSED,
                 reason,
                 f"{result.method}; whole graph {before.makespan_ns} -> {after.makespan_ns} ns",
                 group=c.group.name,
                 gain_ns=before.makespan_ns - after.makespan_ns,
             )
-            for c in view.collectives
+            for c in facts.view.collectives
         ]
-        report.metrics = {
+        metrics: dict[str, float] = {
             "makespan_before_ns": before.makespan_ns,
             "makespan_after_ns": after.makespan_ns,
             "peak_before_bytes": before.peak_bytes,
             "peak_after_bytes": after.peak_bytes,
         }
-        return report
+        record = schedule_report("fx", fx.problem, result, before, after)
+        report = PassReport(self.name, changed=changed, decisions=decisions, metrics=metrics)
+        return Outcome(report, scheduled=Scheduled(fx, result, record), given_up=given_up)
 
 
-def _known(context: Context, problem: Problem) -> Plan | None:
-    """The plan that bucketing made of the same problem, if it is one that planning again would begin with."""
-    if context.solved is None or len(problem) <= SMALL:
+    def _plan(self, facts: Facts, problem: Problem) -> Plan:
+        """The best order found, no worse than the one that is known of this problem already."""
+        known = _known(facts, problem)
+        # On a large problem the known plan is where planning again would begin.
+        start = known if len(problem) > SMALL else None
+        found = plan_with_effort(problem, facts.limit_bytes, self.effort, start=start)
+        return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
+
+
+def _without_hint(facts: Facts, detail: str) -> PassReport:
+    decisions = [
+        Decision("reorder", c.start.name, Verdict.REFUSED, Reason.NO_HINT, detail, group=c.group.name)
+        for c in facts.view.collectives
+    ]
+    return PassReport("reorder", decisions=decisions)
+
+
+def _pinned(facts: Facts, problem: Problem) -> tuple[Plan | None, str]:
+    """The pinned order, None when there is none; and why it was given up."""
+    if facts.pins is None:
+        return None, ""
+    try:
+        return facts.pins.fx_plan(problem, facts.limit_bytes), ""
+    except GivenUp as error:
+        return None, str(error)
+
+
+def _known(facts: Facts, problem: Problem) -> Plan | None:
+    """A plan that was made of the same problem already."""
+    if facts.solved is None:
         return None
-    other, found = context.solved
-    return found if len(other) == len(problem) and other.digest() == problem.digest() else None
+    other, found = facts.solved.problem, facts.solved.plan
+    return found if other is problem or (len(other) == len(problem) and other.digest() == problem.digest()) else None

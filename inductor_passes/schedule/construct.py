@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from inductor_passes.schedule.bounds import tails
-from inductor_passes.schedule.guarded import Candidate, Guard, Timing, just_in_time
+from inductor_passes.schedule.guarded import Guard, Timing, Trial, just_in_time
 from inductor_passes.schedule.justify import backwards, improve
-from inductor_passes.schedule.list_schedule import Rule, list_schedule
-from inductor_passes.schedule.memory import replay
+from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
+from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.simulate import replay_time
 from inductor_passes.schedule.tables import Tables
 
@@ -27,17 +27,17 @@ def close_enough(bound: int, thorough: bool) -> int:
     return bound if thorough else bound + bound // 1000
 
 
-def rules(t: Tables, thorough: bool) -> list[Rule]:
+def rules(t: Tables, thorough: bool) -> list[PriorityRule]:
     """The list-scheduling rules, in the order in which they are tried."""
     position = list(range(t.n))
     by_tail = [-q for q in tails(t)[0]]
     found = [
-        Rule("list/input", position, position),
-        Rule("list/input-compute", position, by_tail, strict=True),
-        Rule("list/critical-path", by_tail, by_tail),
+        PriorityRule("list/input", position, position),
+        PriorityRule("list/input-compute", position, by_tail, strict=True),
+        PriorityRule("list/critical-path", by_tail, by_tail),
     ]
     if thorough:
-        found.append(Rule("list/critical-path-input-collectives", by_tail, position))
+        found.append(PriorityRule("list/critical-path-input-collectives", by_tail, position))
     return found
 
 
@@ -49,16 +49,16 @@ def prefetching(t: Tables) -> list[tuple[str, list[int]]]:
     """
     by_tail = [-q for q in tails(t)[0]]
     rules = (
-        Rule("list/input-eager", range(t.n), range(t.n), eager=True),
-        Rule("list/critical-path-eager", by_tail, by_tail, eager=True),
-        Rule("list/input-idle", range(t.n), range(t.n), fill=True),
-        Rule("list/critical-path-idle", by_tail, by_tail, fill=True),
+        PriorityRule("list/input-eager", range(t.n), range(t.n), eager=True),
+        PriorityRule("list/critical-path-eager", by_tail, by_tail, eager=True),
+        PriorityRule("list/input-idle", range(t.n), range(t.n), fill=True),
+        PriorityRule("list/critical-path-idle", by_tail, by_tail, fill=True),
     )
     return [(rule.name, list_schedule(t, rule)) for rule in rules]
 
 
 def construct(
-    t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Candidate], object], thorough: bool
+    t: Tables, cap_bytes: int | None, bound: int, offer: Callable[[Trial], object], thorough: bool
 ) -> None:
     """Pass candidate orders to ``offer``; work is saved once one is close to ``bound`` within ``cap_bytes``.
 
@@ -66,12 +66,12 @@ def construct(
         thorough: try every rule; else save work once an order is close enough.
     """
 
-    def candidate(name: str, order: Sequence[int]) -> Candidate:
-        found = Candidate(name, order, replay_time(t, order).makespan, max(replay(t, order), default=t.live0))
+    def candidate(name: str, order: Sequence[int]) -> Trial:
+        found = Trial(name, order, replay_time(t, order).makespan, max(live_bytes(t, order), default=t.live0))
         offer(found)
         return found
 
-    def refined(name: str, first: Sequence[int]) -> list[Candidate]:
+    def refined(name: str, first: Sequence[int]) -> list[Trial]:
         mine = [candidate(name, first)]
         for order in improve(t, first, _ROUNDS if thorough else _ROUNDS_QUICK):
             if mine[-1].makespan <= bound:
@@ -81,7 +81,7 @@ def construct(
 
     enough = close_enough(bound, thorough)
     guard = None if cap_bytes is None else Guard(t, cap_bytes, enough, candidate)
-    ideals: list[Candidate] = []
+    ideals: list[Trial] = []
     for rule in rules(t, thorough):
         mine = refined(rule.name, list_schedule(t, rule))
         ideals += mine
@@ -103,7 +103,7 @@ def construct(
         ideals += refined("list/backwards", backwards(t))
     fastest = min(c.makespan for c in ideals)
     for ideal in [c for c in ideals if c.makespan == fastest][: None if thorough else 1]:
-        # As fast with luck, and then with less memory.
+        # Often as fast, and then with less memory.
         for timing in (Timing(), Timing(1, True)):
             rule = just_in_time(t, ideal, timing)
             candidate(rule.name, list_schedule(t, rule))

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from inductor_passes.schedule.bounds import tails
-from inductor_passes.schedule.list_schedule import Rule, list_schedule
+from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
 from inductor_passes.schedule.memory import Continuation
 from inductor_passes.schedule.simulate import Trace, replay_time
 from inductor_passes.schedule.tables import Tables
@@ -43,7 +43,7 @@ def reorder_end(t: Tables, order: Sequence[int], cap_bytes: int) -> list[int]:
     if stands_still(t, order, trace) <= trace.makespan // _WORTH:
         return list(order)
     by_tail = [-q for q in tails(t)[0]]
-    rule = Rule("end", by_tail, by_tail, fill=True)
+    rule = PriorityRule("end", by_tail, by_tail, fill=True)
     begins = [trace.begin[i] for i in order]
     best = trace.makespan, list(order)
     at = 0

@@ -15,7 +15,7 @@ from typing import Any
 
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.tables import Tables
-from inductor_passes.schedule.window import Answer, Head, Tail
+from inductor_passes.schedule.window import Answer, Head, Place, Tail
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 #: Longest window, and the solver's work limit per window in its deterministic seconds.
@@ -41,18 +41,11 @@ def load_solver() -> Any:
     return cp_model
 
 
-def solve_window(
-    t: Tables,
-    window: Sequence[int],
-    head: Head,
-    tail: Tail,
-    unread: Sequence[int],
-    cap_bytes: int | None,
-    incumbent: tuple[int, int],
-) -> Answer:
+def solve_window(t: Tables, window: Sequence[int], place: Place, cap_bytes: int | None) -> Answer:
     """Like :func:`~inductor_passes.schedule.window.improve_window`; ``expanded`` counts the solver's branches."""
     cp = load_solver()
     model = cp.CpModel()
+    head, tail, incumbent = place.head, place.tail, place.incumbent
     w = len(window)
     local = {i: k for k, i in enumerate(window)}
     horizon = incumbent[0]
@@ -88,7 +81,7 @@ def solve_window(
         model.add(leaves >= e)
     model.add(makespan >= leaves + tail.compute)
     if cap_bytes is not None:
-        _memory(t, window, head, model, first, unread, cap_bytes)
+        _memory(t, window, head, model, first, place.unread, cap_bytes)
     # The makespan first, then leaving the window early.
     model.minimize(makespan * (horizon + 1) + leaves)
     solver = cp.CpSolver()

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from inductor_passes.schedule.list_schedule import Rule, list_schedule
+from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
 from inductor_passes.schedule.memory import Continuation
 from inductor_passes.schedule.reference import lazy
 from inductor_passes.schedule.simulate import replay_time
@@ -27,7 +27,7 @@ _SUFFIX = "/just-in-time"
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class Trial:
     """An order with its name and its value."""
 
     name: str
@@ -51,7 +51,7 @@ class Timing:
     fill: bool = False
 
 
-def just_in_time(t: Tables, ideal: Candidate, timing: Timing) -> Rule:
+def just_in_time(t: Tables, ideal: Trial, timing: Timing) -> PriorityRule:
     """A rule that repeats the order of ``ideal`` with gathers issued no earlier than they are needed."""
     order = ideal.order
     trace = replay_time(t, order)
@@ -65,7 +65,7 @@ def just_in_time(t: Tables, ideal: Candidate, timing: Timing) -> Rule:
     if timing.relief:
         latest = [k - t.n if early else d for k, early, d in zip(position, reliever, latest)]
     name = ideal.name.removesuffix(_SUFFIX) + _SUFFIX
-    return Rule(name, position, latest, fill=timing.fill, release=release)
+    return PriorityRule(name, position, latest, fill=timing.fill, release=release)
 
 
 class Guard:
@@ -77,14 +77,14 @@ class Guard:
     """
 
     def __init__(
-        self, t: Tables, cap: int, enough: int, candidate: Callable[[str, Sequence[int]], Candidate]
+        self, t: Tables, cap: int, enough: int, candidate: Callable[[str, Sequence[int]], Trial]
     ) -> None:
         self._t = t
         self._cap = cap
         self._enough = enough
         self._candidate = candidate
         self._left = max(_LEAST, min(_MOST, _TASKS // t.n))
-        self._best: Candidate | None = None
+        self._best: Trial | None = None
         orders: list[Sequence[int]] = [lazy(t, range(t.n)), lazy(t, range(t.n), hold_waits=True), range(t.n)]
         found = [candidate("lazy", order) for order in orders]
         self._references = [c for c in found if c.peak <= cap]
@@ -99,7 +99,7 @@ class Guard:
         """Whether trying more is pointless or not allowed."""
         return self._left <= 0 or (self._best is not None and self._best.makespan <= self._enough)
 
-    def attempt(self, ideal: Candidate, timing: Timing, reference: Candidate | None = None) -> bool:
+    def attempt(self, ideal: Trial, timing: Timing, reference: Trial | None = None) -> bool:
         """One guarded schedule; whether it is the best so far. Without ``reference``: the closest one that fits."""
         if self.done:
             return False
@@ -119,12 +119,12 @@ class Guard:
         self._best = found
         return True
 
-    def ranked(self, ideals: Sequence[Candidate]) -> list[Candidate]:
+    def ranked(self, ideals: Sequence[Trial]) -> list[Trial]:
         """Those of ``ideals`` that differ, the most promising first.
 
         Without the guard a just-in-time schedule costs little, and tells how far from fitting the ideal is.
         """
-        scored: dict[tuple[int, int, int], Candidate] = {}
+        scored: dict[tuple[int, int, int], Trial] = {}
         for ideal in ideals:
             order = list_schedule(self._t, just_in_time(self._t, ideal, Timing()))
             loose = self._candidate(f"{ideal.name}{_SUFFIX}", order)
@@ -132,7 +132,7 @@ class Guard:
             scored.setdefault((score, loose.makespan, loose.peak), ideal)
         return [scored[key] for key in sorted(scored)]
 
-    def descend(self, ranked: Sequence[Candidate]) -> None:
+    def descend(self, ranked: Sequence[Trial]) -> None:
         """Coordinate descent over (ideal order, timing, reference), then again from the best order found."""
         ideal, timing = ranked[0], Timing()
         self.attempt(ideal, timing)
@@ -152,7 +152,7 @@ class Guard:
             self.attempt(other, timing)
         self._repeat(timing)
 
-    def once_more(self, ranked: Sequence[Candidate]) -> None:
+    def once_more(self, ranked: Sequence[Trial]) -> None:
         """A few schedules more, after an ideal order of another make; the best stays unless one is better."""
         self._left = max(self._left, _MORE)
         for timing in (Timing(), Timing(0, True), Timing(1, True)):

@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from inductor_passes.schedule.bounds import tails
-from inductor_passes.schedule.list_schedule import Rule, list_schedule
+from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import Trace, replay_time
 from inductor_passes.schedule.tables import Tables
@@ -83,11 +83,11 @@ def backwards(t: Tables) -> list[int]:
 
 def _there_and_back(t: Tables, mirror: Tables, priority: Sequence[int]) -> list[int]:
     """Schedule the mirrored program by ``priority``, and the program by the due dates that come of it."""
-    back_trace = replay_time(mirror, list_schedule(mirror, Rule("", priority, priority)))
+    back_trace = replay_time(mirror, list_schedule(mirror, PriorityRule("", priority, priority)))
     back_ends = _ends(mirror, back_trace)
     # A start's due date is its begin on the machine: the mirrored wait only marks where that ends.
     due = [back_trace.makespan - back_ends[t.n - 1 - i] for i in range(t.n)]
-    return list_schedule(t, Rule("", due, due))
+    return list_schedule(t, PriorityRule("", due, due))
 
 
 def _ends(t: Tables, trace: Trace) -> list[int]:

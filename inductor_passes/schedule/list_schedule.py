@@ -31,7 +31,7 @@ _FOREVER = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PriorityRule:
     """One way to schedule.
 
     Attributes:
@@ -55,7 +55,7 @@ class Rule:
 
 
 def list_schedule(
-    t: Tables, rule: Rule, memory: Continuation | None = None, first: Sequence[int] = ()
+    t: Tables, rule: PriorityRule, memory: Continuation | None = None, first: Sequence[int] = ()
 ) -> list[int]:
     """A legal order by ``rule``; within the cap of ``memory`` if its reference order is. O(N log N + edges).
 
@@ -70,7 +70,7 @@ def list_schedule(
 
 
 class _Builder:
-    def __init__(self, t: Tables, rule: Rule, memory: Continuation | None) -> None:
+    def __init__(self, t: Tables, rule: PriorityRule, memory: Continuation | None) -> None:
         self.t = t
         self.rule = rule
         self.memory = memory
@@ -111,7 +111,7 @@ class _Builder:
             elif self._feed(self.now + 1, 1) or self._step_reference() or (self.rule.fill and self._fill()):
                 continue
             elif not self._run_wait():
-                # Only collectives that nobody waits for keep the machines busy: queue the rest behind them.
+                # Only collectives without waits keep the machines busy: queue the rest behind them.
                 self._feed(max(self.free) + 1, _FOREVER)
         return self.order
 

@@ -14,11 +14,11 @@ import functools
 from collections.abc import Callable, Sequence
 
 from inductor_passes.schedule.exact import LONGEST, load_solver, solve_window
-from inductor_passes.schedule.memory import replay
+from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import Trace, replay_time
 from inductor_passes.schedule.tables import Tables
-from inductor_passes.schedule.window import Answer, Head, Tail, evaluate, improve_window
+from inductor_passes.schedule.window import Answer, Head, Place, Tail, evaluate, improve_window
 
 _START = int(Kind.START)
 #: (window length, states kept per level), tried in turn; a wider search only when the narrower ones found nothing.
@@ -37,7 +37,7 @@ def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: 
         before = replay_time(t, result).makespan
         if before <= bound:
             break
-        search = functools.partial(_beam, t, cap_bytes, width)
+        search = functools.partial(improve_window, t, cap_bytes=cap_bytes, width=width)
         result, used = _sweep(t, result, length, search, allowance)
         allowance -= used + t.n // 8
         if replay_time(t, result).makespan < before:
@@ -56,12 +56,12 @@ def exact_search(t: Tables, order: Sequence[int], cap_bytes: int | None, windows
     """
     left = windows
 
-    def solve(window: list[int], head: Head, tail: Tail, unread: list[int], current: tuple[int, int]) -> Answer:
+    def solve(window: list[int], place: Place) -> Answer:
         nonlocal left
         if left <= 0:
-            return Answer([], current, 0, False)
+            return Answer([], place.incumbent, 0, False)
         left -= 1
-        return solve_window(t, window, head, tail, unread, cap_bytes, current)
+        return solve_window(t, window, place, cap_bytes)
 
     load_solver()
     return _sweep(t, list(order), LONGEST, solve, 1 << 62)[0]
@@ -77,34 +77,22 @@ def search_whole(t: Tables, cap_bytes: int, limit_ns: int) -> list[int] | None:
     head = Head(0, [0] * t.machines, [-1] * t.n, t.live0)
     unread = [len(r) for r in t.readers]
     limit = (limit_ns, limit_ns + 1)
-    answer = improve_window(t, range(t.n), head, Tail.at_end(t), unread, cap_bytes, WHOLE_WIDTH, limit)
+    place = Place(head, Tail.at_end(t), unread, limit)
+    answer = improve_window(t, range(t.n), place, cap_bytes, WHOLE_WIDTH)
     return answer.tasks or None
-
-
-def _beam(
-    t: Tables,
-    cap_bytes: int | None,
-    width: int,
-    window: list[int],
-    head: Head,
-    tail: Tail,
-    unread: list[int],
-    current: tuple[int, int],
-) -> Answer:
-    return improve_window(t, window, head, tail, unread, cap_bytes, width, current)
 
 
 def _sweep(
     t: Tables,
     order: list[int],
     length: int,
-    search: Callable[[list[int], Head, Tail, list[int], tuple[int, int]], Answer],
+    search: Callable[[list[int], Place], Answer],
     allowance: int,
 ) -> tuple[list[int], int]:
     """One pass over all windows, last to first; the new order and the number of states expanded."""
     n = t.n
     trace = replay_time(t, order)
-    live = replay(t, order)
+    live = live_bytes(t, order)
     loses = _loses_time(t, order, trace)
     free_before = [0] * n
     free = [0] * t.machines
@@ -127,8 +115,7 @@ def _sweep(
         if any(loses[first:stop]):
             window = order[first:stop]
             head = Head(trace.begin[window[0]], free, trace.lane_end, live[first] - t.alloc[window[0]])
-            current = evaluate(t, window, head, tail)
-            answer = search(window, head, tail, unread, current)
+            answer = search(window, Place(head, tail, unread, evaluate(t, window, head, tail)))
             used += len(window) + answer.expanded
             if answer.tasks:
                 order[first:stop] = answer.tasks

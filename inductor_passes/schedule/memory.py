@@ -17,7 +17,7 @@ from inductor_passes.schedule.tables import Tables, tables
 def profile(problem: Problem, order: Sequence[int] | None = None) -> list[int]:
     """Bytes live during each position of ``order`` (default: the input order). O(N)."""
     t = tables(problem)
-    return replay(t, range(t.n) if order is None else order)
+    return live_bytes(t, range(t.n) if order is None else order)
 
 
 def peak_bytes(problem: Problem, order: Sequence[int] | None = None) -> int:
@@ -25,7 +25,7 @@ def peak_bytes(problem: Problem, order: Sequence[int] | None = None) -> int:
     return max(profile(problem, order), default=tables(problem).live0)
 
 
-def replay(t: Tables, order: Sequence[int]) -> list[int]:
+def live_bytes(t: Tables, order: Sequence[int]) -> list[int]:
     """:func:`profile` on the flat view."""
     unread = [len(r) for r in t.readers]
     live = t.live0
@@ -145,7 +145,7 @@ class Continuation:
         position = self._position = [0] * t.n
         for k, i in enumerate(reference):
             position[i] = k
-        self._tree = RangeMax(replay(t, reference))
+        self._tree = RangeMax(live_bytes(t, reference))
         self._ran = bytearray(t.n)
         #: readers of each storage by position, the last still to run at the end
         self._readers = [
@@ -155,11 +155,6 @@ class Continuation:
         self._live = t.live0
         #: position of the first task of the reference that has not run
         self.next = 0
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes live now, between two tasks."""
-        return self._live
 
     def upcoming(self) -> int:
         """The next task of the reference, which may always run."""

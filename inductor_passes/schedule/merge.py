@@ -1,9 +1,10 @@
 """What a problem becomes when collectives travel together.
 
 Members of a bucket give way to one start and one wait. A *packed* bucket copies its members' inputs into a message
-before the start and takes the received message apart after the wait; both are tasks of the compute lane, and the
-message takes memory of its own, but the members' inputs may die as soon as they are packed. Without copies the members
-are sent from where they lie.
+before the start, and each member's output out of the received message after the wait. The copies are tasks of the
+compute lane (packing is part of the start where it only prepares what is there from the beginning), and the message
+takes memory of its own, but the members' inputs may die as soon as they are packed. Without copies the members are sent
+from where they lie.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Bucket:
         starts: their ``START`` tasks, two or more, on one lane.
         duration_ns: on the lane. ``issue_ns``: on the compute lane.
         pack_ns: copying the inputs into the message on the compute lane; None: no copy, no message.
-        unpack_ns: copying the received message into the members' outputs; None: the outputs are received in place.
+        unpack_ns: per member, copying its output out of the received message; None: the outputs are received in place.
+        prepared: packing is part of the start.
         sent_bytes, received_bytes: of the messages, where there are copies.
         shared_output: without ``unpack_ns``: the outputs are views of one allocation and die together.
     """
@@ -34,10 +36,11 @@ class Bucket:
     duration_ns: int
     issue_ns: int = 0
     pack_ns: int | None = None
-    unpack_ns: int | None = None
+    unpack_ns: tuple[int, ...] | None = None
     sent_bytes: int = 0
     received_bytes: int = 0
     shared_output: bool = False
+    prepared: bool = False
 
 
 @dataclass(slots=True)
@@ -45,7 +48,8 @@ class _Merging:
     """The new tasks, appended to the old ones under fresh numbers, and who takes over what from a merged task.
 
     ``entry``: who inherits its predecessors; ``exit``: whom its successors follow; ``chains``: tasks of each bucket in
-    sequence. Old numbers map to themselves unless merged; merged tasks are None in ``tasks``.
+    sequence up to its wait; ``unpacks``: start of a member -> the task that copies its output. Old numbers map to
+    themselves unless merged; merged tasks are None in ``tasks``.
     """
 
     tasks: list[Task | None]
@@ -54,6 +58,7 @@ class _Merging:
     exit: list[int]
     waits: dict[int, list[int]]
     chains: list[list[int]] = field(default_factory=list)
+    unpacks: dict[int, int] = field(default_factory=dict)
 
 
 def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
@@ -81,6 +86,10 @@ def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
     for chain in m.chains:
         for before, after in itertools.pairwise(chain):
             preds[after].add(before)
+    for bucket, chain in zip(buckets, m.chains):
+        for start in bucket.starts:
+            if start in m.unpacks:
+                preds[m.unpacks[start]].add(chain[-1])
     for i, expanded in enumerate(problem.edges()):
         for p in problem.preds[i]:
             # Inside a bucket the chain says it all.
@@ -119,7 +128,7 @@ def _append(problem: Problem, bucket: Bucket, m: _Merging) -> None:
     waits = [w for s in bucket.starts for w in m.waits.get(s, ())]
     place = max(bucket.starts)
     needed = max(place, min(waits, default=place))
-    name, block = f"{members[0].name}+{len(members) - 1}", members[0].block
+    name = f"{members[0].name}+{len(members) - 1}"
     size = sum(task.size_bytes for task in members)
     label = "+".join(task.label for task in members if task.label)
     chain: list[int] = []
@@ -129,11 +138,14 @@ def _append(problem: Problem, bucket: Bucket, m: _Merging) -> None:
         m.tasks.append(task)
         m.keys.append(key)
 
-    if bucket.pack_ns is not None:
-        add(Task(f"pack_{name}", Kind.COMPUTE, bucket.pack_ns, label="pack", block=block), (place, 1))
+    issue_ns = bucket.issue_ns
+    if bucket.pack_ns is not None and bucket.prepared:
+        issue_ns += bucket.pack_ns
+    elif bucket.pack_ns is not None:
+        add(Task(f"pack_{name}", Kind.COMPUTE, bucket.pack_ns, label="pack"), (place, 1))
     start = len(m.tasks)
     merged = dataclasses.replace(members[0], name=name, size_bytes=size, label=label)
-    add(dataclasses.replace(merged, duration_ns=bucket.duration_ns, issue_ns=bucket.issue_ns), (place, 2))
+    add(dataclasses.replace(merged, duration_ns=bucket.duration_ns, issue_ns=issue_ns), (place, 2))
     add(
         Task(
             f"wait_{name}",
@@ -143,18 +155,21 @@ def _append(problem: Problem, bucket: Bucket, m: _Merging) -> None:
             issue_ns=max((problem.tasks[w].issue_ns for w in waits), default=0),
             size_bytes=size,
             label=f"W({label})" if label else "",
-            block=block,
         ),
         (needed, 3),
     )
     wait = start + 1
-    if bucket.unpack_ns is not None:
-        add(Task(f"unpack_{name}", Kind.COMPUTE, bucket.unpack_ns, label="unpack", block=block), (needed, 4))
-    for s in bucket.starts:
-        m.tasks[s], m.entry[s], m.exit[s] = None, chain[0], start
-    for w in waits:
-        m.tasks[w], m.entry[w], m.exit[w] = None, wait, chain[-1]
     m.chains.append(chain)
+    for k, s in enumerate(bucket.starts):
+        m.tasks[s], m.entry[s], m.exit[s] = None, chain[0], start
+        if bucket.unpack_ns is not None:
+            m.unpacks[s] = len(m.tasks)
+            copied = f"unpack_{problem.tasks[s].name}"
+            m.tasks.append(Task(copied, Kind.COMPUTE, bucket.unpack_ns[k], label="unpack"))
+            # All are made where the message arrives, whatever stood there.
+            m.keys.append((-1, k))
+        for w in m.waits.get(s, ()):
+            m.tasks[w], m.entry[w], m.exit[w] = None, wait, m.unpacks.get(s, wait)
 
 
 def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[Storage]:
@@ -165,7 +180,7 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
         own = bucket_of.get(storage.producer)
         producer = storage.producer
         if own is not None:
-            producer = m.chains[own][-1] if buckets[own].unpack_ns is not None else m.exit[producer]
+            producer = m.unpacks.get(producer, m.exit[producer])
         readers = set()
         for r in storage.readers:
             task = problem.tasks[r]
@@ -201,9 +216,11 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
     for bucket, chain in zip(buckets, m.chains):
         start = m.exit[bucket.starts[0]]
         if bucket.pack_ns is not None:
-            result.append(Storage(bucket.sent_bytes, chain[0], (start, start + 1), name="message"))
+            until = (start + 1,) if bucket.prepared else (start, start + 1)
+            result.append(Storage(bucket.sent_bytes, chain[0], until, name="message"))
         if bucket.unpack_ns is not None:
-            result.append(Storage(bucket.received_bytes, start, (start + 1, chain[-1]), name="received"))
+            copies = (m.unpacks[s] for s in bucket.starts)
+            result.append(Storage(bucket.received_bytes, start, (start + 1, *copies), name="received"))
     return result
 
 
@@ -236,7 +253,8 @@ def _renumber(
             if not missing[j]:
                 heapq.heappush(ready, (m.keys[j], j))
     if len(order) < len(alive):
-        stuck = [t.name for chain in m.chains for i in chain if missing[i] and (t := m.tasks[i]) is not None]
+        tied = [*itertools.chain(*m.chains), *m.unpacks.values()]
+        stuck = [t.name for i in tied if missing[i] and (t := m.tasks[i]) is not None]
         raise ProblemError(
             f"{problem.name}: members of a bucket depend on each other; one of {', '.join(stuck)}"
         )

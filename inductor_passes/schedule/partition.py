@@ -84,7 +84,7 @@ class Costs:
             duration_ns=self.transfer_ns(sent, received),
             issue_ns=self.issue_ns,
             pack_ns=self.pack_ns(sent) if self.copy else None,
-            unpack_ns=self.unpack_ns(received) if self.copy and self.unpack else None,
+            unpack_ns=tuple(self.unpack_ns(m.received_bytes) for m in members) if self.copy and self.unpack else None,
             sent_bytes=sent,
             received_bytes=received,
             shared_output=self.copy,
@@ -102,7 +102,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PartitionChoice:
     """The best partition found: its buckets (two members or more each), the merged problem and the plan for it.
 
     ``tried`` lists (partition's name, planned makespan in ns, planned peak in bytes) of everything that was planned.
@@ -202,7 +202,7 @@ def _keep(states: list[_State], new: _State) -> None:
         states.remove(max(states, key=lambda s: (s.cost, s.free)))
 
 
-def choose(
+def choose_partition(
     problem: Problem,
     members: Sequence[Member],
     costs: Callable[[str], Costs],
@@ -211,7 +211,7 @@ def choose(
     effort: int = 0,
     rounds: int = 2,
     baseline: Plan | None = None,
-) -> Choice:
+) -> PartitionChoice:
     """Partition ``members`` (any lanes and keys), re-plan every candidate, and return the fastest.
 
     Never slower than ``problem`` itself planned with the same budget and effort, and never above
@@ -223,7 +223,7 @@ def choose(
         baseline: ``plan(problem, budget_bytes, effort=effort)``, if the caller has it.
     """
     before = baseline or plan(problem, budget_bytes, effort=effort)
-    best = Choice((), problem, before, "none", ())
+    best = PartitionChoice((), problem, before, "none", ())
     tried = [("none", before.makespan_ns, before.peak_bytes)]
     cap = None if budget_bytes is None else max(budget_bytes, before.peak_bytes)
     order: Sequence[int] = before.order
@@ -244,12 +244,12 @@ def choose(
             tried.append((label, found.makespan_ns, found.peak_bytes))
             if not found.feasible or found.makespan_ns >= best.plan.makespan_ns:
                 continue
-            best = Choice(tuple(buckets), merged, found, label, ())
+            best = PartitionChoice(tuple(buckets), merged, found, label, ())
             improved = True
         if not improved:
             break
         order = _unmerged_order(problem, best)
-    return Choice(best.buckets, best.problem, best.plan, best.method, tuple(tried))
+    return PartitionChoice(best.buckets, best.problem, best.plan, best.method, tuple(tried))
 
 
 def _variants(
@@ -300,7 +300,7 @@ def _merge_what_is_legal(problem: Problem, buckets: list[Bucket]) -> tuple[Probl
     return merge(problem, kept), kept
 
 
-def _unmerged_order(problem: Problem, choice: Choice) -> list[int]:
+def _unmerged_order(problem: Problem, choice: PartitionChoice) -> list[int]:
     """The order of the merged plan told in the tasks of ``problem``: members stand where their bucket stands."""
     names = {task.name: i for i, task in enumerate(problem.tasks)}
     expand: dict[str, list[int]] = {}

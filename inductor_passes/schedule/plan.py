@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.construct import SMALL, close_enough, construct, prefetching
 from inductor_passes.schedule.ending import reorder_end
-from inductor_passes.schedule.guarded import Candidate
+from inductor_passes.schedule.guarded import Trial
 from inductor_passes.schedule.local_search import exact_search, local_search, search_whole
 from inductor_passes.schedule.polish import polish
 from inductor_passes.schedule.problem import Problem
@@ -67,19 +67,19 @@ class _Best:
         self.peak = self.input_peak = timeline.peak_bytes
         self.method = "input"
         self.feasible = budget_bytes is None or self.peak <= budget_bytes
-        self.seen: list[Candidate] = []
+        self.seen: list[Trial] = []
 
     @property
-    def runners_up(self) -> list[Candidate]:
+    def runners_up(self) -> list[Trial]:
         """The best feasible orders that differ in value from the best one."""
         return [c for c in self.seen if (c.makespan, c.peak) != (self.makespan, self.peak)][:_RUNNERS_UP]
 
     def judge(self, method: str, order: Sequence[int], polished: bool = False) -> bool:
         """Simulate ``order`` and :meth:`offer` it."""
         timeline = simulate(self.problem, order)
-        return self.offer(Candidate(method, order, timeline.makespan_ns, timeline.peak_bytes), polished)
+        return self.offer(Trial(method, order, timeline.makespan_ns, timeline.peak_bytes), polished)
 
-    def offer(self, found: Candidate, polished: bool = False) -> bool:
+    def offer(self, found: Trial, polished: bool = False) -> bool:
         """Keep the candidate if it is better (``polished``: or as good); whether it was."""
         if self.budget is not None and found.peak > self.budget:
             return False

@@ -13,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from inductor_passes.schedule.memory import RangeMax, replay
+from inductor_passes.schedule.memory import RangeMax, live_bytes
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import replay_time
 from inductor_passes.schedule.slack import latest_issue, relieves
@@ -33,7 +33,7 @@ def polish(t: Tables, order: Sequence[int]) -> list[int]:
 
 
 def _value(t: Tables, order: Sequence[int]) -> tuple[int, int]:
-    return replay_time(t, order).makespan, max(replay(t, order), default=t.live0)
+    return replay_time(t, order).makespan, max(live_bytes(t, order), default=t.live0)
 
 
 def _positions(t: Tables, order: Sequence[int]) -> list[int]:
@@ -90,7 +90,7 @@ def _starts_no_earlier_than_needed(t: Tables, order: Sequence[int]) -> list[int]
 def _waits_down(t: Tables, order: Sequence[int]) -> list[int]:
     """Move waits right before their first reader where the peak allows. O(N log N + edges)."""
     position = _positions(t, order)
-    profile = replay(t, order)
+    profile = live_bytes(t, order)
     peak = max(profile, default=0)
     tree = RangeMax(profile)
     last_reader = [max((position[r] for r in readers), default=-1) for readers in t.readers]
@@ -119,7 +119,7 @@ def _starts_up(t: Tables, order: Sequence[int]) -> list[int]:
     """Move starts up to where their machine falls free, where the peak allows. O(N log N + edges)."""
     trace = replay_time(t, order)
     position = _positions(t, order)
-    profile = replay(t, order)
+    profile = live_bytes(t, order)
     peak = max(profile, default=0)
     tree = RangeMax(profile)
     begins = [trace.begin[i] for i in order]

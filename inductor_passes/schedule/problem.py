@@ -35,7 +35,11 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeAlias
+
+from inductor_passes.records.convert import check_version, convert, plain
+from inductor_passes.records.json_text import RecordError
+from inductor_passes.records.limits import Count, Integer
 
 SCHEMA_VERSION = 1
 
@@ -51,7 +55,7 @@ class Kind(IntEnum):
     WAIT = 2
 
 
-class ProblemError(ValueError):
+class ProblemError(RecordError):
     """A problem or an order breaks the rules of this module; the message names the task."""
 
 
@@ -83,7 +87,6 @@ class Task:
         label: short name for the normalised schedule string, e.g. ``AG3``, ``W3``, ``mm``.
         source: where the user wrote it, ``file:line``, or "".
         fence: nothing that communicates (``START`` or ``WAIT``) may cross this task in either direction.
-        block: fingerprint of the repeated block (layer) it belongs to, or "" when unknown; a hint only.
     """
 
     name: str
@@ -96,7 +99,6 @@ class Task:
     label: str = ""
     source: str = ""
     fence: bool = False
-    block: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,55 +243,37 @@ class Problem:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with ``schema_version``; arrays are positional to keep large graphs small."""
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "name": self.name,
-            "base_bytes": self.base_bytes,
-            "meta": dict(sorted(self.meta.items())),
-            "lanes": [[lane.name, lane.link, lane.fixed_order] for lane in self.lanes],
-            "tasks": [
-                [
-                    t.name,
-                    int(t.kind),
-                    t.duration_ns,
-                    t.lane,
-                    t.start,
-                    t.issue_ns,
-                    t.size_bytes,
-                    t.label,
-                    t.source,
-                    t.fence,
-                    t.block,
-                ]
-                for t in self.tasks
-            ],
-            "preds": [list(p) for p in self.preds],
-            "storages": [[s.size_bytes, s.producer, list(s.readers), s.pinned, s.name] for s in self.storages],
-        }
+        record = ProblemRecord(
+            name=self.name,
+            base_bytes=self.base_bytes,
+            meta=dict(sorted(self.meta.items())),
+            lanes=[_row(lane) for lane in self.lanes],
+            tasks=[(*_row(task), "") for task in self.tasks],
+            preds=list(self.preds),
+            storages=[_row(storage) for storage in self.storages],
+        )
+        return {"schema_version": SCHEMA_VERSION, **plain(record)}
 
     @staticmethod
-    def from_json(data: dict[str, Any]) -> Problem:
-        """Inverse of :meth:`to_json`. Raises :class:`ProblemError` on another schema version or malformed data."""
-        version = data.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ProblemError(f"problem file has schema_version {version!r}; expected {SCHEMA_VERSION}")
+    def from_json(data: object) -> Problem:
+        """Inverse of :meth:`to_json`; unknown keys are ignored.
+
+        Raises:
+            ProblemError: another schema version, a value of another type, or rules of this module broken.
+        """
         try:
-            return Problem(
-                tasks=tuple(_task_from_row(r) for r in data["tasks"]),
-                preds=tuple(tuple(int(x) for x in p) for p in data["preds"]),
-                lanes=tuple(Lane(str(r[0]), str(r[1]), bool(r[2])) for r in data["lanes"]),
-                storages=tuple(
-                    Storage(int(r[0]), int(r[1]), tuple(int(x) for x in r[2]), bool(r[3]), str(r[4]))
-                    for r in data["storages"]
-                ),
-                base_bytes=int(data["base_bytes"]),
-                name=str(data["name"]),
-                meta={str(k): str(v) for k, v in data.get("meta", {}).items()},
-            )
-        except ProblemError:
-            raise
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            raise ProblemError(f"problem file is malformed: {error!r}") from error
+            record = convert(check_version(data, SCHEMA_VERSION, "problem file"), ProblemRecord, "a problem")
+        except RecordError as error:
+            raise ProblemError(str(error)) from None
+        return Problem(
+            tasks=tuple(Task(*row[:-1]) for row in record.tasks),
+            preds=tuple(record.preds),
+            lanes=tuple(Lane(*row) for row in record.lanes),
+            storages=tuple(Storage(*row) for row in record.storages),
+            base_bytes=record.base_bytes,
+            name=record.name,
+            meta=record.meta,
+        )
 
     def digest(self, order: Iterable[int] | None = None) -> str:
         """SHA-256 (first 16 hex digits) of the problem and, when given, of an order: equal on ranks that agree.
@@ -310,18 +294,25 @@ class Problem:
         return hasher.hexdigest()[:16]
 
 
-def _task_from_row(row: Sequence[Any]) -> Task:
-    name, kind, duration_ns, lane, start, issue_ns, size_bytes, label, source, fence, block = row
-    return Task(
-        name=str(name),
-        kind=Kind(kind),
-        duration_ns=int(duration_ns),
-        lane=int(lane),
-        start=int(start),
-        issue_ns=int(issue_ns),
-        size_bytes=int(size_bytes),
-        label=str(label),
-        source=str(source),
-        fence=bool(fence),
-        block=str(block),
-    )
+#: The fields of :class:`Lane`, :class:`Task` and :class:`Storage` in their order. A task's last column says nothing:
+#: files of schema version 1 have it.
+LaneRow: TypeAlias = tuple[str, str, bool]
+TaskRow: TypeAlias = tuple[str, Kind, Count, Integer, Integer, Count, Count, str, str, bool, str]
+StorageRow: TypeAlias = tuple[Count, Integer, tuple[Count, ...], bool, str]
+
+
+@dataclass(frozen=True)
+class ProblemRecord:
+    """A problem as JSON holds it: rows are positional."""
+
+    name: str
+    base_bytes: Count
+    lanes: list[LaneRow]
+    tasks: list[TaskRow]
+    preds: list[tuple[Count, ...]]
+    storages: list[StorageRow]
+    meta: dict[str, str] = field(default_factory=dict)
+
+
+def _row(record: Lane | Task | Storage) -> Any:
+    return tuple(getattr(record, name) for name in record.__slots__)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from inductor_passes.schedule.memory import replay
+from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.problem import Kind, Problem, ProblemError
 from inductor_passes.schedule.tables import Tables, tables
 
@@ -179,7 +179,7 @@ def simulate(problem: Problem, order: Sequence[int] | None = None) -> Timeline:
         lane_end_ns=trace.lane_end,
         exposed_ns=trace.exposed,
         hidden_ns=[d - e if e < d else 0 for d, e in zip(t.lane_ns, trace.exposed)],
-        peak_bytes=max(replay(t, order), default=t.live0),
+        peak_bytes=max(live_bytes(t, order), default=t.live0),
     )
 
 

@@ -101,7 +101,7 @@ def _build(problem: Problem) -> Tables:
     live0 = problem.base_bytes
     for number, storage in enumerate(problem.storages):
         reads = tuple(sorted(set(storage.readers)))
-        # An input that nobody reads is never handed back to the allocator by the program, so it stays.
+        # An input without readers is never handed back to the allocator by the program, so it stays.
         dies = not storage.pinned and (bool(reads) or storage.producer != INPUT) and storage.size_bytes > 0
         size.append(storage.size_bytes)
         readers.append(reads)

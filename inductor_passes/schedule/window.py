@@ -90,140 +90,178 @@ class _State:
     bound: tuple[int, int] = field(default=(0, 0))
 
 
-def improve_window(
-    t: Tables,
-    window: Sequence[int],
-    head: Head,
-    tail: Tail,
-    unread: Sequence[int],
-    cap_bytes: int | None,
-    width: int,
-    incumbent: tuple[int, int],
-) -> Answer:
-    """The best order of ``window`` found; without tasks when none is better than ``incumbent``.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a window stands in an order.
+
+    Attributes:
+        head, tail: what comes before and after it.
+        unread: per storage how many of its readers have not run before the window.
+        incumbent: (makespan in ns, time at which the compute lane leaves the window) of the present order.
+    """
+
+    head: Head
+    tail: Tail
+    unread: Sequence[int]
+    incumbent: tuple[int, int]
+
+
+def improve_window(t: Tables, window: Sequence[int], place: Place, cap_bytes: int | None, width: int) -> Answer:
+    """The best order of ``window`` found; without tasks when none is better than the incumbent.
 
     Args:
-        unread: per storage how many of its readers have not run before the window.
-        incumbent: (makespan, time at which the compute lane leaves the window) of the present order.
+        cap_bytes: no state may have more live bytes; None: unlimited.
+        width: states kept per level.
     """
-    w = len(window)
-    local = {i: k for k, i in enumerate(window)}
-    need = [sum(1 << local[p] for p in t.preds[i] if p in local) for i in window]
-    own = [(k, mask | 1 << k) for k, mask in enumerate(need)]
-    slot: dict[int, int] = {}
-    for i in window:
-        if t.kind[i] == _START:
-            slot[i] = len(slot)
-    readers: dict[int, list[int]] = {}
-    for k, i in enumerate(window):
-        for s in t.consumes[i]:
-            readers.setdefault(s, []).append(k)
-    releases: list[list[tuple[int, int]]] = [[] for _ in window]
-    for s, ks in readers.items():
-        if len(ks) == unread[s]:
-            mask = sum(1 << k for k in ks)
-            for k in ks:
-                releases[k].append((mask, t.size[s]))
-    busy = [t.busy_ns[i] for i in window]
-    total_busy = sum(busy)
-    machines = range(t.machines)
-    lane_total = [0] * t.machines
-    for i in window:
-        if t.kind[i] == _START:
-            lane_total[t.machine[i]] += t.lane_ns[i]
-    waited = {t.start[i] for i in window if t.kind[i] > _START}
-    after = [(k, tail.wait[s]) for s, k in slot.items() if tail.wait[s] and s not in waited]
-    first = _State(0, head.now, tuple(head.free), (0,) * len(slot), head.live, None, -1)
-    level = [first]
-    left_busy = {0: total_busy}
-    left_lane = {0: tuple(lane_total)}
-    expanded, complete = 0, True
-    for _ in range(w):
+    search = _Search(t, window, place, cap_bytes)
+    level = [_State(0, place.head.now, tuple(place.head.free), (0,) * len(search.slot), place.head.live, None, -1)]
+    complete = True
+    for _ in window:
         following: dict[int, list[_State]] = {}
         for state in level:
-            done, now, free = state.done, state.now, state.free
-            missing = ~done
-            ready = [k for k, mask in own if missing & mask == 1 << k]
-            # A wait that costs nothing only makes memory free and readers ready.
-            for k in ready:
-                i = window[k]
-                if t.kind[i] > _START and not busy[k] and not t.alloc[i]:
-                    s = t.start[i]
-                    if (state.ends[slot[s]] if s in slot else head.lane_end[s]) <= now:
-                        ready = [k]
-                        break
-            for k in ready:
-                i = window[k]
-                live = state.live + t.alloc[i]
-                if cap_bytes is not None and live > cap_bytes and t.alloc[i]:
-                    continue
-                expanded += 1
-                later, next_free, ends = now, free, state.ends
-                kind = t.kind[i]
-                if kind == _COMPUTE:
-                    later += busy[k]
-                elif kind == _START:
-                    later += busy[k]
-                    m = t.machine[i]
-                    end = (free[m] if free[m] > later else later) + t.lane_ns[i]
-                    next_free = free[:m] + (end,) + free[m + 1 :]
-                    j = slot[i]
-                    ends = ends[:j] + (end,) + ends[j + 1 :]
-                else:
-                    s = t.start[i]
-                    end = ends[slot[s]] if s in slot else head.lane_end[s]
-                    later = (end if end > now else now) + busy[k]
-                mask = done | 1 << k
-                if mask not in left_busy:
-                    left_busy[mask] = left_busy[done] - busy[k]
-                    lanes = left_lane[done]
-                    if kind == _START:
-                        m = t.machine[i]
-                        lanes = lanes[:m] + (lanes[m] - t.lane_ns[i],) + lanes[m + 1 :]
-                    left_lane[mask] = lanes
-                finish = later + left_busy[mask]
-                bound = finish + tail.compute
-                lanes = left_lane[mask]
-                for m in machines:
-                    value = next_free[m] + lanes[m] + tail.machine[m]
-                    if value > bound:
-                        bound = value
-                for j, q in after:
-                    if ends[j] + q > bound:
-                        bound = ends[j] + q
-                if (bound, finish) >= incumbent:
-                    continue
-                live -= t.transient[i]
-                for readers_mask, size in releases[k]:
-                    if not readers_mask & ~mask:
-                        live -= size
-                rivals = following.setdefault(mask, [])
-                dominated = False
-                for r in rivals:
-                    if r.now <= later and _all_le(r.free, next_free) and _all_le(r.ends, ends):
-                        dominated = True
-                        break
-                if dominated:
-                    continue
-                new = _State(mask, later, next_free, ends, live, state, i, (bound, finish))
-                rivals[:] = [
-                    r for r in rivals if not (later <= r.now and _all_le(next_free, r.free) and _all_le(ends, r.ends))
-                ]
-                rivals.append(new)
+            search.expand(state, following)
         level = [s for states in following.values() for s in states]
         if len(level) > width:
             level.sort(key=_rank)
             del level[width:]
             complete = False
         if not level:
-            return Answer([], incumbent, expanded, complete)
+            return Answer([], place.incumbent, search.expanded, complete)
     best = min(level, key=_rank)
     tasks = []
     state = best
     while state.parent is not None:
         tasks.append(state.task)
         state = state.parent
-    return Answer(tasks[::-1], best.bound, expanded, complete)
+    return Answer(tasks[::-1], best.bound, search.expanded, complete)
+
+
+class _Search:
+    """What the states of one window have in common; members of the window are numbered from 0 in its present order.
+
+    Attributes:
+        slot: start in the window -> its place in ``_State.ends``.
+        expanded: states looked at so far.
+    """
+
+    def __init__(self, t: Tables, window: Sequence[int], place: Place, cap_bytes: int | None) -> None:
+        self.t = t
+        self.window = window
+        self.place = place
+        self.cap = cap_bytes
+        self.expanded = 0
+        local = {i: k for k, i in enumerate(window)}
+        need = [sum(1 << local[p] for p in t.preds[i] if p in local) for i in window]
+        #: (member, its own bit and those of its predecessors)
+        self.own = [(k, mask | 1 << k) for k, mask in enumerate(need)]
+        self.busy = [t.busy_ns[i] for i in window]
+        #: waits that take neither time nor memory
+        self.cheap = sum(1 << k for k, i in enumerate(window) if t.kind[i] > _START and not t.busy_ns[i] + t.alloc[i])
+        self.slot = {i: j for j, i in enumerate(i for i in window if t.kind[i] == _START)}
+        self.releases = self._releases()
+        waited = {t.start[i] for i in window if t.kind[i] > _START}
+        waits = place.tail.wait
+        #: (place in ``_State.ends``, longest path from there) of collectives that are waited for behind the window
+        self.after = [(j, waits[s]) for s, j in self.slot.items() if waits[s] and s not in waited]
+        lanes = [0] * t.machines
+        for i in self.slot:
+            lanes[t.machine[i]] += t.lane_ns[i]
+        #: by the set of members that have run: what is left to run on the compute lane, and on each machine, what is
+        #: left and the longest path from there to the end of the program
+        self.left = {0: (sum(self.busy), tuple(x + path for x, path in zip(lanes, place.tail.machine)))}
+
+    def _releases(self) -> list[list[tuple[int, int]]]:
+        """Per member: (all readers, bytes) of the storages that die when the last of these has run in the window."""
+        t = self.t
+        readers: dict[int, list[int]] = {}
+        for k, i in enumerate(self.window):
+            for s in t.consumes[i]:
+                readers.setdefault(s, []).append(k)
+        found: list[list[tuple[int, int]]] = [[] for _ in self.window]
+        for s, ks in readers.items():
+            if len(ks) == self.place.unread[s]:
+                mask = sum(1 << k for k in ks)
+                for k in ks:
+                    found[k].append((mask, t.size[s]))
+        return found
+
+    def expand(self, state: _State, following: dict[int, list[_State]]) -> None:
+        """Enter the states that come of ``state`` by one task more, as far as they are worth keeping."""
+        t, cap, busy, incumbent = self.t, self.cap, self.busy, self.place.incumbent
+        path = self.place.tail.compute
+        for k in self._ready(state):
+            i = self.window[k]
+            live = state.live + t.alloc[i]
+            if cap is not None and live > cap and t.alloc[i]:
+                continue
+            self.expanded += 1
+            now, free, ends = state.now + busy[k], state.free, state.ends
+            kind = t.kind[i]
+            if kind == _START:
+                m, j = t.machine[i], self.slot[i]
+                end = (free[m] if free[m] > now else now) + t.lane_ns[i]
+                free, ends = (*free[:m], end, *free[m + 1 :]), (*ends[:j], end, *ends[j + 1 :])
+            elif kind != _COMPUTE:
+                end = self._end(state, i)
+                if end > state.now:
+                    now = end + busy[k]
+            mask = state.done | 1 << k
+            if mask not in self.left:
+                self._enter(state.done, mask, k, i)
+            left, machines = self.left[mask]
+            finish = now + left
+            # No order of what is left ends sooner.
+            bound = finish + path
+            for f, rest in zip(free, machines):
+                if f + rest > bound:
+                    bound = f + rest
+            for j, rest in self.after:
+                if ends[j] + rest > bound:
+                    bound = ends[j] + rest
+            if (bound, finish) >= incumbent:
+                continue
+            rivals = following.setdefault(mask, [])
+            for r in rivals:
+                if r.now <= now and _all_le(r.free, free) and _all_le(r.ends, ends):
+                    break
+            else:
+                rivals[:] = [
+                    r for r in rivals if not (now <= r.now and _all_le(free, r.free) and _all_le(ends, r.ends))
+                ]
+                live -= t.transient[i]
+                if self.releases[k]:
+                    live -= self._freed(k, mask)
+                rivals.append(_State(mask, now, free, ends, live, state, i, (bound, finish)))
+
+    def _freed(self, k: int, mask: int) -> int:
+        """Bytes of the storages that die with member ``k`` as the last of ``mask``."""
+        return sum([size for readers, size in self.releases[k] if not readers & ~mask])
+
+    def _ready(self, state: _State) -> list[int]:
+        """Members whose predecessors have run; only one when that is a wait that costs nothing.
+
+        Such a wait only makes memory free and readers ready.
+        """
+        missing = ~state.done
+        ready = [k for k, mask in self.own if missing & mask == 1 << k]
+        if missing & self.cheap:
+            for k in ready:
+                if self.cheap >> k & 1 and self._end(state, self.window[k]) <= state.now:
+                    return [k]
+        return ready
+
+    def _end(self, state: _State, wait: int) -> int:
+        """When the collective that ``wait`` waits for has ended."""
+        start = self.t.start[wait]
+        return state.ends[self.slot[start]] if start in self.slot else self.place.head.lane_end[start]
+
+    def _enter(self, done: int, mask: int, k: int, i: int) -> None:
+        """Work out what is left behind a set of members."""
+        busy, machines = self.left[done]
+        if self.t.kind[i] == _START:
+            m = self.t.machine[i]
+            machines = (*machines[:m], machines[m] - self.t.lane_ns[i], *machines[m + 1 :])
+        self.left[mask] = busy - self.busy[k], machines
 
 
 def evaluate(t: Tables, window: Sequence[int], head: Head, tail: Tail) -> tuple[int, int]:

@@ -21,11 +21,23 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from inductor_passes.simple_fsdp.access import sharded_parameters
+from inductor_passes.simple_fsdp.access import gathered_parameters, sharded_parameters
 from inductor_passes.simple_fsdp.apply import simple_fsdp
+from inductor_passes.simple_fsdp.arrival import MissingRanksError
+from inductor_passes.simple_fsdp.handle import ParameterHandle, ShardedValueError
 from inductor_passes.simple_fsdp.settings import Mode, SimpleFSDPError
 
-__all__ = ["MixedPrecisionPolicy", "Mode", "SimpleFSDPError", "sharded_parameters", "simple_fsdp"]
+__all__ = [
+    "MissingRanksError",
+    "MixedPrecisionPolicy",
+    "Mode",
+    "ParameterHandle",
+    "ShardedValueError",
+    "SimpleFSDPError",
+    "gathered_parameters",
+    "sharded_parameters",
+    "simple_fsdp",
+]
 
 
 class _Callable(types.ModuleType):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, Literal
 
@@ -10,8 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from inductor_passes.simple_fsdp.access import is_managed, managed_class
+from inductor_passes.simple_fsdp.access import is_managed, managed_class, needs_class, register_stored
+from inductor_passes.simple_fsdp.forward import note_parametrizations
 from inductor_passes.simple_fsdp.layout import distribute
 from inductor_passes.simple_fsdp.settings import Mode, Settings, SimpleFSDPError
 
@@ -101,12 +104,19 @@ def simple_fsdp(
     for part, owned in owners:
         for name, parameter in owned:
             part.register_parameter(name, replacement[id(parameter)])
-        if owned:
-            shards = tuple((name, _local_shape(replacement[id(parameter)])) for name, parameter in owned)
+        shards = tuple((name, _local_shape(replacement[id(parameter)])) for name, parameter in owned)
+        if needs_class(type(part), shards):
             part.__class__ = managed_class(type(part), shards, settings)
         _COVERED.add(part)
     _cast_at_the_border(module, policy)
+    note_parametrizations(module)
+    _watch_registrations()
     return module
+
+
+@functools.cache
+def _watch_registrations() -> None:
+    register_module_parameter_registration_hook(register_stored)
 
 
 def _local_shape(parameter: nn.Parameter) -> tuple[int, ...]:

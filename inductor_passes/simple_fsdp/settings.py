@@ -21,6 +21,11 @@ class SimpleFSDPError(ValueError):
     """An argument that cannot be used; the message names it, its value and what is allowed."""
 
 
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The global ranks of a mesh, in ascending order."""
+    return tuple(sorted(mesh.mesh.flatten().tolist()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The arguments of :func:`simple_fsdp` that concern every parameter.
@@ -33,6 +38,7 @@ class Settings:
         reshard: whether backward gathers again instead of keeping gathered parameters: ``always``, ``never``, ``auto``.
         shard_dim: the tensor dimension to shard.
         groups: names of this rank's process groups along the data-parallel mesh dimensions.
+        ranks: the global ranks of the mesh.
     """
 
     mode: Mode
@@ -42,6 +48,7 @@ class Settings:
     reshard: Reshard
     shard_dim: int
     groups: tuple[str, ...]
+    ranks: tuple[int, ...]
 
     @staticmethod
     def of(
@@ -87,6 +94,7 @@ class Settings:
             reshard="auto" if reshard_after_forward == "auto" else "always" if reshard_after_forward else "never",
             shard_dim=shard_dim,
             groups=tuple(group.group_name for group in mesh.get_all_groups()),
+            ranks=ranks_of(mesh),
         )
         return settings, policy
 

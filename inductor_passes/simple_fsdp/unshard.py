@@ -37,7 +37,7 @@ _LIBRARY.define(
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """How the local tensors of one parameter make up the whole on the data-parallel dimensions.
 
     Attributes:
@@ -57,13 +57,13 @@ class Layout:
     reduce_dtype: torch.dtype | None
 
     @staticmethod
-    def of(parameter: DTensor, mesh_dims: int, reduce_dtype: torch.dtype | None) -> Layout:
+    def of(parameter: DTensor, mesh_dims: int, reduce_dtype: torch.dtype | None) -> ShardLayout:
         """The layout of a parameter whose first ``mesh_dims`` mesh dimensions are data-parallel."""
         mesh, placements = parameter.device_mesh, parameter.placements
         sharded = [i for i in range(mesh_dims) if not placements[i].is_replicate()]
         dim = placements[sharded[0]].dim if sharded else 0
         size = local_size(parameter.shape[dim], dim, mesh, placements, mesh_dims) if sharded else 0
-        return Layout(mesh, mesh_dims, sharded[0] if sharded else -1, dim, size, reduce_dtype)
+        return ShardLayout(mesh, mesh_dims, sharded[0] if sharded else -1, dim, size, reduce_dtype)
 
     @property
     def ranks(self) -> int:
@@ -148,7 +148,7 @@ def inner_mesh(mesh: DeviceMesh, mesh_dims: int) -> DeviceMesh:
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, layout: Layout, compute_dtype: torch.dtype | None) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, layout: ShardLayout, compute_dtype: torch.dtype | None) -> torch.Tensor:
         ctx.layout, ctx.shape, ctx.dtype = layout, local.shape, local.dtype
         if compute_dtype is not None and local.is_floating_point():
             local = local.to(compute_dtype)
@@ -181,7 +181,7 @@ def _unshard(
             f"this rank's shard of a parameter managed by simple_fsdp has shape {list(local.shape)}; expected "
             f"{list(shard_shape)}. It was laid out anew after simple_fsdp was applied."
         )
-    layout = Layout.of(parameter, mesh_dims, reduce_dtype)
+    layout = ShardLayout.of(parameter, mesh_dims, reduce_dtype)
     if reshard == "never":
         whole = _Unshard.apply(local, layout, compute_dtype)
     else:

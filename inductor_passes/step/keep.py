@@ -21,9 +21,10 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.config import MemoryBudget
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import Collective, GraphView
-from inductor_passes.reorder.canonical import UNEQUAL
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import Plan, plan
@@ -56,7 +57,7 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KeepChoice:
     """What came of it: the starts to keep, and the report."""
 
     kept: frozenset[str]
@@ -95,7 +96,7 @@ def candidates(forward: GraphView, backward: GraphView, profile: CostProfile) ->
             group=c.group.name,
         )
         for c in forward.collectives
-        if c.kind == "all_gather" and c.start.name in again and c.output_bytes
+        if c.kind is CollectiveKind.ALL_GATHER and c.start.name in again and c.output_bytes
     ]
     return sorted(found, key=lambda g: (-(g.link_ns * 10**6 // g.held_bytes), -g.position))
 
@@ -104,9 +105,9 @@ def _link_ns(c: Collective, profile: CostProfile) -> int:
     return profile.communication_ns(c.kind, c.input_bytes or 0, c.output_bytes or 0, c.group.ranks or (0,))
 
 
-def choose(
+def choose_kept(
     forward: Problem, backward: Problem, found: Sequence[Gathered], budget: MemoryBudget, step_peak_bytes: int
-) -> Choice:
+) -> KeepChoice:
     """The prefix of ``found`` to keep.
 
     Args:
@@ -144,12 +145,12 @@ def choose(
                 else:
                     low = middle
     report = _report(found, kept, most, before, after, limit)
-    return Choice(frozenset(g.start for g in found[:kept]), report)
+    return KeepChoice(frozenset(g.start for g in found[:kept]), report)
 
 
 def pinned(
     forward: Problem, backward: Problem, found: Sequence[Gathered], kept: Collection[str], limit: int | None
-) -> Choice | str:
+) -> KeepChoice | str:
     """The choice that a plan file makes, or in words why the budget does not allow it."""
     names = set(kept)
     both = holding(forward, names), without_gathers(backward, names)
@@ -177,7 +178,7 @@ def pinned(
         )
         for g in found
     ]
-    return Choice(frozenset(names), PassReport(NAME, changed=bool(names), decisions=decisions, metrics=metrics))
+    return KeepChoice(frozenset(names), PassReport(NAME, changed=bool(names), decisions=decisions, metrics=metrics))
 
 
 def refused(found: Sequence[Gathered]) -> PassReport:

@@ -15,9 +15,18 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from inductor_passes.records.convert import plain
 from inductor_passes.report import SCHEMA_VERSION, GraphReport, PassReport
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace.payload import dumps
+from inductor_passes.trace.records import (
+    CollectivesArtifact,
+    ConfigArtifact,
+    DecisionsArtifact,
+    FailureArtifact,
+    GroupRecord,
+    PassDecisions,
+)
 
 if TYPE_CHECKING:
     from inductor_passes.schedule.simulate import Timeline
@@ -37,6 +46,13 @@ _log = logging.getLogger("inductor_passes")
 _warned = False
 
 
+def graphs_wanted() -> bool:
+    """Whether somebody debugs: a trace is written, and the logger ``inductor_passes`` is at debug level."""
+    from inductor_passes._torch import trace_enabled
+
+    return _log.isEnabledFor(logging.DEBUG) and trace_enabled()
+
+
 def artifact_name(kind: str, report: GraphReport) -> str:
     """``inductor_passes_<kind>_<phase>_<graph index>``, unique among the graphs of one compile id."""
     phase = re.sub(r"[^a-z0-9]+", "_", report.phase.lower()) or "graph"
@@ -51,8 +67,8 @@ def emit(
     order_after: Sequence[int] | None,
     timeline_before: Timeline | None = None,
     timeline_after: Timeline | None = None,
-    graph_before: Callable[[], str] | None = None,
-    graph_after: Callable[[], str] | None = None,
+    graph_before: str = "",
+    graph_after: str = "",
 ) -> None:
     """Write everything about one planned graph into the trace; does nothing without one, never raises.
 
@@ -61,7 +77,7 @@ def emit(
         problem: what was planned, or None for a graph that was left alone.
         order_before, order_after: orders of ``problem``, or None.
         timeline_before, timeline_after: their simulations, when at hand; else they are simulated here.
-        graph_before, graph_after: readable graphs for the debug level, called only then.
+        graph_before, graph_after: readable graphs for the debug level, see :func:`graphs_wanted`; "" for none.
     """
 
     def write() -> None:
@@ -78,13 +94,13 @@ def emit(
             _write(PLAN, report, "json", lambda: dumps({**report.plan, **identity}))
         if problem is not None and order_before is not None and order_after is not None:
             _planned(report, identity, problem, order_before, order_after, timeline_before, timeline_after)
-        if _log.isEnabledFor(logging.DEBUG):
+        if graphs_wanted():
             if problem is not None:
                 planned = problem
                 _write("problem", report, "json", lambda: dumps({**planned.to_json(), **identity}, indent=None))
             for kind, graph in (("graph_before", graph_before), ("graph_after", graph_after)):
-                if graph is not None:
-                    _write(kind, report, "string", _headed(identity, graph))
+                if graph:
+                    _write(kind, report, "string", _headed(identity, lambda text=graph: text))  # type: ignore[misc]
 
     guarded(write)
 
@@ -143,14 +159,16 @@ def _write(kind: str, report: GraphReport, encoding: str, payload: Callable[[], 
     guarded(lambda: trace_artifact(artifact_name(kind, report), encoding, payload))
 
 
-def _config(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **identity,
-        "config": report.config,
-        "cost_profile": report.cost_profile,
-        "torch_version": report.torch_version,
-        "world_size": report.world_size,
-    }
+def _config(report: GraphReport, identity: dict[str, Any]) -> Any:
+    return plain(
+        ConfigArtifact(
+            **identity,
+            config=report.config,
+            cost_profile=report.cost_profile,
+            torch_version=report.torch_version,
+            world_size=report.world_size,
+        )
+    )
 
 
 def _summary(report: GraphReport) -> dict[str, Any]:
@@ -164,36 +182,32 @@ def _summary(report: GraphReport) -> dict[str, Any]:
     return data
 
 
-def _decisions(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any]:
-    passes = [{"name": one["name"], "decisions": one["decisions"]} for one in report.to_json()["passes"]]
-    return {**identity, "passes": passes}
+def _decisions(report: GraphReport, identity: dict[str, Any]) -> Any:
+    return plain(
+        DecisionsArtifact(**identity, passes=[PassDecisions(one.name, one.decisions) for one in report.passes])
+    )
 
 
-def _collectives(report: GraphReport, identity: dict[str, Any]) -> dict[str, Any]:
+def _collectives(report: GraphReport, identity: dict[str, Any]) -> Any:
     lanes = {one.lane: one.ranks for one in report.collectives}
-    return {
-        **identity,
-        "groups": [_group(lane, ranks) for lane, ranks in sorted(lanes.items())],
-        "collectives": report.to_json()["collectives"],
-    }
+    groups = [_group(lane, ranks) for lane, ranks in sorted(lanes.items())]
+    return plain(CollectivesArtifact(**identity, groups=groups, collectives=report.collectives))
 
 
-def _group(lane: str, ranks: tuple[int, ...]) -> dict[str, Any]:
-    """A communicator's global ranks, also as start and stride when they are evenly spaced (else null)."""
+def _group(lane: str, ranks: tuple[int, ...]) -> GroupRecord:
     strides = {b - a for a, b in itertools.pairwise(ranks)}
     stride = strides.pop() if len(strides) == 1 else (1 if len(ranks) == 1 else None)
-    return {"name": lane, "ranks": list(ranks), "start": ranks[0] if ranks else None, "stride": stride}
+    return GroupRecord(lane, ranks, ranks[0] if ranks else None, stride)
 
 
-def _failure(report: GraphReport, failed: PassReport, graph: Callable[[], str] | None) -> dict[str, Any]:
-    holder = GraphReport(report.phase, report.graph_index, passes=[failed]).to_json()["passes"][0]
+def _failure(report: GraphReport, failed: PassReport, graph: Callable[[], str] | None) -> Any:
     text = ""
     if graph is not None:
         try:
             text = graph()
         except Exception as error:
             text = f"(the graph cannot be printed: {type(error).__name__}: {error})"
-    return {**identify(report), "pass": holder, "graph": text.splitlines()}
+    return plain(FailureArtifact(**identify(report), pass_=failed, graph=text.splitlines()))
 
 
 def _headed(identity: dict[str, Any], text: Callable[[], str]) -> Callable[[], str]:

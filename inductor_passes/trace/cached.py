@@ -12,10 +12,13 @@ import json
 import logging
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import Problem
+
+if TYPE_CHECKING:
+    from inductor_passes.verify.rank_check import Steps
 
 #: Reports that this process has just compiled: their first load is not a cache hit.
 _compiled_here: set[str] = set()
@@ -26,7 +29,7 @@ def statement(
     report: GraphReport,
     problem: Problem,
     order: Sequence[int],
-    rank_steps: Mapping[str, Sequence[str]] | None = None,
+    rank_steps: Mapping[str, Steps] | None = None,
 ) -> str:
     """A Python statement that replays the report when it runs; deterministic for equal reports.
 
@@ -39,7 +42,8 @@ def statement(
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
     text = base64.b85encode(packed).decode()
     _compiled_here.add(report.digest)
-    ranks = f", {json.dumps([report.phase, rank_steps])!r}" if rank_steps else ""
+    steps = {group: one.to_json() for group, one in (rank_steps or {}).items()}
+    ranks = f", {json.dumps([report.phase, steps])!r}" if steps else ""
     return f"__import__('inductor_passes.trace.cached', fromlist=['loaded']).loaded({report.digest!r}, {text!r}{ranks})"
 
 
@@ -58,7 +62,7 @@ def loaded(digest: str, packed: str, ranks: str = "") -> None:
 
 def _publish(ranks: str) -> None:
     """Tell ranks that compile this graph now what it is; they may be waiting for it."""
-    from inductor_passes import rank_check
+    from inductor_passes.verify import rank_check
 
     try:
         phase, steps = json.loads(ranks)

@@ -5,38 +5,55 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from inductor_passes.report import GraphReport
 
+
+@dataclass(eq=False)
+class _Listener:
+    what_if: bool
+    reports: list[GraphReport] = field(default_factory=list)
+
+
 _lock = threading.Lock()
-_listeners: list[list[GraphReport]] = []
+_listeners: list[_Listener] = []
 
 
 @contextmanager
-def collect() -> Iterator[list[GraphReport]]:
+def collect(*, what_if: bool = True) -> Iterator[list[GraphReport]]:
     """A list that receives the report of every graph compiled (or loaded from a cache) inside the ``with`` block.
 
     Process-wide: a backward may be compiled on another thread than the one that listens. A graph without
     collectives has no report.
+
+    Args:
+        what_if: plan again to say which setting would help each collective and by how much. Most of a
+            compilation's time with us; without it those settings are empty and gains 0, unless somebody else asks.
     """
-    reports: list[GraphReport] = []
+    listener = _Listener(what_if)
     with _lock:
-        _listeners.append(reports)
+        _listeners.append(listener)
     try:
-        yield reports
+        yield listener.reports
     finally:
         with _lock:
-            # By identity: two listeners with equal lists are still two.
-            _listeners[:] = [listener for listener in _listeners if listener is not reports]
+            _listeners.remove(listener)
 
 
 def deliver(report: GraphReport) -> None:
     """Hand a finished report to everybody who listens."""
     with _lock:
-        for reports in _listeners:
-            reports.append(report)
+        for listener in _listeners:
+            listener.reports.append(report)
 
 
 def listening() -> bool:
     """Whether anybody would receive a report."""
     return bool(_listeners)
+
+
+def what_if_wanted() -> bool:
+    """Whether anybody who listens wants settings and gains."""
+    with _lock:
+        return any(listener.what_if for listener in _listeners)

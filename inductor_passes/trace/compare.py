@@ -69,7 +69,7 @@ def schedule_labels(graph: GraphTrace, when: str = "after") -> list[str]:
     """The labels of the schedule artifact, in order; empty without one."""
     labels: list[str] = []
     taking = False
-    for line in graph.artifacts.get("schedule", "").splitlines():
+    for line in graph.text("schedule").split("\n"):
         if line in ("before:", "after:"):
             taking = line == f"{when}:"
         elif taking:

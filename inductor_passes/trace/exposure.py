@@ -1,4 +1,4 @@
-"""Who pays for the time in which the compute lane stands still.
+"""Which collectives the idle time of the compute lane is charged to.
 
 The compute lane idles only inside waits (and, for a collective that nobody waits for, at the very end). Every such
 stall is split over the transfers that fill it: a wait whose collective is still queued stalls first for the

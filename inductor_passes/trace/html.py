@@ -8,20 +8,24 @@ graph is shown and drawn on a canvas, so that tens of thousands of tasks open at
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from inductor_passes.records.convert import convert, plain
+from inductor_passes.records.json_text import RecordError
 from inductor_passes.report import GraphReport
 from inductor_passes.trace.compare import RankGroup, across_ranks
 from inductor_passes.trace.payload import finite
-from inductor_passes.trace.perfetto import timelines
 from inductor_passes.trace.reader import GraphTrace, Trace
+from inductor_passes.trace.records import ChromeEvent, Counter, FailureArtifact, Metadata, Slice
 
 #: Slice categories, by number in the page's arrays.
 CATEGORIES = ("compute", "wait", "issue", "transfer")
+_NUMBER = {category: number for number, category in enumerate(CATEGORIES)}
 
 
 def write_page(trace: Trace, path: Path, *, title: str) -> None:
@@ -84,49 +88,37 @@ def _graph(group: RankGroup, lines: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _failures(graph: GraphTrace) -> list[dict[str, Any]]:
-    payloads = (graph.payload(kind) for kind in sorted(graph.artifacts) if kind.startswith("failure_"))
-    return [payload for payload in payloads if payload is not None]
+def _failures(graph: GraphTrace) -> list[Any]:
+    found = []
+    for kind in sorted(graph.artifacts):
+        payload = graph.payload(kind) if kind.startswith("failure_") else None
+        if payload is not None:
+            with contextlib.suppress(RecordError):
+                found.append(plain(convert(payload, FailureArtifact, "a failure")))
+    return found
 
 
 def _timelines(graph: GraphTrace) -> dict[str, Any]:
-    return {when: compact(data["traceEvents"]) for when, data in timelines(graph).items()}
+    return {when: compact(events) for when, events in graph.timelines().items()}
 
 
-def compact(events: Sequence[Any]) -> dict[str, Any]:
+def compact(events: Sequence[ChromeEvent]) -> dict[str, Any]:
     """Chrome events as flat arrays: ``slices`` has 6 integers each (thread, category, begin ns, duration ns, name,
     source; the last two index ``strings``), sorted by thread and time; ``memory`` has 2 (time ns, bytes). ``threads``
-    holds the threads' names. Events that are not ours, or malformed, are left out.
+    holds the threads' names.
     """
     strings: dict[str, int] = {"": 0}
-
-    def intern(text: object) -> int:
-        return strings.setdefault(str(text), len(strings))
-
     threads: dict[int, str] = {}
     slices: list[tuple[int, ...]] = []
     memory: list[int] = []
-    for event in events:
-        try:
-            phase = event["ph"]
-            if phase == "X":
-                args = event.get("args", {})
-                slices.append(
-                    (
-                        int(event["tid"]),
-                        CATEGORIES.index(event["cat"]),
-                        round(event["ts"] * 1000),
-                        round(event["dur"] * 1000),
-                        intern(event["name"]),
-                        intern(args.get("source", "")),
-                    )
-                )
-            elif phase == "C":
-                memory += round(event["ts"] * 1000), int(event["args"]["bytes"])
-            elif phase == "M" and event["name"] == "thread_name":
-                threads[int(event["tid"])] = str(event["args"]["name"])
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
+    for e in events:
+        if isinstance(e, Slice):
+            name, source = (strings.setdefault(text or "", len(strings)) for text in (e.name, e.args.source))
+            slices.append((e.tid, _NUMBER[e.cat], round(e.ts * 1000), round(e.dur * 1000), name, source))
+        elif isinstance(e, Counter):
+            memory += round(e.ts * 1000), e.args.bytes
+        elif isinstance(e, Metadata) and e.name == "thread_name" and e.args.name:
+            threads[e.tid] = e.args.name
     slices.sort(key=lambda one: (one[0], one[2], one[3]))
     return {
         "threads": [[thread, threads[thread]] for thread in sorted(threads)],

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from inductor_passes.trace.payload import dumps_records
-from inductor_passes.trace.reader import GraphTrace, Trace
+from inductor_passes.trace.reader import Trace
+from inductor_passes.trace.records import ChromeEvent, FlowBegin, FlowEnd, FlowStep, Metadata, Named
 
 
 def write_perfetto(trace: Trace, path: Path) -> int:
@@ -19,31 +22,20 @@ def write_perfetto(trace: Trace, path: Path) -> int:
     events: list[str] = []
     process = 0
     for graph in trace.graphs:
-        for when, data in timelines(graph).items():
+        for when, found in graph.timelines().items():
             process += 1
-            title = f"rank {graph.rank} {graph.title} {when}"
-            events += _renumbered(data["traceEvents"], process, title)
+            events += _renumbered(found, process, f"rank {graph.rank} {graph.title} {when}")
     path.write_text(dumps_records({"displayTimeUnit": "ns"}, "traceEvents", events), encoding="utf-8")
     return process
 
 
-def _renumbered(source: list[Any], process: int, title: str) -> list[str]:
-    result = []
+def _renumbered(source: list[ChromeEvent], process: int, title: str) -> Iterator[str]:
     for event in source:
-        if not isinstance(event, dict):
-            continue
-        event["pid"] = process
-        if "id" in event:
-            event["id"] = f"{process}/{event['id']}"
-        if event.get("ph") == "M" and event.get("name") == "process_name":
-            event["args"] = {"name": title}
-        if event.get("ph") == "M" and event.get("name") == "process_sort_index":
-            event["args"] = {"sort_index": process}
-        result.append(json.dumps(event, allow_nan=False, separators=(",", ":")))
-    return result
-
-
-def timelines(graph: GraphTrace) -> dict[str, dict[str, Any]]:
-    """The graph's Chrome traces that can be read, by ``before`` and ``after``."""
-    found = ((when, graph.payload(f"chrome_trace_{when}")) for when in ("before", "after"))
-    return {when: data for when, data in found if data is not None and isinstance(data.get("traceEvents"), list)}
+        event.pid = process
+        if isinstance(event, (FlowBegin, FlowStep, FlowEnd)):
+            event.id = f"{process}/{event.id}"
+        elif isinstance(event, Metadata) and event.name == "process_name":
+            event.args = Named(name=title)
+        elif isinstance(event, Metadata) and event.name == "process_sort_index":
+            event.args = Named(sort_index=process)
+        yield json.dumps(msgspec.to_builtins(event), allow_nan=False, separators=(",", ":"))

@@ -6,16 +6,23 @@ its own that shares its ``correlation`` with the runtime or driver call that lau
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-#: Larger profiles are refused before they are parsed.
-MAX_BYTES = 2**30
+import msgspec
+
+from inductor_passes.operators import GROUP_KINDS
+from inductor_passes.records.json_text import RecordError, content
+from inductor_passes.records.limits import MOST
+from inductor_passes.records.text import printable
+
+#: Larger profiles, and those of more events, are refused before they are parsed.
+MAX_BYTES = 2**29
+MAX_EVENTS = 4_000_000
 
 WAIT = "wait"
 
@@ -25,16 +32,9 @@ _LAUNCH = ("cuda_runtime", "cuda_driver", "xpu_runtime")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _KNOWN = {*_HOST, *_LAUNCH, *_DEVICE}
 _OP = re.compile(r"_c10d_functional::(\w+)")
-_KINDS = (
-    ("all_gather", "all_gather"),
-    ("reduce_scatter", "reduce_scatter"),
-    ("all_reduce", "all_reduce"),
-    ("all_to_all", "all_to_all"),
-    ("broadcast", "broadcast"),
-)
 
 
-class ProfileTraceError(ValueError):
+class ProfileTraceError(RecordError):
     """A profile that cannot be read or matched; the message says what was expected."""
 
 
@@ -54,7 +54,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Work:
+class DeviceWork:
     """A kernel or copy on a device, in ns; ``launched_ns`` is when the host asked for it, ``stream`` where it ran."""
 
     name: str
@@ -76,7 +76,7 @@ class Call:
     begin_ns: int
     end_ns: int
     events: list[Event]
-    work: list[Work] = field(default_factory=list)
+    work: list[DeviceWork] = field(default_factory=list)
 
     @property
     def signature(self) -> list[str]:
@@ -91,31 +91,28 @@ def read_profile(path: Path) -> tuple[int | None, list[Call]]:
         ProfileTraceError: too large, no Chrome trace, or without any compiled graph.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise ProfileTraceError(f"{path}: too large for a profile; expected at most {MAX_BYTES} bytes")
-        data = json.loads(path.read_text(encoding="utf-8"))
-        raw = data["traceEvents"]
-        rank = data.get("distributedInfo", {}).get("rank")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, ProfileTraceError):
-            raise
-        raise ProfileTraceError(f"{path}: not a Chrome trace of torch.profiler: {type(error).__name__}") from error
+        whole = _read(path)
+    except RecordError as error:
+        raise ProfileTraceError(f"{path}: {error}") from None
+    rank = whole.info.get("rank") if isinstance(whole.info, dict) else None
     host = _Timelines()
     launches: dict[str, tuple[str, int]] = {}
-    work: list[tuple[str, dict[str, Any], int, int]] = []
-    for category, thread, begin, end, e in _slices(raw):
-        if category in _HOST:
-            host.add(thread, begin, -end, str(e["name"]))
-        elif category in _LAUNCH:
-            launches[_correlation(e)] = (thread, begin)
-        elif category in _DEVICE:
-            work.append((_correlation(e), e, begin, end))
+    work: list[tuple[str, DeviceWork]] = []
+    for e, begin, end in _slices(whole.events):
+        thread = f"{e.pid}/{e.tid}"
+        if e.cat in _HOST:
+            host.add(thread, begin, -end, str(e.name))
+            continue
+        correlation, stream = _arguments(e)
+        if e.cat in _LAUNCH:
+            launches[correlation] = (thread, begin)
+        elif correlation:
+            work.append((correlation, DeviceWork(str(e.name), 0, begin, end, (str(e.pid), stream or str(e.tid)))))
     launched = _Timelines()
-    for correlation, e, begin, end in work:
-        if correlation and correlation in launches:
+    for correlation, one in work:
+        if correlation in launches:
             thread, when = launches[correlation]
-            stream = str(e["pid"]), str(e["args"].get("stream", e["tid"]))
-            launched.add(thread, when, begin, Work(str(e["name"]), when, begin, end, stream))
+            launched.add(thread, when, one.begin_ns, replace(one, launched_ns=when))
     regions = sorted(
         (begin, -minus_end, thread)
         for thread, rows in host.by_thread.items()
@@ -131,22 +128,56 @@ def read_profile(path: Path) -> tuple[int | None, list[Call]]:
     return rank if isinstance(rank, int) else None, calls
 
 
-def _slices(raw: Any) -> Iterator[tuple[str, str, int, int, dict[str, Any]]]:
-    """(category, thread, begin, end, event) of complete events with a known category; malformed ones are left out."""
-    for e in raw if isinstance(raw, list) else ():
-        try:
-            category = e.get("cat")
-            if e["ph"] == "X" and "name" in e and category in _KNOWN:
-                begin = round(float(e["ts"]) * 1000)
-                yield category, f"{e['pid']}/{e['tid']}", begin, begin + round(float(e["dur"]) * 1000), e
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+class _Event(msgspec.Struct):
+    """What we read of an event; ``args`` is most of a profile's text and stays text until it is asked for."""
+
+    ph: Any = None
+    cat: Any = None
+    name: Any = None
+    ts: Any = None
+    dur: Any = None
+    pid: Any = None
+    tid: Any = None
+    args: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Profile(msgspec.Struct):
+    events: list[_Event] = msgspec.field(name="traceEvents")
+    info: Any = msgspec.field(name="distributedInfo", default=None)
+
+
+def _read(path: Path) -> _Profile:
+    what = "a Chrome trace of torch.profiler"
+    data = content(path, what, max_bytes=MAX_BYTES)
+    count = max(data.count(b'"ph"'), (data.count(b"{") + data.count(b"[")) // 4)
+    if count > MAX_EVENTS:
+        raise RecordError(f"{count} events are too many for {what}; expected at most {MAX_EVENTS}")
+    try:
+        return msgspec.json.decode(data, type=_Profile)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(f"not {what}: {printable(str(error))}") from None
+
+
+def _slices(events: list[_Event]) -> Iterator[tuple[_Event, int, int]]:
+    """(event, begin, end) of complete events with a known category; malformed ones are left out."""
+    for e in events:
+        if e.ph != "X" or e.name is None or not isinstance(e.cat, str) or e.cat not in _KNOWN:
             continue
+        times = (e.ts, e.dur)
+        if all(isinstance(t, (int, float)) and abs(t) <= MOST / 1000 for t in times) and e.dur >= 0:
+            begin = round(e.ts * 1000)
+            yield e, begin, begin + round(e.dur * 1000)
 
 
-def _correlation(e: dict[str, Any]) -> str:
-    """What ties a launch to the work that it launched; "" when the event does not say."""
-    arguments = e.get("args")
-    return str(arguments.get("correlation", "")) if isinstance(arguments, dict) else ""
+def _arguments(e: _Event) -> tuple[str, str]:
+    """What ties a launch to the work that it launched, and the work's stream; "" where the event does not say."""
+    try:
+        found = msgspec.json.decode(e.args)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return "", ""
+    if not isinstance(found, dict):
+        return "", ""
+    return str(found.get("correlation", "")), str(found.get("stream", ""))
 
 
 class _Timelines:
@@ -192,4 +223,4 @@ def _kind(name: str) -> str:
         return ""
     if match[1].startswith("wait_tensor"):
         return WAIT
-    return next((kind for prefix, kind in _KINDS if match[1].startswith(prefix)), "")
+    return next((kind for kind in GROUP_KINDS if match[1].startswith(kind)), "")

@@ -22,6 +22,7 @@ from inductor_passes.report import CollectiveReport
 from inductor_passes.trace.profile_events import WAIT, Call, Event, ProfileTraceError, read_profile
 from inductor_passes.trace.profiled_device import on_device
 from inductor_passes.trace.reader import GraphTrace, Trace
+from inductor_passes.trace.records import Slice
 
 #: A wait up to this long, in ns, is the cost of asking, not a stall.
 WAIT_NS = 50_000
@@ -74,23 +75,22 @@ class _Planned:
 
 def _plan(graph: GraphTrace) -> tuple[list[_Planned], dict[str, int]]:
     """The compute lane of the compiled order, and the planned transfer times by label."""
-    payload = graph.payload("chrome_trace_after")
     kinds = {c.label: c.kind for c in graph.report.collectives} if graph.report is not None else {}
     lane: list[_Planned] = []
     transfers: dict[str, int] = {}
-    for e in payload["traceEvents"] if payload is not None else ():
-        if e.get("ph") != "X":
+    for e in graph.timelines().get("after", ()):
+        if not isinstance(e, Slice):
             continue
-        ns, begin, name = round(e["dur"] * 1000), round(e["ts"] * 1000), str(e["name"])
-        if e["cat"] == "transfer":
+        ns, begin, name = round(e.dur * 1000), round(e.ts * 1000), e.name
+        if e.cat == "transfer":
             transfers[name] = ns
-        elif e["cat"] == "issue":
+        elif e.cat == "issue":
             label = name.removeprefix("issue ")
             lane.append(_Planned(kinds.get(label, "?"), label, ns, begin))
-        elif e["cat"] == "wait":
+        elif e.cat == "wait":
             lane.append(_Planned(WAIT, name.removeprefix("wait "), ns, begin))
         else:
-            label = str(e["args"].get("label", ""))
+            label = e.args.label or ""
             lane.append(_Planned("", label or name, ns, begin, library=bool(label)))
     return lane, transfers
 

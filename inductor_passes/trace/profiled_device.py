@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from inductor_passes.trace.profile_events import WAIT, Call, Event, Work
+from inductor_passes.trace.profile_events import WAIT, Call, DeviceWork, Event
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ def on_device(call: Call, start_of: Mapping[int, int]) -> OnDevice:
     )
 
 
-def _inside(work: Work, event: Event) -> bool:
+def _inside(work: DeviceWork, event: Event) -> bool:
     return event.begin_ns <= work.launched_ns < event.end_ns
 
 
-def _compute_stream(work: Sequence[Work]) -> tuple[str, str]:
+def _compute_stream(work: Sequence[DeviceWork]) -> tuple[str, str]:
     """The stream that is busiest with what is no collective's kernel."""
     busy: dict[tuple[str, str], int] = {}
     for w in work:
@@ -93,7 +93,7 @@ def _compute_stream(work: Sequence[Work]) -> tuple[str, str]:
     return max(busy, key=lambda s: busy[s], default=("", ""))
 
 
-def _blocks(call: Call, compute: Sequence[Work]) -> list[Block]:
+def _blocks(call: Call, compute: Sequence[DeviceWork]) -> list[Block]:
     launched = [w.launched_ns for w in compute]
 
     def busy(begin: int, end: int) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from inductor_passes.cost.communication import Layout, wire_bytes
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
+from inductor_passes.operators import kind_of
 from inductor_passes.trace.profiled import Measured, Pair
 
 #: Sizes whose largest is less than this multiple of the smallest do not tell latency from bandwidth.
@@ -74,11 +75,9 @@ def _ratio(predicted_ns: int, measured_ns: int) -> float:
 def _sizes(pair: Pair) -> tuple[int, int]:
     """Bytes in and out of a collective, from the larger of the two."""
     ranks = len(pair.ranks)
-    if pair.kind == "all_gather":
-        return pair.size_bytes // ranks, pair.size_bytes
-    if pair.kind == "reduce_scatter":
-        return pair.size_bytes, pair.size_bytes // ranks
-    return pair.size_bytes, pair.size_bytes
+    facts = kind_of(pair.kind).facts
+    sent = pair.size_bytes // ranks if facts.input_share else pair.size_bytes
+    return sent, pair.size_bytes // ranks if facts.output_share else pair.size_bytes
 
 
 def _collective(base: CostProfile, kind: str, found: Sequence[Pair]) -> CollectiveCost:

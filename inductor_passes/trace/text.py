@@ -6,15 +6,14 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from inductor_passes.report import CollectiveReport, GraphReport, Reason, RedistributionReport, ScheduleReport
 from inductor_passes.trace.compare import Change, GraphDiff, RankGroup
 from inductor_passes.trace.profiled import Measured
+from inductor_passes.trace.table import PlainTable
 from inductor_passes.trace.units import change, duration, percent, size
 
 
@@ -55,7 +54,7 @@ def render_measured(one: Measured) -> RenderableType:
     """One graph against a profile: each collective, then how far off each kind of quantity is."""
     steps = f"{one.steps} profiled step{'s' * (one.steps > 1)}"
     parts: list[RenderableType] = [Text(f"{one.graph.title}  rank {one.graph.rank}, {steps}", style="bold")]
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = PlainTable()
     heads = ("", "kind", "size", "exposed, predicted", "measured", "transfer, predicted", "measured")
     for head in heads:
         table.add_column(head, justify="left" if head in ("", "kind") else "right")
@@ -65,8 +64,8 @@ def render_measured(one: Measured) -> RenderableType:
             continue
         transfer = transfers.get(pair.label)
         table.add_row(
-            escape(pair.label),
-            escape(pair.kind),
+            pair.label,
+            pair.kind,
             size(pair.size_bytes),
             duration(pair.predicted_ns),
             duration(pair.measured_ns),
@@ -74,7 +73,7 @@ def render_measured(one: Measured) -> RenderableType:
             "hidden" if transfer is None else duration(transfer.measured_ns),
         )
     parts.append(table)
-    errors = Table(box=box.SIMPLE, pad_edge=False)
+    errors = PlainTable()
     for head in ("relative error", "measured", "median", "90%", "worst"):
         errors.add_column(head, justify="left" if head == "relative error" else "right")
     for what in ("step", "transfer", "exposed", "issue", "block", "library"):
@@ -96,11 +95,11 @@ def render_diff(diffs: Sequence[GraphDiff], names: tuple[str, str]) -> Renderabl
         elif not diff.changes:
             parts.append(Text("equal"))
         else:
-            table = Table(box=box.SIMPLE, pad_edge=False)
+            table = PlainTable()
             for head in ("what", *names, "change"):
-                table.add_column(escape(head), justify="left" if head == "what" else "right")
+                table.add_column(head, justify="left" if head == "what" else "right")
             for one in diff.changes:
-                table.add_row(escape(one.what), _value(one, one.a), _value(one, one.b), _relative(one))
+                table.add_row(one.what, _value(one, one.a), _value(one, one.b), _relative(one))
             parts.append(table)
     return Group(*parts) if parts else Text("no graphs in either run")
 
@@ -109,7 +108,7 @@ def _value(one: Change, value: int | float | str | None) -> str:
     if value is None:
         return "-"
     if isinstance(value, str):
-        return escape(value)
+        return value
     return {"ns": duration, "bytes": size}.get(one.unit, str)(value)
 
 
@@ -135,7 +134,7 @@ def _because(report: GraphReport) -> str:
 
 
 def _figures(s: ScheduleReport) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = PlainTable()
     table.add_column("predicted")
     for head in ("before", "after", "change", "limit"):
         table.add_column(head, justify="right")
@@ -189,23 +188,23 @@ def _collectives(collectives: Sequence[CollectiveReport], top: int | None) -> Ta
     shown = list(collectives)
     if top is not None and len(shown) > top:
         shown = sorted(shown, key=lambda c: -c.exposed_ns)[:top]
-    table = Table(box=box.SIMPLE, pad_edge=False, title_justify="left")
+    table = PlainTable()
     for head in ("", "kind", "size", "lane", "hidden", "exposed", "why", "setting that would help", "source"):
         table.add_column(head, justify="right" if head in ("size", "hidden", "exposed") else "left")
     for one in shown:
         table.add_row(
-            escape(one.label) + (f" in {escape(one.bucket)}" if one.bucket else ""),
-            escape(one.kind),
+            one.label + (f", {one.bucket}" if one.bucket else ""),
+            one.kind,
             size(one.size_bytes),
-            escape(one.lane),
+            one.lane,
             duration(one.hidden_ns),
             Text(duration(one.exposed_ns), style="bold" if one.exposed_ns else "dim"),
-            escape(one.reason.value),
-            escape(one.setting),
-            escape(one.source),
+            one.reason.value,
+            one.setting,
+            one.source,
         )
     if len(shown) < len(collectives):
-        table.caption = f"{len(shown)} of {len(collectives)} collectives, most exposed first"
+        table.caption = Text(f"{len(shown)} of {len(collectives)} collectives, most exposed first")
     return table
 
 
@@ -213,19 +212,19 @@ def _redistributions(found: Sequence[RedistributionReport], top: int | None) -> 
     # Every layer of a model redistributes alike: one line, and how often.
     alike = Counter(dataclasses.replace(one, names=(), refused=()) for one in found)
     shown = sorted(alike, key=lambda one: -one.bytes_before * alike[one])[:top]
-    table = Table(box=box.SIMPLE, pad_edge=False)
+    table = PlainTable()
     for head in ("times", "redistribution", "layouts", "kind", "sent each, before", "after", "rewrites", "source"):
         table.add_column(head, justify="right" if head in ("times", "sent each, before", "after") else "left")
     for one in shown:
         table.add_row(
             str(alike[one]),
-            escape(one.call or "unknown call"),
-            escape(", ".join(one.placements)),
+            one.call or "unknown call",
+            ", ".join(one.placements),
             "" if one.explicit is None else "asked for" if one.explicit else "implicit",
             size(one.bytes_before),
             size(one.bytes_after),
-            escape(", ".join(one.rewrites)),
-            escape(one.source),
+            ", ".join(one.rewrites),
+            one.source,
         )
     return table
 

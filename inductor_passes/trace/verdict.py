@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from inductor_passes.operators import KIND_OF_LABEL
 from inductor_passes.report import CollectiveReport, Reason
 from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import Kind, Problem
@@ -25,15 +26,6 @@ from inductor_passes.trace.advice import Advice, advise
 from inductor_passes.trace.exposure import Charges, charge_stalls
 from inductor_passes.trace.whatif import family, latencies, latency_bound
 
-#: Labels' letters -> the collective's name.
-KINDS = {
-    "AG": "all_gather",
-    "RS": "reduce_scatter",
-    "AR": "all_reduce",
-    "A2A": "all_to_all",
-    "BC": "broadcast",
-    "P2P": "send_recv",
-}
 #: A part of a collective's duration below which it does not count: kernels too short to hide anything.
 NEGLIGIBLE = 0.1
 #: How many tasks after a stall are looked at for work that was ready: it is rarely listed far behind.
@@ -60,7 +52,7 @@ def explain(
         timeline_before: the simulation of ``order_before`` (default: the input order).
         budget_bytes: the cap on the peak, None when unlimited.
         ranks: lane name -> global ranks of the communicator.
-        buckets: task name of a start -> name of the bucket it stands for.
+        buckets: task name of a start -> what it carries, e.g. ``bucket of 3``.
         what_if: plan again to find settings and gains; without it they are empty and 0.
         effort: of that planning, best the one that found ``order``; by default 1, and 0 for large graphs.
 
@@ -89,7 +81,7 @@ def explain(
             CollectiveReport(
                 name=task.name,
                 label=task.label or task.name,
-                kind=KINDS.get(family(task), family(task)),
+                kind=KIND_OF_LABEL.get(family(task), family(task)),
                 lane=lane,
                 ranks=(ranks or {}).get(lane, ()),
                 size_bytes=task.size_bytes,

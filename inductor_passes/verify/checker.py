@@ -1,62 +1,87 @@
-"""The verifier's front door: every rule over one FX graph, optionally against a reference and a memory budget."""
+"""The verifier's entry point: every rule over one FX graph, optionally against a reference and a memory budget."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch.fx
 
-from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Finding
 from inductor_passes.verify import graph as rules
-from inductor_passes.verify import memory
+from inductor_passes.verify import memory, values
 from inductor_passes.verify.certificate import Certificate
-from inductor_passes.verify.reference import GroupOrder, compare
+from inductor_passes.verify.facts.higher_order import attribute
+from inductor_passes.verify.facts.view import View
+from inductor_passes.verify.reference import GroupOrder, compare, inside
 from inductor_passes.verify.snapshot import ReferenceSnapshot, finding_key, take
+from inductor_passes.verify.values import Numerics
+
+#: How deep bodies may lie in bodies.
+_MAX_DEPTH = 32
 
 
-def _own_findings(graph: torch.fx.Graph) -> tuple[GraphView | None, list[Finding]]:
+@dataclasses.dataclass(frozen=True)
+class _Look:
+    """A graph with its own findings, and those of the graphs that it runs, by attribute."""
+
+    view: View | None
+    findings: list[Finding]
+    bodies: Mapping[str, _Look]
+
+    def taken(self, peak_bytes: int | None, for_ranks: bool = False) -> ReferenceSnapshot:
+        """What the graph is; its view is there."""
+        assert self.view is not None
+        bodies = {name: body.taken(None) for name, body in self.bodies.items() if body.view is not None}
+        return take(self.view, self.findings, peak_bytes, bodies, for_ranks=for_ranks)
+
+
+def _look(graph: torch.fx.Graph, depth: int = 0) -> _Look:
     """Rules that need no reference. Without a legal topology nothing else is defined: no view."""
     found = rules.topology(graph)
     if found:
-        return None, found
-    view = GraphView(graph)
-    found = [*rules.waits_and_flight(view), *rules.metadata(view), *_bodies(graph)]
-    return view, found
+        return _Look(None, found, {})
+    view = View(graph)
+    bodies = _bodies(graph, depth)
+    found = [*rules.waits_and_flight(view), *rules.metadata(view)]
+    for name, body in bodies.items():
+        found.extend(inside(name, f) for f in body.findings)
+    return _Look(view, found, bodies)
 
 
-def _bodies(graph: torch.fx.Graph) -> list[Finding]:
-    """Findings inside the graphs that higher-order ops run, each checked once, named ``attribute/node``."""
-    found: list[Finding] = []
-    seen: set[str] = set()
+def _bodies(graph: torch.fx.Graph, depth: int) -> dict[str, _Look]:
+    """The graphs that higher-order ops run, each looked at once."""
+    found: dict[str, _Look] = {}
     for node in graph.nodes:
-        if node.op != "get_attr" or str(node.target) in seen:
-            continue
-        seen.add(str(node.target))
-        body: object = graph.owning_module
-        for part in str(node.target).split("."):
-            body = getattr(body, part, None)
-        if isinstance(body, torch.fx.GraphModule):
-            for f in _own_findings(body.graph)[1]:
-                other = f"{node.target}/{f.other}" if f.other else ""
-                found.append(dataclasses.replace(f, node=f"{node.target}/{f.node}", other=other))
+        if node.op in ("get_attr", "call_module") and str(node.target) not in found:
+            body = attribute(node)
+            if isinstance(body, torch.fx.GraphModule) and depth < _MAX_DEPTH:
+                found[str(node.target)] = _look(body.graph, depth + 1)
     return found
 
 
-def snapshot(graph: torch.fx.Graph, *, donated: Collection[str] = ()) -> ReferenceSnapshot:
+def snapshot(graph: torch.fx.Graph, *, donated: Collection[str] = (), for_ranks: bool = True) -> ReferenceSnapshot:
     """Plain data about a graph, to hold a later version of it against; O(nodes + edges).
 
     Args:
         donated: names of graph inputs that are freed after their last use; matters for ``peak_bytes`` only.
+        for_ranks: whether to keep what :func:`check_ranks` and :func:`digest` compare; half of the time it takes.
 
     Raises:
-        ValueError: the graph uses a value before it is defined.
+        ValueError: the graph is illegal: it uses a value before it is defined, or nothing can be made of its arguments.
     """
-    view, found = _own_findings(graph)
-    if view is None:
-        raise ValueError(f"inductor_passes: no snapshot of an illegal graph: {found[0].message}")
-    return take(view, found, memory.peak_of(view, donated))
+    try:
+        look = _look(graph)
+        if look.view is not None:
+            return look.taken(memory.peak_of(look.view, donated), for_ranks)
+        why = look.findings[0].message
+    except Exception as error:  # arguments that no operator takes fail in as many ways as there are operators
+        raise ValueError(f"inductor_passes: no snapshot of an illegal graph: {_said(error)}") from error
+    raise ValueError(f"inductor_passes: no snapshot of an illegal graph: {why}")
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def check(
@@ -67,6 +92,7 @@ def check(
     donated: Collection[str] = (),
     certificates: Sequence[Certificate] = (),
     group_order: GroupOrder = "kept",
+    numerics: Numerics = "exact",
 ) -> list[Finding]:
     """Everything the verifier holds against a graph; empty when it is legal. O(nodes + edges); reads only.
 
@@ -79,23 +105,45 @@ def check(
         certificates: what rewrites say that they did since the reference.
         group_order: ``"kept"``: another order of starts within a process group than the reference's is a finding;
             ``"any"``: it is not, because the ranks compare plans.
+        numerics: what counts as the same value, see :func:`inductor_passes.verify.values.changed_values`.
 
     Raises:
-        ValueError: the reference itself uses a value before it is defined, or ``group_order`` is something else.
+        ValueError: ``group_order`` or ``numerics`` is something else.
     """
     if group_order not in ("kept", "any"):
         raise ValueError(f'inductor_passes: group_order={group_order!r} is not allowed; expected "kept" or "any"')
-    before = snapshot(reference) if isinstance(reference, torch.fx.Graph) else reference
-    view, found = _own_findings(graph)
-    if view is None:
+    if numerics not in ("exact", "reassociate"):
+        raise ValueError(f'inductor_passes: numerics={numerics!r} is not allowed; expected "exact" or "reassociate"')
+    try:
+        before = snapshot(reference) if isinstance(reference, torch.fx.Graph) else reference
+    except ValueError as error:
+        return [Finding("reference", "", f"there is nothing to hold the graph against: {error}")]
+    try:
+        return _checked(graph, before, memory_budget, donated, certificates, group_order, numerics)
+    except Exception as error:  # as in snapshot()
+        return [Finding("unreadable", "", f"nothing can be made of the graph: {_said(error)}")]
+
+
+def _checked(
+    graph: torch.fx.Graph,
+    before: ReferenceSnapshot | None,
+    memory_budget: int | None,
+    donated: Collection[str],
+    certificates: Sequence[Certificate],
+    group_order: GroupOrder,
+    numerics: Numerics,
+) -> list[Finding]:
+    look = _look(graph)
+    found = look.findings
+    if look.view is None:
         return found
-    peak = memory.peak_of(view, donated)
     if memory_budget is not None:
-        found.extend(_budget(peak, memory_budget))
+        found = [*found, *_budget(memory.peak_of(look.view, donated), memory_budget)]
     if before is not None:
-        after = take(view, found, peak)
         found = [f for f in found if finding_key(f) not in before.findings]
+        after = look.taken(None)
         found.extend(compare(before, after, certificates, group_order))
+        found.extend(values.compared(before.program, after.program, certificates, numerics))
     return found
 
 

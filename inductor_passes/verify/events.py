@@ -13,7 +13,9 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.ir import groups, ops
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.view import GraphView
+from inductor_passes.verify.facts import communication
+from inductor_passes.verify.facts.view import View
+from inductor_passes.verify.tensors import Tensor, Tensors
 
 
 class Action(str, Enum):
@@ -41,6 +43,7 @@ class Event:
             transfer its dtype and size; for a fence the op.
         splits: input and output split sizes of an all-to-all, which differ between ranks.
         starts: for a wait, the names of the starts that it completes.
+        tensor: of a collective: which tensor it moves.
         peer / tag: of a transfer; peer is a global rank.
     """
 
@@ -54,23 +57,30 @@ class Event:
     peer: int = -1
     tag: int = 0
     source: str = ""
+    tensor: Tensor = Tensor()
 
     def __str__(self) -> str:
         where = f" on group {self.group}" if self.group else ""
         peer = f" peer {self.peer} tag {self.tag}" if self.peer >= 0 else ""
-        return f"{self.action.value} {self.what}{peer}{where}".replace("  ", " ").strip()
+        return f"{self.action.value} {self.what}{self._moved()}{peer}{where}".replace("  ", " ").strip()
 
     def line(self) -> str:
-        """The event as other ranks should see it too: groups by shape instead of by name, no node names."""
+        """The event as other ranks should see it too: groups by shape instead of by name, no node names; pieces are
+        compared apart.
+        """
         shape = groups.Group(self.group, self.ranks)
         progression = shape.start_stride
         group = f"{shape.size} ranks" + (f" stride {progression[1]}" if progression else "")
-        return f"{self.action.value} {self.what}" + (f" over {group}" if self.group else "")
+        return f"{self.action.value} {self.what}{self._moved()}" + (f" over {group}" if self.group else "")
+
+    def _moved(self) -> str:
+        return f" of {self.tensor.name}" if self.tensor.name else ""
 
 
-def events(view: GraphView) -> tuple[Event, ...]:
+def events(view: View) -> tuple[Event, ...]:
     """Starts, waits, transfers, blocking collectives and fences of a graph, in order."""
     found: list[Event] = []
+    tensors = Tensors(view.nodes, view.roles)
     transfers: dict[torch.fx.Node, list[str]] = {}
     for transfer, waits in view.transfer_waits.items():
         for wait in waits:
@@ -78,13 +88,13 @@ def events(view: GraphView) -> tuple[Event, ...]:
     for node in view.nodes:
         role = view.roles[node]
         if role is Role.START:
-            found.append(_start(view, node))
+            found.append(_start(view, node, tensors))
         elif role is Role.WAIT:
             starts = [c.start.name for c in view.collectives_of_wait.get(node, ())]
             starts += transfers.get(node, ())
             found.append(Event(node.name, Action.WAIT, what="wait", starts=tuple(starts)))
         elif role is Role.FENCE:
-            found.extend(_fence(node))
+            found.extend(_fence(node, tensors))
     return tuple(found)
 
 
@@ -94,7 +104,7 @@ def digest(events_: Iterable[Event]) -> str:
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()[:16]
 
 
-def _start(view: GraphView, node: torch.fx.Node) -> Event:
+def _start(view: View, node: torch.fx.Node, tensors: Tensors) -> Event:
     c = view.by_start[node]
     arguments = _torch.op_arguments(node)
     parts = [c.kind, ",".join(str(d).removeprefix("torch.") for d in c.dtypes)]
@@ -112,6 +122,7 @@ def _start(view: GraphView, node: torch.fx.Node) -> Event:
         what=" ".join(parts),
         splits=splits,
         source=ops.source_line(node),
+        tensor=tensors.read_by(c.inputs),
     )
 
 
@@ -129,10 +140,10 @@ def _value(node: object) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {_torch.tensor_bytes(tensor)} B"
 
 
-def _fence(node: torch.fx.Node) -> list[Event]:
+def _fence(node: torch.fx.Node, tensors: Tensors) -> list[Event]:
     name = _torch.op_name(node.target) if node.op == "call_function" else ""
     source = ops.source_line(node)
-    if name.startswith("_c10d_functional::") or name in ops.BLOCKING_COLLECTIVES:
+    if name.startswith(communication.NAMESPACE) or communication.blocks(name):
         arguments = _torch.op_arguments(node)
         group = groups.resolve(arguments.get("group_name", ""))
         if name.endswith(("::isend", "::irecv")):
@@ -164,10 +175,20 @@ def _fence(node: torch.fx.Node) -> list[Event]:
                 )
                 for op, peer, tag, tensor in rows
             ]
-        if name in ops.BLOCKING_COLLECTIVES:
+        if communication.blocks(name):
             keys = ("gather_dim", "shard_dim", "reduce_op", "parts", "two_shot")
             settings = [str(arguments[key]) for key in keys if key in arguments]
             first = arguments.get("input", next(iter(node.all_input_nodes), None))
             what = " ".join([name.split("::")[-1], *settings, _value(first)])
-            return [Event(node.name, Action.BLOCKING, group=group.name, ranks=group.ranks, what=what, source=source)]
+            return [
+                Event(
+                    node.name,
+                    Action.BLOCKING,
+                    group=group.name,
+                    ranks=group.ranks,
+                    what=what,
+                    source=source,
+                    tensor=tensors.read_by(node.all_input_nodes),
+                )
+            ]
     return [Event(node.name, Action.FENCE, what=name or str(node.target), source=source)]

@@ -1,4 +1,4 @@
-"""What a single FX graph must satisfy, whoever made it; O(nodes + edges).
+"""What any single FX graph must satisfy; O(nodes + edges).
 
 A buffer is *in flight* from the start of a collective until the waits of all its results: its inputs are being read
 by the link, its results (and the memory an in-place or out variant was given) are being written. While in flight an
@@ -18,17 +18,16 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.ir import ops
-from inductor_passes.ir.ops import Role
-from inductor_passes.ir.storages import FxStorage
-from inductor_passes.ir.view import GraphView
+from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.report import Finding
-from inductor_passes.verify import effects
+from inductor_passes.verify.facts.operators import by_name, nodes_in
+from inductor_passes.verify.facts.storages import Block
+from inductor_passes.verify.facts.view import View
 
 
 def finding(rule: str, node: torch.fx.Node, message: str, other: torch.fx.Node | None = None) -> Finding:
     """A :class:`~inductor_passes.report.Finding` at a node, with the user's source line."""
-    return Finding(rule, node.name, message, "" if other is None else other.name, ops.source_line(node))
+    return Finding(rule, node.name, message, "" if other is None else other.name, source_line(node))
 
 
 def topology(graph: torch.fx.Graph) -> list[Finding]:
@@ -57,12 +56,12 @@ class _Flight:
     """Which storages are in flight at a point of the program."""
 
     def __init__(self) -> None:
-        self.written_by: dict[FxStorage, torch.fx.Node] = {}
-        self.read_by: dict[FxStorage, dict[torch.fx.Node, None]] = {}
-        self.results: dict[torch.fx.Node, set[FxStorage]] = {}
-        self.inputs: dict[torch.fx.Node, list[FxStorage]] = {}
+        self.written_by: dict[Block, torch.fx.Node] = {}
+        self.read_by: dict[Block, dict[torch.fx.Node, None]] = {}
+        self.results: dict[torch.fx.Node, set[Block]] = {}
+        self.inputs: dict[torch.fx.Node, list[Block]] = {}
 
-    def issue(self, start: torch.fx.Node, inputs: list[FxStorage], results: list[FxStorage]) -> None:
+    def issue(self, start: torch.fx.Node, inputs: list[Block], results: list[Block]) -> None:
         self.results[start] = set(results)
         self.inputs[start] = inputs
         for storage in results:
@@ -70,7 +69,7 @@ class _Flight:
         for storage in inputs:
             self.read_by.setdefault(storage, {})[start] = None
 
-    def land(self, storage: FxStorage) -> None:
+    def land(self, storage: Block) -> None:
         start = self.written_by.pop(storage, None)
         if start is None:
             return
@@ -80,20 +79,20 @@ class _Flight:
             for read in self.inputs[start]:
                 self.read_by[read].pop(start, None)
 
-    def writer(self, storage: FxStorage) -> torch.fx.Node | None:
+    def writer(self, storage: Block) -> torch.fx.Node | None:
         return self.written_by.get(storage)
 
-    def reader(self, storage: FxStorage) -> torch.fx.Node | None:
+    def reader(self, storage: Block) -> torch.fx.Node | None:
         return next(iter(self.read_by.get(storage, ())), None)
 
 
-def waits_and_flight(view: GraphView) -> list[Finding]:
+def waits_and_flight(view: View) -> list[Finding]:
     """Waits complete; no read before the wait; no write to a buffer in flight."""
     found: list[Finding] = []
     storages = view.storages
     flight = _Flight()
     waitable = _waitable(view, flight)
-    unwaited: set[FxStorage] = set()
+    unwaited: set[Block] = set()
     for node in view.nodes:
         role = view.roles[node]
         if role is Role.WAIT:
@@ -105,7 +104,7 @@ def waits_and_flight(view: GraphView) -> list[Finding]:
                     )
             continue
         if role is Role.OUTPUT:
-            for operand in dict.fromkeys(effects.nodes_in(node.args)):
+            for operand in dict.fromkeys(nodes_in(node.args)):
                 for storage in storages.of(operand):
                     if (start := flight.writer(storage)) is not None and storage not in unwaited:
                         unwaited.add(storage)
@@ -113,9 +112,9 @@ def waits_and_flight(view: GraphView) -> list[Finding]:
                             finding("unwaited-output", start, f"{start.name} is returned without a wait", operand)
                         )
             continue
-        written = effects.writes(node, role)
-        found.extend(_conflicts(view, flight, node, role, written))
-        if role is Role.START or ops.is_transfer(node):
+        found.extend(_conflicts(view, flight, node))
+        if role is Role.START or node in view.transfer_waits:
+            written = view.facts[node].writes
             results = list(storages.of(node))
             results += [s for n in written for s in storages.of(n) if s not in results]
             inputs = [s for n in node.all_input_nodes for s in storages.of(n) if s not in results]
@@ -126,21 +125,21 @@ def waits_and_flight(view: GraphView) -> list[Finding]:
     return found
 
 
-def _waitable(view: GraphView, flight: _Flight) -> set[FxStorage]:
+def _waitable(view: View, flight: _Flight) -> set[Block]:
     """Memory that some collective writes, or may have been written by before the graph or by an unknown op."""
-    result: set[FxStorage] = set()
+    result: set[Block] = set()
     for node in view.nodes:
         role = view.roles[node]
         if role in (Role.INPUT, Role.FENCE):
             result.update(view.storages.of(node))
         if role is Role.START:
             result.update(view.storages.of(node))
-            for written in ops.mutated_inputs(node):
+            for written in view.facts[node].writes:
                 result.update(view.storages.of(written))
     own = {
         s
         for node in view.nodes
-        if view.roles[node] is Role.START or ops.is_transfer(node)
+        if view.roles[node] is Role.START or node in view.transfer_waits
         for s in view.storages.of(node)
     }
     for node in view.nodes:
@@ -152,15 +151,14 @@ def _waitable(view: GraphView, flight: _Flight) -> set[FxStorage]:
     return result
 
 
-def _conflicts(
-    view: GraphView, flight: _Flight, node: torch.fx.Node, role: Role, written: list[torch.fx.Node]
-) -> Iterator[Finding]:
+def _conflicts(view: View, flight: _Flight, node: torch.fx.Node) -> Iterator[Finding]:
     storages = view.storages
-    writes = set(written)
-    for operand in effects.reads(node, role):
+    facts = view.facts[node]
+    written = dict.fromkeys((*facts.writes, *facts.may_write))
+    for operand in view.reads(node):
         for storage in storages.of(operand):
             start = flight.writer(storage)
-            if start is not None and operand not in writes:
+            if start is not None and operand not in written:
                 yield finding(
                     "read-before-wait",
                     node,
@@ -168,7 +166,7 @@ def _conflicts(
                     start,
                 )
                 break
-    for operand in dict.fromkeys(written):
+    for operand in written:
         for storage in storages.of(operand):
             start = flight.writer(storage)
             if start is not None:
@@ -188,7 +186,7 @@ def _conflicts(
                     start,
                 )
                 break
-    for operand in dict.fromkeys(effects.reinplaced(node)):
+    for operand in dict.fromkeys(facts.reinplaced):
         for storage in storages.of(operand):
             start = flight.reader(storage)
             if start is not None and not _used_after(view, storage, node):
@@ -202,24 +200,28 @@ def _conflicts(
                 break
 
 
-def _used_after(view: GraphView, storage: FxStorage, node: torch.fx.Node) -> bool:
+def _used_after(view: View, storage: Block, node: torch.fx.Node) -> bool:
     """Whether a buffer is needed after a node, so that the node cannot take it over.
 
     The caller's memory always is, unless the node's result is copied into it in the end.
     """
-    copied_back = any(w.target is torch.ops.aten.copy_.default and w.args[1] is node for w in storage.writers)
+    copied_back = any(_is_copy(writer) and writer.args[1] is node for writer in storage.writers)
     if storage.producer.op in ("placeholder", "get_attr") and not copied_back:
         return True
     return any(
         view.position[user] > view.position[node]
-        and (view.roles[user] is Role.OUTPUT or member in effects.reads(user, view.roles[user]))
-        and not (user.target is torch.ops.aten.copy_.default and user.args[0] is member)
+        and (view.roles[user] is Role.OUTPUT or member in view.reads(user))
+        and not (_is_copy(user) and user.args[0] is member)
         for member in storage.members
         for user in member.users
     )
 
 
-def metadata(view: GraphView) -> list[Finding]:
+def _is_copy(node: torch.fx.Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default and len(node.args) > 1
+
+
+def metadata(view: View) -> list[Finding]:
     """Fake tensors are there and fit: results of collectives against their inputs and group size, waits, getitems."""
     found: list[Finding] = []
     for node in view.nodes:
@@ -253,9 +255,9 @@ def _shape(tensor: torch.Tensor) -> list[int | None]:
     return [_torch.size_hint(d) for d in tensor.shape]
 
 
-def _collective_errors(view: GraphView, node: torch.fx.Node) -> Iterator[str]:
+def _collective_errors(view: View, node: torch.fx.Node) -> Iterator[str]:
     collective = view.by_start[node]
-    arguments = _torch.op_arguments(node)
+    arguments = by_name(node.target, node.args, node.kwargs)
     world = collective.group.size
     group_size = arguments.get("group_size", world)
     if world and isinstance(group_size, int) and group_size != world:

@@ -9,6 +9,7 @@ Graphs inside higher-order ops are separate ``bodies``. Symbolic sizes are store
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import operator
@@ -16,19 +17,24 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 import torch.fx
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from inductor_passes import _torch
 from inductor_passes.ir import groups, ops
+from inductor_passes.records import json_text
+from inductor_passes.records.convert import check_version, convert, plain, shown
+from inductor_passes.records.json_text import RecordError
+from inductor_passes.records.limits import Count
+from inductor_passes.records.text import printable
 
 SCHEMA_VERSION = 1
-MAX_BYTES = 512 * 2**20
-MAX_NODES = 2_000_000
+MAX_BYTES = json_text.MAX_BYTES
+MAX_NODES = 300_000
 MAX_DEPTH = 16
-_OPS = frozenset({"placeholder", "get_attr", "call_function", "call_method", "call_module", "output"})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,999}")
 _OPERATOR = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)::([A-Za-z_][A-Za-z0-9_.]*?)(?:\.([A-Za-z0-9_]+))?")
 _PYTHON: dict[str, Callable[..., Any]] = {
@@ -42,7 +48,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
 _PYTHON_NAME = {function: name for name, function in _PYTHON.items()}
 
 
-class GraphFileError(ValueError):
+class GraphFileError(RecordError):
     """A graph file that cannot be read; the message says where and what was expected."""
 
 
@@ -85,29 +91,68 @@ class GraphFile:
     bodies: Mapping[str, torch.fx.Graph] = field(default_factory=dict)
 
 
+# -- the file ------------------------------------------------------------------------------------------------
+
+
+class TensorRecord(Struct):
+    """What is known of a tensor: ``storage`` is the size of its memory in bytes, strides are not kept."""
+
+    dtype: str
+    shape: list[Count]
+    storage: Count
+
+
+Tensors: TypeAlias = TensorRecord | list[TensorRecord | list[TensorRecord | None] | None] | None
+
+
+class NodeRecord(Struct, omit_defaults=True):
+    """One node of an FX graph. Arguments are plain values or objects of one key, see :func:`_plain`."""
+
+    name: str
+    op: Literal["placeholder", "get_attr", "call_function", "call_method", "call_module", "output"]
+    target: Annotated[str, Meta(max_length=1000)]
+    args: list[Any]
+    kwargs: dict[str, Any] | UnsetType = UNSET
+    value: Tensors | UnsetType = UNSET
+    source: str | UnsetType = UNSET
+
+
+class GraphRecord(Struct):
+    """A graph file."""
+
+    schema_version: Literal[1]
+    groups: dict[str, tuple[Count, ...]]
+    nodes: Annotated[list[NodeRecord], Meta(min_length=1, max_length=MAX_NODES)]
+    bodies: dict[str, GraphRecord] | UnsetType = UNSET
+
+
 # -- writing -------------------------------------------------------------------------------------------------
 
 
 def to_json(graph: torch.fx.Graph) -> dict[str, Any]:
     """A graph as plain data."""
-    named: dict[str, list[int]] = {}
-    bodies: dict[str, Any] = {}
+    return plain(_record(graph))  # type: ignore[no-any-return]
+
+
+def _record(graph: torch.fx.Graph) -> GraphRecord:
+    named: dict[str, tuple[int, ...]] = {}
+    bodies: dict[str, GraphRecord] = {}
     nodes = []
     for node in graph.nodes:
-        row: dict[str, Any] = {"name": node.name, "op": node.op, "target": _target_name(node)}
-        row["args"] = [_plain(a) for a in node.args]
-        if node.kwargs:
-            row["kwargs"] = {k: _plain(v) for k, v in node.kwargs.items()}
-        if (value := _value(node.meta.get("val"))) is not None:
-            row["value"] = value
-        if source := ops.source_line(node):
-            row["source"] = source
-        nodes.append(row)
+        value = _value(node.meta.get("val"))
+        nodes.append(
+            NodeRecord(
+                node.name,
+                node.op,
+                _target_name(node),
+                [_plain(a) for a in node.args],
+                {k: _plain(v) for k, v in node.kwargs.items()} if node.kwargs else UNSET,
+                UNSET if value is None else value,
+                ops.source_line(node) or UNSET,
+            )
+        )
         _collect(graph, node, named, bodies)
-    data: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "groups": named, "nodes": nodes}
-    if bodies:
-        data["bodies"] = bodies
-    return data
+    return GraphRecord(1, named, nodes, bodies or UNSET)
 
 
 def save(graph: torch.fx.Graph, path: str | Path) -> None:
@@ -115,20 +160,22 @@ def save(graph: torch.fx.Graph, path: str | Path) -> None:
     Path(path).write_text(json.dumps(to_json(graph), separators=(",", ":")))
 
 
-def _collect(graph: torch.fx.Graph, node: torch.fx.Node, named: dict[str, list[int]], bodies: dict[str, Any]) -> None:
+def _collect(
+    graph: torch.fx.Graph, node: torch.fx.Node, named: dict[str, tuple[int, ...]], bodies: dict[str, GraphRecord]
+) -> None:
     if node.op == "get_attr" and str(node.target) not in bodies:
         body: object = graph.owning_module
         for part in str(node.target).split("."):
             body = getattr(body, part, None)
         if isinstance(body, torch.fx.GraphModule):
-            bodies[str(node.target)] = to_json(body.graph)
+            bodies[str(node.target)] = _record(body.graph)
     if node.op == "call_function" and _torch.is_op(node.target):
         argument = _torch.op_arguments(node).get("group_name")
         if isinstance(argument, torch.fx.Node):
             argument = argument.meta.get("val")
         if argument is not None:
             group = groups.resolve(argument)
-            named[group.name] = list(group.ranks)
+            named[group.name] = tuple(group.ranks)
 
 
 def _target_name(node: torch.fx.Node) -> str:
@@ -173,7 +220,7 @@ def _value(value: object) -> Any:
     size = _torch.storage_bytes(value)
     if None in shape or size is None:
         return None
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": shape, "storage": size}
+    return TensorRecord(str(value.dtype).removeprefix("torch."), shape, size)  # type: ignore[arg-type]
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -183,20 +230,14 @@ def load(path: str | Path) -> GraphFile:
     """Read a graph from a JSON file.
 
     Raises:
-        GraphFileError: the file is too large, no JSON, of another version or malformed.
-        OSError: the file cannot be opened.
+        GraphFileError: the file cannot be read, is too large, no JSON, of another version or malformed.
     """
-    path = Path(path)
-    if path.stat().st_size > MAX_BYTES:
-        raise GraphFileError(f"{path.name}: {path.stat().st_size} bytes; at most {MAX_BYTES} are read")
     try:
-        data = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise GraphFileError(f"{path.name}: not a JSON file: {error}") from error
-    try:
-        return from_json(data)
-    except GraphFileError as error:
-        raise GraphFileError(f"{path.name}: {error}") from error
+        data = json_text.content(Path(path), "a graph", max_bytes=MAX_BYTES)
+        # Arguments are compared with those of other graphs, so texts stay as they are: only names and places are shown.
+        return from_json(json_text.parse(data, "a graph", verbatim=True))
+    except RecordError as error:
+        raise GraphFileError(f"{Path(path).name}: {error}") from None
 
 
 def from_json(data: object) -> GraphFile:
@@ -205,63 +246,47 @@ def from_json(data: object) -> GraphFile:
     Raises:
         GraphFileError: another version, or malformed.
     """
-    if not isinstance(data, dict) or data.get("schema_version") != SCHEMA_VERSION:
-        version = data.get("schema_version") if isinstance(data, dict) else None
-        raise GraphFileError(f"schema_version is {version!r}; expected {SCHEMA_VERSION}")
-    rows = data.get("nodes")
-    if not isinstance(rows, list) or not 0 < len(rows) <= MAX_NODES:
-        raise GraphFileError(f"nodes must be a list of 1 to {MAX_NODES} nodes")
-    named = data.get("groups", {})
-    if not isinstance(named, dict) or not all(
-        isinstance(r, list) and all(type(x) is int and x >= 0 for x in r) for r in named.values()
-    ):
-        raise GraphFileError("groups must map names to lists of ranks")
-    bodies = data.get("bodies", {})
-    if not isinstance(bodies, dict):
-        raise GraphFileError("bodies must map attribute names to graphs")
     try:
-        loaded = {str(name): from_json(body) for name, body in bodies.items()}
-    except RecursionError as error:
-        raise GraphFileError("bodies are nested too deeply") from error
+        return _graph_file(convert(check_version(data, SCHEMA_VERSION, "graph"), GraphRecord, "a graph"))
+    except GraphFileError:
+        raise
+    except RecordError as error:
+        raise GraphFileError(str(error)) from None
+
+
+def _graph_file(record: GraphRecord) -> GraphFile:
+    bodies = {} if record.bodies is UNSET else record.bodies
+    loaded = {name: _graph_file(body) for name, body in bodies.items()}
     inner = {f"{name}.{k}": g for name, body in loaded.items() for k, g in body.bodies.items()}
-    every = {**{n: tuple(r) for n, r in named.items()}, **{n: r for b in loaded.values() for n, r in b.groups.items()}}
-    return GraphFile(_Reader().graph(rows), every, {**{n: b.graph for n, b in loaded.items()}, **inner})
+    every = {**record.groups, **{n: r for b in loaded.values() for n, r in b.groups.items()}}
+    return GraphFile(_Reader().graph(record.nodes), every, {**{n: b.graph for n, b in loaded.items()}, **inner})
 
 
 class _Reader:
     def __init__(self) -> None:
         self.nodes: dict[str, torch.fx.Node] = {}
 
-    def graph(self, rows: list[object]) -> torch.fx.Graph:
+    def graph(self, rows: list[NodeRecord]) -> torch.fx.Graph:
         graph = torch.fx.Graph()
-        names: list[str] = []
         for number, row in enumerate(rows):
-            if not isinstance(row, dict):
-                raise GraphFileError(f"node {number} is no object")
-            name, op, target = row.get("name"), row.get("op"), row.get("target")
-            if not isinstance(name, str) or not _NAME.fullmatch(name) or name in self.nodes:
-                raise GraphFileError(f"node {number}: name {str(name)[:80]!r} is not allowed or not unique")
-            if op not in _OPS or not isinstance(target, str) or len(target) > 1000:
-                raise GraphFileError(f"node {name}: op {str(op)[:80]!r} or its target is not allowed")
+            if not _NAME.fullmatch(row.name) or row.name in self.nodes:
+                raise GraphFileError(f"nodes[{number}].name is {shown(row.name)}; expected another identifier for each")
             # Arguments come in a second step: a file may hold a graph that uses what is not there yet.
-            self.nodes[name] = graph.create_node(op, _target(op, target), (), {}, name=name)
-            names.append(name)
-        for name, row in zip(names, rows):
-            assert isinstance(row, dict)
-            self._fill(self.nodes[name], row)
+            self.nodes[row.name] = graph.create_node(row.op, _target(row.op, row.target), (), {}, name=row.name)
+        for row in rows:
+            self._fill(self.nodes[row.name], row)
         return graph
 
-    def _fill(self, node: torch.fx.Node, row: dict[str, Any]) -> None:
-        args, kwargs = row.get("args", []), row.get("kwargs", {})
-        if not isinstance(args, list) or not isinstance(kwargs, dict):
-            raise GraphFileError(f"node {node.name}: args must be a list, kwargs an object")
-        node.args = tuple(self._argument(node, a, 0) for a in args)
-        node.kwargs = {str(k): self._argument(node, v, 0) for k, v in kwargs.items()}
-        if "value" in row:
-            node.meta["val"] = _tensor(node, row["value"])
-        source = row.get("source")
-        if isinstance(source, str) and source:
-            file, _, line = source.rpartition(":")
+    def _fill(self, node: torch.fx.Node, row: NodeRecord) -> None:
+        node.args = tuple(self._argument(node, a, 0) for a in row.args)
+        if row.kwargs is not UNSET:
+            node.kwargs = {k: self._argument(node, v, 0) for k, v in row.kwargs.items()}
+        if misfit := _misfit(node):
+            raise GraphFileError(f"node {node.name}: {misfit}")
+        if row.value is not UNSET:
+            node.meta["val"] = _tensor(node, row.value)
+        if row.source:
+            file, _, line = printable(row.source).rpartition(":")
             node.meta["stack_trace"] = f'File "{file}", line {line}, in file'
 
     def _argument(self, node: torch.fx.Node, value: object, depth: int) -> Any:
@@ -275,7 +300,7 @@ class _Reader:
             ((kind, content),) = value.items()
             if kind == "node" and isinstance(content, str):
                 if content not in self.nodes:
-                    raise GraphFileError(f"node {node.name} uses {content[:80]!r}, which is not there")
+                    raise GraphFileError(f"node {node.name} uses {shown(content)}, which is not there")
                 return self.nodes[content]
             if kind == "text" and isinstance(content, str):
                 return _Literal(content)
@@ -285,19 +310,19 @@ class _Reader:
                 return slice(*(self._argument(node, v, depth + 1) for v in content))
             if kind == "dict" and isinstance(content, list):
                 return {str(k): self._argument(node, v, depth + 1) for k, v in map(_pair, content)}
-        raise GraphFileError(f"node {node.name} has an argument of an unknown form: {str(value)[:80]}")
+        raise GraphFileError(f"node {node.name} has an argument of an unknown form: {shown(value)}")
 
 
 def _pair(item: object) -> tuple[object, object]:
     if not isinstance(item, list) or len(item) != 2:
-        raise GraphFileError(f"expected a pair of key and value, found {str(item)[:80]}")
+        raise GraphFileError(f"expected a pair of key and value, found {shown(item)}")
     return item[0], item[1]
 
 
 def _target(op: str, name: str) -> Any:
     if op != "call_function":
         if op in ("get_attr", "placeholder", "output", "call_method", "call_module") and not _NAME.fullmatch(name):
-            raise GraphFileError(f"target {name[:80]!r} is not allowed")
+            raise GraphFileError(f"target {shown(name)} is not allowed; expected an identifier")
         return name
     if name in _PYTHON:
         return _PYTHON[name]
@@ -308,29 +333,38 @@ def _target(op: str, name: str) -> Any:
     return UnknownTarget(name)
 
 
-def _tensor(node: torch.fx.Node, value: object) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, list):
-        return [_tensor(node, v) for v in value]
-    if isinstance(value, dict):
-        dtype = getattr(torch, str(value.get("dtype")), None)
-        shape, size = value.get("shape"), value.get("storage")
-        if (
-            isinstance(dtype, torch.dtype)
-            and isinstance(shape, list)
-            and all(type(d) is int and d >= 0 for d in shape)
-            and type(size) is int
-            and size >= 0
-        ):
-            try:
-                # Without data: strides are not kept, the storage may be larger or smaller than the shape.
-                flat = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
-                result = torch.empty(0, dtype=dtype, device="meta")
-                result.set_(flat, 0, (0,), (1,))
-                return result.as_strided(shape, [0] * len(shape)) if size else torch.empty(
-                    shape, dtype=dtype, device="meta"
-                )
-            except (RuntimeError, OverflowError) as error:
-                raise GraphFileError(f"node {node.name}: {shape} is no shape: {str(error)[:200]}") from error
-    raise GraphFileError(f"node {node.name}: value must have dtype, shape and storage")
+def _misfit(node: torch.fx.Node) -> str:
+    """Why the arguments cannot be those of what the node calls, or "": the verifier may then rely on them."""
+    if node.op == "output" and (len(node.args) != 1 or node.kwargs):
+        return f"an output has one argument, found {len(node.args)} and {len(node.kwargs)} by name"
+    if node.op != "call_function":
+        return ""
+    if node.target in _PYTHON_NAME:
+        try:
+            inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        except TypeError as error:
+            return f"{_PYTHON_NAME[node.target]}: {error}"
+        if node.target in (operator.getitem, operator.setitem) and not isinstance(node.args[0], torch.fx.Node):
+            return f"{_PYTHON_NAME[node.target]} takes a node, found {shown(node.args[0])}"
+        return ""
+    return _torch.misfit(node.target, node.args, node.kwargs) if _torch.is_op(node.target) else ""
+
+
+def _tensor(node: torch.fx.Node, value: Any) -> Any:
+    """A tensor without data for a :class:`TensorRecord`; lists of them alike."""
+    if value is None or isinstance(value, list):
+        return None if value is None else [_tensor(node, v) for v in value]
+    dtype = getattr(torch, value.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise GraphFileError(f"node {node.name}: dtype is {shown(value.dtype)}; expected one of torch's, e.g. float32")
+    try:
+        # Without data: strides are not kept, the storage may be larger or smaller than the shape.
+        flat = torch.empty(value.storage, dtype=torch.uint8, device="meta").untyped_storage()
+        result = torch.empty(0, dtype=dtype, device="meta")
+        result.set_(flat, 0, (0,), (1,))
+        if value.storage:
+            return result.as_strided(value.shape, [0] * len(value.shape))
+        return torch.empty(value.shape, dtype=dtype, device="meta")
+    except (RuntimeError, OverflowError) as error:
+        first = str(error).partition("\n")[0]
+        raise GraphFileError(f"node {node.name}: {shown(value.shape)} is no shape: {first[:200]}") from error

@@ -12,8 +12,7 @@ from collections.abc import Collection
 import torch
 import torch.fx
 
-from inductor_passes.ir.ops import Role
-from inductor_passes.ir.view import GraphView
+from inductor_passes.verify.facts.view import View
 
 
 def peak_bytes(graph: torch.fx.Graph, *, donated: Collection[str] = ()) -> int | None:
@@ -22,10 +21,10 @@ def peak_bytes(graph: torch.fx.Graph, *, donated: Collection[str] = ()) -> int |
     Args:
         donated: names of graph inputs that are freed after their last use (activations in a backward graph).
     """
-    return peak_of(GraphView(graph), donated)
+    return peak_of(View(graph), donated)
 
 
-def peak_of(view: GraphView, donated: Collection[str] = ()) -> int | None:
+def peak_of(view: View, donated: Collection[str] = ()) -> int | None:
     """:func:`peak_bytes` of a graph that has been looked at already."""
     last = len(view.nodes) - 1
     released: list[int] = [0] * (last + 2)
@@ -44,7 +43,7 @@ def peak_of(view: GraphView, donated: Collection[str] = ()) -> int | None:
         for member in storage.members:
             end = max(end, view.position[member])
             for user in member.users:
-                end = max(end, _last_touch(view, user))
+                end = max(end, view.position[user], *(view.position[w] for w in view.ends(user)))
         if end < last:
             released[end] += storage.size_bytes
     peak = live
@@ -54,7 +53,3 @@ def peak_of(view: GraphView, donated: Collection[str] = ()) -> int | None:
         live -= released[index]
     return peak
 
-
-def _last_touch(view: GraphView, user: torch.fx.Node) -> int:
-    waits = view.by_start[user].waits if view.roles[user] is Role.START else view.transfer_waits.get(user, ())
-    return max([view.position[user], *(view.position[w] for w in waits)])

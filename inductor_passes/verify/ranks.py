@@ -1,8 +1,8 @@
 """Do the programs of several ranks fit together: same collectives in the same order on every group, transfers paired.
 
-On each process group all members must issue the same sequence: kind, dtypes, sizes, reduce op, source rank; an
-all-to-all's splits must mirror each other. Every send needs its receive: same pair of ranks, tag, dtype and size, in
-the same order.
+On each process group all members must issue the same sequence: kind, dtypes, sizes, reduce op, source rank, and of the
+same tensor; an all-to-all's splits must mirror each other. Every send needs its receive: same pair of ranks, tag, dtype
+and size, in the same order.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ def _side(rank: int, event: Event | None) -> str:
 
 
 def _groups(by_rank: Mapping[int, Sequence[Event]]) -> Iterator[Finding]:
+    positions = _positions(by_rank)
     for group, members in on_groups(by_rank).items():
+        yield from _pieces(group, members, positions)
         first = next(iter(members))
         for rank in list(members)[1:]:
             yield from _difference(group, first, members[first], rank, members[rank])
@@ -83,11 +85,7 @@ def _difference(group: str, a: int, mine: list[Event], b: int, theirs: list[Even
     for position in range(max(len(mine), len(theirs))):
         left = mine[position] if position < len(mine) else None
         right = theirs[position] if position < len(theirs) else None
-        if left is None or right is None or (left.action, left.what, left.ranks) != (
-            right.action,
-            right.what,
-            right.ranks,
-        ):
+        if left is None or right is None or not _alike(left, right):
             shown = right or left
             assert shown is not None
             yield Finding(
@@ -98,6 +96,44 @@ def _difference(group: str, a: int, mine: list[Event], b: int, theirs: list[Even
                 source=shown.source,
             )
             return
+
+
+def _alike(left: Event, right: Event) -> bool:
+    names = {event.tensor.name for event in (left, right) if event.tensor.name}
+    return (left.action, left.what, left.ranks) == (right.action, right.what, right.ranks) and len(names) <= 1
+
+
+def _pieces(
+    group: str, members: Mapping[int, list[Event]], positions: Mapping[int, Mapping[str, int]]
+) -> Iterator[Finding]:
+    """A piece of a tensor is the same one on all ranks, or each rank's own in a group that all of them are in.
+
+    Args:
+        positions: rank -> name of a process group -> the rank's position in it.
+    """
+    common = set.intersection(*(set(positions[rank]) for rank in members))
+    own = {tuple(positions[rank][name] for rank in members) for name in common}
+    for number, events in enumerate(zip(*members.values())):
+        for values in zip(*(event.tensor.pieces for event in events)):
+            if len(set(values)) > 1 and values not in own:
+                shown = ", ".join(f"piece {value} on rank {rank}" for value, rank in zip(values, members))
+                side = _side(next(iter(members)), events[0])
+                yield Finding(
+                    "ranks-differ",
+                    events[0].name,
+                    f"collective {number} of group {group} moves other pieces of a tensor: {shown}; {side}",
+                    other=events[-1].name,
+                    source=events[0].source,
+                )
+                return
+
+
+def _positions(by_rank: Mapping[int, Sequence[Event]]) -> dict[int, dict[str, int]]:
+    """Rank -> its process groups -> its position in each."""
+    return {
+        rank: {event.group: event.ranks.index(rank) for event in events if rank in event.ranks}
+        for rank, events in by_rank.items()
+    }
 
 
 def _splits(group: str, members: Mapping[int, list[Event]]) -> Iterator[Finding]:

@@ -4,10 +4,13 @@ Nodes are matched by name, and by structure (same op on the same inputs) where a
 must be the same op with the same arguments; operands may change only where a certificate says so. This is a proof by
 induction that every kept value is what it was, provided that writes to memory keep their order, which is checked per
 storage: whoever touches a storage that is written to must see the same last writer as before.
+
+Literals, constants and the graphs that higher-order operators run are compared whatever certificates say.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal
@@ -15,6 +18,7 @@ from typing import Literal
 from inductor_passes.ir.ops import Role
 from inductor_passes.report import Finding
 from inductor_passes.verify.certificate import Certificate, Certified, Claim
+from inductor_passes.verify.coverage import covered
 from inductor_passes.verify.snapshot import CollectiveRecord, NodeRecord, ReferenceSnapshot
 
 GroupOrder = Literal["kept", "any"]
@@ -33,8 +37,9 @@ def compare(
         group_order: ``"kept"`` refuses another order of starts within a process group; ``"any"`` leaves that to a
             comparison of digests between ranks.
     """
-    comparison = _Comparison(before, after, Certified(tuple(certificates)))
-    found = [
+    certified, found = covered(before, after, certificates)
+    comparison = _Comparison(before, after, certified)
+    found += [
         *comparison.signature(),
         *comparison.missing(),
         *comparison.extra(),
@@ -42,10 +47,17 @@ def compare(
         *comparison.channels(),
         *comparison.fences(),
         *comparison.claims(),
+        *comparison.bodies(),
     ]
     if group_order == "kept":
         found.extend(comparison.group_orders())
     return found
+
+
+def inside(name: str, finding: Finding) -> Finding:
+    """A finding inside the graph that an attribute holds, named ``attribute/node``."""
+    other = f"{name}/{finding.other}" if finding.other else ""
+    return dataclasses.replace(finding, node=f"{name}/{finding.node}", other=other)
 
 
 def _at(rule: str, record: NodeRecord, message: str, other: str = "") -> Finding:
@@ -148,7 +160,7 @@ class _Comparison:
                 if was.key != now.key:
                     yield _at("collective-changed", new, f"{new.name} was {was}, is {now}")
             if old.versions != new.versions:
-                yield from self._versions(old, new)
+                yield from self._versions(old, new, operands == old.operands)
 
     def _operands(self, old: NodeRecord, new: NodeRecord, operands: tuple[str, ...]) -> Iterator[Finding]:
         for was, now in zip(old.operands, operands):
@@ -158,20 +170,32 @@ class _Comparison:
             rule = "compute-lost" if lost and self.before.nodes[was].role is Role.COMPUTE else "operand-changed"
             yield _at(rule, new, f"{new.name} read {was}{', which is gone, and' if lost else ','} now reads {now}", was)
 
-    def _versions(self, old: NodeRecord, new: NodeRecord) -> Iterator[Finding]:
-        now = dict(new.versions)
-        for storage, writer in old.versions:
-            if storage not in now:
+    def _versions(self, old: NodeRecord, new: NodeRecord, same_operands: bool) -> Iterator[Finding]:
+        now = {self._old_block(block): self._old(writer) for block, writer in new.versions}
+        for block, writer in old.versions:
+            owner = block.rpartition("#")[0]
+            if block not in now:
+                # With other operands it may touch other memory; whether it may have them is a question of its own.
+                if same_operands and not self._is_covered(owner):
+                    message = f"{new.name} touches memory of {owner}, which is not what it was any more"
+                    yield _at("memory-order", new, message, owner)
                 continue
-            seen = self._old(now[storage])
+            seen = now[block]
             if seen != writer and not self.certified.redirects(writer, seen):
                 yield _at(
                     "memory-order",
                     new,
-                    f"{new.name} must see {storage.split('#')[0]} as {writer or 'its producer'} left it, "
+                    f"{new.name} must see {owner} as {writer or 'its producer'} left it, "
                     f"but {seen or 'nobody'} wrote it last",
                     writer,
                 )
+
+    def _old_block(self, block: str) -> str:
+        owner, _, number = block.rpartition("#")
+        return f"{self._old(owner)}#{number}"
+
+    def _is_covered(self, name: str) -> bool:
+        return name in self.certified.removed or name in self.certified.added
 
     def _sequence(self, rule: str, before: Sequence[str], after: Sequence[str], what: str) -> Iterator[Finding]:
         """The nodes that both sequences hold come in the same order."""
@@ -185,10 +209,14 @@ class _Comparison:
                 return
 
     def channels(self) -> Iterator[Finding]:
-        """Random draws and asserts keep their order."""
-        for channel, what in (("random", "random draws changed order"), ("assert", "asserts changed order")):
-            rule = f"{_CHANNEL_RULES[channel]}-order"
-            yield from self._sequence(rule, self.before.channel(channel), self.after.channel(channel), what)
+        """Random draws and asserts keep their order, draws also towards what may draw or set a state unseen."""
+        for channels, what in (
+            (("random",), "random draws changed order"),
+            (("random", "fence"), "a random draw moved across an op with unknown effects"),
+            (("assert",), "asserts changed order"),
+        ):
+            rule = f"{_CHANNEL_RULES[channels[0]]}-order"
+            yield from self._sequence(rule, self.before.channel(*channels), self.after.channel(*channels), what)
 
     def group_orders(self) -> Iterator[Finding]:
         """Starts of a process group keep their order."""
@@ -224,17 +252,20 @@ class _Comparison:
                 yield _at("fence", record, f"{name} moved across the fence {fence}", fence)
 
     def claims(self) -> Iterator[Finding]:
-        """Certificates: they name what exists, and what they claim about collectives holds."""
+        """Certificates: what they claim about collectives holds."""
         for certificate in self.certified.certificates:
-            for name in certificate.removed:
-                if name not in self.before.nodes:
-                    yield Finding("certificate", name, f"{certificate.rewrite}: {name} was not in the reference")
-            for name in certificate.added:
-                if name not in self.after.nodes:
-                    yield Finding("certificate", name, f"{certificate.rewrite}: {name} is not in the graph")
             old = [self.before.collectives[n] for n in certificate.removed if n in self.before.collectives]
             new = [self.after.collectives[n] for n in certificate.added if n in self.after.collectives]
             yield from _claim(certificate, old, new)
+
+    def bodies(self) -> Iterator[Finding]:
+        """The graphs that higher-order operators run are what they were; no certificate covers anything in them."""
+        for name, old in self.before.bodies.items():
+            new = self.after.bodies.get(name)
+            if new is not None:
+                yield from (inside(name, f) for f in compare(old, new))
+            elif any(r.op == "get_attr" and r.target == name for r in self.after.nodes.values()):
+                yield Finding("node-changed", name, f"{name} was a graph that is run, and is none any more")
 
 
 _CHANNEL_RULES = {"random": "rng", "assert": "side-effect", "fence": "side-effect"}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.ir import ops
-from inductor_passes.ir.ops import Role
-from inductor_passes.ir.storages import FxStorage
-from inductor_passes.ir.view import GraphView
+from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.report import Finding
-from inductor_passes.verify import effects
+from inductor_passes.verify.constants import Literals
 from inductor_passes.verify.events import Event, events
+from inductor_passes.verify.facts import communication
+from inductor_passes.verify.facts.higher_order import attribute
+from inductor_passes.verify.facts.operators import by_name
+from inductor_passes.verify.facts.storages import Block
+from inductor_passes.verify.facts.view import View
+from inductor_passes.verify.values import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +28,12 @@ class NodeRecord:
     Attributes:
         target: the op's full name, the placeholder's or attribute's name.
         operands: names of the nodes among the arguments, in argument order, repeated as often as they occur.
-        literals: everything else among the arguments, as text.
-        value: dtypes and shapes of the result as text, "" when unknown or no tensor.
-        channel: see :func:`inductor_passes.ir.ops.effect_channel`.
+        literals: everything else among the arguments, and what an attribute holds, as text (see ``constants``).
+        value: dtypes, shapes and devices of the result as text, "" when unknown or no tensor.
+        channel, certain: see :class:`inductor_passes.verify.facts.places.NodeFacts`.
+        communicates: whether it is a collective, one that blocks included.
         writes: names of the operands that it writes.
+        written: names of the nodes that brought the memory to life that it writes.
         segment: the last fence before it, "" at the beginning.
         versions: per written-to storage that it touches: (storage, name of the last writer before it).
         structure: equal for nodes that compute the same from the same inputs; comparable within a process.
@@ -42,11 +47,14 @@ class NodeRecord:
     literals: str
     value: str
     channel: str
+    communicates: bool
     writes: tuple[str, ...]
+    written: tuple[str, ...]
     segment: str
     versions: tuple[tuple[str, str], ...]
     structure: int
     source: str
+    certain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +89,21 @@ class CollectiveRecord:
 
 @dataclass(frozen=True)
 class ReferenceSnapshot:
-    """What a graph was: nodes in order, collectives, what other ranks see, its own findings, its peak (or None)."""
+    """What a graph was: nodes in order, collectives, what other ranks see, its own findings, its peak (or None).
+
+    ``bodies`` are the graphs that its higher-order operators run, by attribute. ``held`` keeps alive what is compared
+    by identity.
+    ``program`` is what its values are derived from.
+    """
 
     nodes: Mapping[str, NodeRecord]
     collectives: Mapping[str, CollectiveRecord]
     events: tuple[Event, ...]
     findings: frozenset[tuple[str, str, str]]
     peak_bytes: int | None
+    bodies: Mapping[str, ReferenceSnapshot] = field(default_factory=dict)
+    held: tuple[object, ...] = ()
+    program: Program | None = None
 
     @property
     def group_order(self) -> dict[str, tuple[str, ...]]:
@@ -97,9 +113,9 @@ class ReferenceSnapshot:
             order.setdefault(collective.group, []).append(collective.name)
         return {group: tuple(names) for group, names in order.items()}
 
-    def channel(self, channel: str) -> tuple[str, ...]:
-        """Names of the nodes of an effect channel, in order."""
-        return tuple(n.name for n in self.nodes.values() if n.channel == channel)
+    def channel(self, *channels: str) -> tuple[str, ...]:
+        """Names of the nodes of effect channels, in order."""
+        return tuple(n.name for n in self.nodes.values() if n.channel in channels)
 
     @property
     def fences(self) -> tuple[str, ...]:
@@ -112,27 +128,36 @@ def finding_key(finding: Finding) -> tuple[str, str, str]:
     return finding.rule, finding.node, finding.other
 
 
-def take(view: GraphView, findings: list[Finding], peak: int | None) -> ReferenceSnapshot:
+def take(
+    view: View,
+    findings: list[Finding],
+    peak: int | None,
+    bodies: Mapping[str, ReferenceSnapshot] | None = None,
+    *,
+    for_ranks: bool = False,
+) -> ReferenceSnapshot:
     """The snapshot of a graph that has been looked at already."""
     nodes: dict[str, NodeRecord] = {}
     structures: dict[torch.fx.Node, int] = {}
-    writes = {node: effects.writes(node, view.roles[node]) for node in view.nodes}
-    versions = _Versions(view, writes)
+    versions = _Versions(view)
+    constants = Literals()
     segment = ""
     for node in view.nodes:
-        role = view.roles[node]
+        facts = view.facts[node]
+        role = facts.role
         operands: list[torch.fx.Node] = []
         literals: list[str] = []
         for argument in node.args:
-            _take_apart(argument, operands, literals)
+            _take_apart(argument, operands, literals, constants)
         for key in sorted(node.kwargs):
             literals.append(key + "=")
-            _take_apart(node.kwargs[key], operands, literals)
+            _take_apart(node.kwargs[key], operands, literals, constants)
+        if node.op == "get_attr":
+            literals.append(_held(node, constants))
         target = str(node.target)
         text = "".join(literals)
         identity = (node.name,) if node.op in ("placeholder", "output") else ()
         structures[node] = hash((target, text, tuple(structures[o] for o in operands if o in structures), identity))
-        written = writes[node]
         nodes[node.name] = NodeRecord(
             name=node.name,
             op=node.op,
@@ -140,30 +165,46 @@ def take(view: GraphView, findings: list[Finding], peak: int | None) -> Referenc
             role=role,
             operands=tuple(o.name for o in operands),
             literals=text,
-            value=describe(node.meta.get("val")),
-            channel=ops.effect_channel(node, role),
-            writes=tuple(w.name for w in written),
+            value=value_text(node.meta.get("val")),
+            channel=facts.channel,
+            certain=facts.certain,
+            communicates=_communicates(node, role),
+            writes=tuple(w.name for w in facts.writes),
+            written=tuple(dict.fromkeys(b.producer.name for w in facts.writes for b in view.storages.of(w))),
             segment=segment,
-            versions=versions.visit(node, role, written),
+            versions=versions.visit(node),
             structure=structures[node],
-            source=ops.source_line(node) if role in (Role.START, Role.FENCE) else "",
+            source=source_line(node) if role in (Role.START, Role.FENCE) else "",
         )
         if role is Role.FENCE:
             segment = node.name
     return ReferenceSnapshot(
         nodes=nodes,
         collectives=collectives(view),
-        events=events(view),
+        events=events(view) if for_ranks else (),
         findings=frozenset(map(finding_key, findings)),
         peak_bytes=peak,
+        bodies=bodies or {},
+        held=tuple(constants.held),
+        program=Program(view),
     )
 
 
-def collectives(view: GraphView) -> dict[str, CollectiveRecord]:
+def _held(node: torch.fx.Node, constants: Literals) -> str:
+    """What an attribute holds. A graph is compared node by node instead."""
+    held = attribute(node)
+    return "graph" if isinstance(held, torch.fx.GraphModule) else constants.text(held)
+
+
+def _communicates(node: torch.fx.Node, role: Role) -> bool:
+    return role is Role.START or (_torch.is_op(node.target) and communication.takes_a_group(node.target))
+
+
+def collectives(view: View) -> dict[str, CollectiveRecord]:
     """Every collective of a graph by its start's name, in order."""
     result: dict[str, CollectiveRecord] = {}
     for c in view.collectives:
-        arguments = _torch.op_arguments(c.start)
+        arguments = by_name(c.start.target, c.start.args, c.start.kwargs)
         extra = {
             k: arguments[k] for k in ("src", "group_size", "output_split_sizes", "input_split_sizes") if k in arguments
         }
@@ -178,7 +219,7 @@ def collectives(view: GraphView) -> dict[str, CollectiveRecord]:
             output_bytes=c.output_bytes,
             arguments=_hinted(extra),
             waits=tuple(w.name for w in c.waits),
-            source=ops.source_line(c.start),
+            source=source_line(c.start),
         )
     return result
 
@@ -195,16 +236,18 @@ def _hinted(value: object) -> str:
     return str(value if hint is None else hint)
 
 
-def describe(value: object) -> str:
-    """dtype and shape of a value's tensors as text."""
+def value_text(value: object) -> str:
+    """dtype, shape and device of a value's tensors as text."""
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{list(value.shape)}"
+        return f"{value.dtype}{list(value.shape)} {value.device}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(describe, value)) + "]"
+        return "[" + ", ".join(map(value_text, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {value_text(v)}" for key, v in value.items()) + "}"
     return ""
 
 
-def _take_apart(value: object, operands: list[torch.fx.Node], literals: list[str]) -> None:
+def _take_apart(value: object, operands: list[torch.fx.Node], literals: list[str], constants: Literals) -> None:
     """Split an argument into nodes and text, in order; a node leaves a mark in the text."""
     if isinstance(value, torch.fx.Node):
         operands.append(value)
@@ -212,49 +255,46 @@ def _take_apart(value: object, operands: list[torch.fx.Node], literals: list[str
     elif isinstance(value, (list, tuple)):
         literals.append("(")
         for item in value:
-            _take_apart(item, operands, literals)
+            _take_apart(item, operands, literals, constants)
         literals.append("),")
     elif isinstance(value, dict):
         literals.append("{")
         for key, item in value.items():
             literals.append(f"{key}:")
-            _take_apart(item, operands, literals)
+            _take_apart(item, operands, literals, constants)
         literals.append("},")
     elif isinstance(value, slice):
         literals.append("slice")
-        _take_apart((value.start, value.stop, value.step), operands, literals)
-    elif isinstance(value, torch.Tensor):
-        literals.append(f"tensor:{describe(value)},")
+        _take_apart((value.start, value.stop, value.step), operands, literals, constants)
     else:
-        literals.append(f"{value!r},")
+        literals.append(f"{constants.text(value)},")
 
 
 class _Versions:
-    """For each storage that somebody writes to after its birth: its last writer so far."""
+    """For each block that somebody writes to after its birth: its last writer so far."""
 
-    def __init__(self, view: GraphView, writes: Mapping[torch.fx.Node, list[torch.fx.Node]]) -> None:
+    def __init__(self, view: View) -> None:
         self.view = view
-        self.last: dict[FxStorage, str] = {}
-        self.written: dict[FxStorage, str] = {}
+        self.last: dict[Block, str] = {}
+        self.written: dict[Block, str] = {}
         ordinal: dict[torch.fx.Node, int] = {}
-        touched = {s for written in writes.values() for w in written for s in view.storages.of(w)}
-        for storage in view.storages.all:
-            number = ordinal.get(storage.producer, 0)
-            ordinal[storage.producer] = number + 1
-            if storage in touched:
-                self.written[storage] = f"{storage.producer.name}#{number}"
+        for block in view.storages.all:
+            number = ordinal.get(block.producer, 0)
+            ordinal[block.producer] = number + 1
+            if block.writers:
+                self.written[block] = f"{block.producer.name}#{number}"
 
-    def visit(self, node: torch.fx.Node, role: Role, written: list[torch.fx.Node]) -> tuple[tuple[str, str], ...]:
+    def visit(self, node: torch.fx.Node) -> tuple[tuple[str, str], ...]:
+        """(block, last writer) of every block that a node touches and that is written to; then enter its own writes."""
         if not self.written:
             return ()
-        operands = node.all_input_nodes if role is Role.OUTPUT else [*effects.reads(node, role), *written]
+        view = self.view
+        written = view.facts[node].writes
+        operands = node.all_input_nodes if view.roles[node] is Role.OUTPUT else [*view.reads(node), *written]
         result = {
-            self.written[s]: self.last.get(s, "")
-            for o in operands
-            for s in self.view.storages.of(o)
-            if s in self.written
+            self.written[b]: self.last.get(b, "") for o in operands for b in view.storages.of(o) if b in self.written
         }
         for operand in written:
-            for storage in self.view.storages.of(operand):
-                self.last[storage] = node.name
+            for block in view.storages.of(operand):
+                self.last[block] = node.name
         return tuple(result.items())

@@ -1,19 +1,22 @@
-"""What a report says about one optimised graph: which properties were shown, which are taken for granted."""
+"""What a report says about one optimised graph: which properties were shown, which are assumed."""
 
 from __future__ import annotations
 
-from inductor_passes.ir.view import GraphView
+import torch.fx
+
 from inductor_passes.verify import graph as rules
 from inductor_passes.verify.deadlock import certify
 from inductor_passes.verify.events import Action, events
+from inductor_passes.verify.facts.view import View
 
 
-def statement(view: GraphView, *, compared: bool) -> list[str]:
+def statement(graph: torch.fx.Graph, *, compared: bool) -> list[str]:
     """``Proven: ...`` and ``Assumed: ...`` about a graph that every rank compiles for itself; O(nodes + edges).
 
     Args:
         compared: whether the ranks compared their collectives at compile time (``rank_check``).
     """
+    view = View(graph)
     found = rules.waits_and_flight(view)
     program = events(view)
     certification = certify([[e for e in program if e.action not in (Action.SEND, Action.RECEIVE)]])

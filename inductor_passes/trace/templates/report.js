@@ -150,7 +150,7 @@ const help = (g) => {
 const collectives = (g) => {
   const rows = g.report.collectives;
   const columns = [
-    { head: "Collective", value: (c) => c.label, show: (c) => [c.label, el("span", { class: "sub" }, c.kind + (c.bucket ? " in " + c.bucket : ""))] },
+    { head: "Collective", value: (c) => c.label, show: (c) => [c.label, el("span", { class: "sub" }, c.kind + (c.bucket ? ", " + c.bucket : ""))] },
     { head: "Size", number: true, value: (c) => c.size_bytes, show: (c) => size(c.size_bytes) },
     { head: "Lane", value: (c) => c.lane, show: (c) => [c.lane, c.ranks.length ? el("span", { class: "sub line" }, ranksText(c.ranks)) : null] },
     { head: "Hidden", number: true, value: (c) => c.hidden_ns, show: (c) => time(c.hidden_ns) },

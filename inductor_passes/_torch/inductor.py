@@ -1,0 +1,228 @@
+"""Inductor's configuration, hooks and entry points."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+
+@functools.cache
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the running torch."""
+    major, minor = torch.__version__.split("+")[0].split(".")[:2]
+    return int(major), int("".join(ch for ch in minor if ch.isdigit()))
+
+
+def partitioner_base() -> type:
+    """Base class of what Inductor takes as ``custom_partitioner_fn``."""
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    return CustomPartitionerFn
+
+
+def default_partitioner() -> Callable[..., Any]:
+    """Inductor's own partitioner: ``(joint module, joint inputs, **kwargs) -> (forward module, backward module)``."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition
+
+
+def graph_pass_base() -> type:
+    """Base class of a post-grad graph pass; from 2.12 on one that is told whether it compiles for inference."""
+    from torch._inductor import custom_graph_pass
+
+    aware = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)
+    return aware or custom_graph_pass.CustomGraphPass
+
+
+def accepts_pass_lists() -> bool:
+    """Whether a custom-pass option takes a list of passes (from torch 2.12 on)."""
+    from torch._inductor import custom_graph_pass
+
+    return hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+def pass_uuid(graph_pass: object) -> Any:
+    """Cache id of a custom graph pass or partitioner, None for a plain function."""
+    uuid = getattr(graph_pass, "uuid", None)
+    return uuid() if callable(uuid) else None
+
+
+def as_pass_list(value: Any) -> list[Any]:
+    """A custom-pass option (None, a pass, a list or a tuple of passes) as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def inductor_config() -> Any:
+    """Inductor's config module."""
+    import torch._inductor.config as config
+
+    return config
+
+
+def inductor_option_names() -> frozenset[str]:
+    """All keys that ``torch.compile(options=...)`` accepts for Inductor."""
+    return frozenset(inductor_config().shallow_copy_dict())
+
+
+def inductor_option(name: str, default: Any = None) -> Any:
+    """Current value of a (possibly nested) Inductor option; ``default`` where this torch does not have it."""
+    value: Any = inductor_config()
+    for part in name.split("."):
+        if not hasattr(value, part):
+            return default
+        value = getattr(value, part)
+    return value
+
+
+def set_inductor_option(name: str, value: Any) -> None:
+    """Set a (possibly nested) Inductor option for the whole process."""
+    target: Any = inductor_config()
+    *parents, last = name.split(".")
+    for part in parents:
+        target = getattr(target, part)
+    setattr(target, last, value)
+
+
+def expand_mode(mode: str) -> dict[str, Any]:
+    """The Inductor options that ``torch.compile(mode=...)`` stands for.
+
+    Raises:
+        ValueError: an unknown mode, with the known ones.
+    """
+    import torch._inductor
+
+    known = torch._inductor.list_mode_options()
+    if mode not in known:
+        raise ValueError(f"mode={mode!r} is not allowed; expected one of {', '.join(sorted(known))}")
+    return dict(known[mode])
+
+
+def compile_fx(module: Any, example_inputs: Any, options: dict[str, Any]) -> Any:
+    """Compile a dynamo graph with Inductor under ``options``."""
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+
+    return inductor_compile_fx(module, example_inputs, config_patches=options)
+
+
+def compile_aot_eager(
+    module: Any,
+    example_inputs: Any,
+    graph_pass: Callable[[torch.fx.Graph, bool], None],
+    partition: Callable[..., Any],
+) -> Any:
+    """Trace forward and backward ahead of time as Inductor would, run a pass on each, execute them op by op."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+
+    def compiler(is_inference: bool) -> Callable[[Any, Any], Any]:
+        def run(graph_module: Any, _: Any) -> Any:
+            graph_pass(graph_module.graph, is_inference)
+            graph_module.recompile()
+            return make_boxed_func(graph_module.forward)
+
+        return run
+
+    backend = aot_autograd(
+        fw_compiler=compiler(False),
+        bw_compiler=compiler(False),
+        inference_compiler=compiler(True),
+        decompositions=select_decomp_table(),
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    return backend(module, example_inputs)
+
+
+def aot_graph_name() -> str:
+    """Name of the graph that AOTAutograd is compiling, e.g. ``model__0_forward_1``; "" outside of it."""
+    try:
+        from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+
+        return str(get_aot_graph_name())
+    except (ImportError, AttributeError):
+        return ""
+
+
+SIMPLE_OVERLAP = "aten_distributed_optimizations.enable_simple_overlap"
+
+
+def features() -> dict[str, bool]:
+    """Feature -> whether this torch build has it; every one is looked for, none is inferred from the version."""
+    import importlib.util
+
+    def module(name: str) -> bool:
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError:
+            return False
+
+    missing = object()
+    available = torch.distributed.is_available()
+    return {
+        "graph passes": inductor_option("post_grad_custom_post_pass", missing) is not missing,
+        "scheduler hook": inductor_option("reorder_for_compute_comm_overlap_passes", missing) is not missing,
+        "structured trace": module("torch._logging"),
+        "distributed": available,
+        "gloo": available and torch.distributed.is_gloo_available(),
+        "nccl": available and torch.distributed.is_nccl_available(),
+        "mpi": available and torch.distributed.is_mpi_available(),
+        "fake process group": module("torch.testing._internal.distributed.fake_pg"),
+        "symmetric memory": available and module("torch.distributed._symmetric_memory"),
+        "simple_overlap": inductor_option(SIMPLE_OVERLAP, missing) is not missing,
+        "triton": module("triton"),
+    }
+
+
+def compile_cache_dir() -> str:
+    """The directory of Inductor's caches; it is not created."""
+    import os
+
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return os.path.abspath(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir())
+
+
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor would use for CPU code.
+
+    Raises:
+        RuntimeError: there is none (torch's own error type derives from it).
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
+
+
+def everything_compiled_at_once() -> contextlib.AbstractContextManager[Any]:
+    """While it is entered a backward is compiled together with its forward, and neither comes out of AOT's cache."""
+    from torch._functorch import config
+
+    return config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)  # type: ignore[no-any-return]
+
+
+def output_examples(module: torch.fx.GraphModule) -> list[Any]:
+    """What a graph that dynamo captured returns: fake tensors and plain values, in order."""
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    found = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    return [n.meta.get("example_value", n.meta.get("val")) if isinstance(n, torch.fx.Node) else n for n in found]
+
+
+def plain_values(values: Sequence[Any]) -> bool:
+    """Whether all tensors among fake values are plain ones: no DTensor or other subclass."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+    return all(
+        not isinstance(v, torch.Tensor)
+        or (type(v) in (torch.Tensor, torch.nn.Parameter, FakeTensor) and not is_traceable_wrapper_subclass(v))
+        for v in values
+    )

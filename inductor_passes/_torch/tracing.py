@@ -1,0 +1,54 @@
+"""Structured trace (TORCH_TRACE), compile ids and compile-time spans."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+
+def trace_enabled() -> bool:
+    """Whether torch writes a structured trace in this process, i.e. whether an artifact would reach a file.
+
+    True with ``TORCH_TRACE`` set, and before torch's first own record; False afterwards without a trace directory.
+    """
+    return bool(logging.getLogger("torch.__trace").handlers)
+
+
+def trace_artifact(name: str, encoding: str, payload_fn: Callable[[], str]) -> None:
+    """Write one artifact into the structured trace under the current compile id.
+
+    ``encoding`` is ``json`` or ``string``, the two that tlparse renders. ``payload_fn`` is called only when a trace
+    is being written. Errors of the payload and of the file system pass through to the caller.
+    """
+    from torch._logging import trace_structured
+
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload_fn,
+        expect_trace_id=False,
+    )
+
+
+def compile_id() -> str:
+    """The current compile id as torch prints it (``0/0``), or "" outside of a compilation."""
+    from torch._guards import CompileContext
+
+    current = CompileContext.current_compile_id()
+    return "" if current is None else str(current)
+
+
+@contextlib.contextmanager
+def compile_span(name: str) -> Iterator[Callable[..., None]]:
+    """A span in the compile-time trace (chromium events); yields a function that attaches ``key=value`` to it.
+
+    Keys go to the span only: the record of compilation metrics has a fixed set of columns and breaks on others.
+    """
+    from torch._dynamo.utils import CompileEventLogger, dynamo_timed
+
+    def attach(**values: object) -> None:
+        CompileEventLogger.pt2_compile(name, **values)
+
+    with dynamo_timed(name, log_pt2_compile_event=True):
+        yield attach

@@ -1,0 +1,30 @@
+"""Agreement: whether all ranks that take part in a graph's collectives compile the same graph.
+
+Rewrites and orders of collectives are only right when every rank of a process group takes the same decision. Each rank
+sees its own graph. :func:`reach` tells, before anything is decided, whether the others have the same one; only then is
+anything done that depends on it. :func:`statement` and :func:`loaded` do the same for code that comes out of a cache.
+:func:`session_of` and :func:`bounded` are the protocol itself, for code that compares something else.
+"""
+
+from inductor_passes.agreement.asking import bounded, explaining, forget, session_of
+from inductor_passes.agreement.cached import StaleVerdictError, loaded, statement
+from inductor_passes.agreement.consensus import Ballot, Kind, Outcome
+from inductor_passes.agreement.literals import Literals
+from inductor_passes.agreement.reach import TIMEOUT_S, Agreement, reach
+
+__all__ = [
+    "TIMEOUT_S",
+    "Agreement",
+    "Ballot",
+    "Kind",
+    "Literals",
+    "Outcome",
+    "StaleVerdictError",
+    "bounded",
+    "explaining",
+    "forget",
+    "loaded",
+    "reach",
+    "session_of",
+    "statement",
+]

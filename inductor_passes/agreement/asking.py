@@ -1,0 +1,144 @@
+"""Asking the other ranks, once per graph and process.
+
+Answers are kept for the life of the process, also after the end of a process group. Compiled code is kept as well, and
+code that is compiled later must get the same answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from inductor_passes import _torch
+from inductor_passes.agreement.claim import Claim
+from inductor_passes.agreement.consensus import IN_DOUBT_S, Ballot, Kind, Outcome, settle
+from inductor_passes.agreement.session import Session
+
+log = logging.getLogger("inductor_passes")
+
+#: A store that blocks for longer than all waits together is given up.
+_STALLED_S = 5.0
+_lock = threading.Lock()
+_answers: dict[tuple[object, ...], Outcome] = {}
+_asking: dict[tuple[object, ...], threading.Lock] = {}
+_sessions: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Session]] = weakref.WeakKeyDictionary()
+#: (participants, compiled function, phase) -> verdicts on its graphs so far.
+_verdicts_of: dict[tuple[object, ...], set[bool]] = {}
+_explaining: ContextVar[bool] = ContextVar("inductor_passes_explaining", default=False)
+
+
+@contextlib.contextmanager
+def explaining() -> Iterator[None]:
+    """While it is entered no rank is asked: ranks are taken to agree. For graphs that are not going to run."""
+    token = _explaining.set(True)
+    try:
+        yield
+    finally:
+        _explaining.reset(token)
+
+
+def nobody_to_ask() -> bool:
+    """Whether ranks agree by definition: collectives move nothing, or nothing is going to run."""
+    return _explaining.get() or _torch.moves_nothing()
+
+
+def ask(claim: Claim, lines: Sequence[str] | None = None) -> tuple[Outcome, Session | None]:
+    """The verdict of a claim's participants; asked at most once per process, by one thread at a time.
+
+    Never raises, and waits for no longer than ``claim.timeout_s`` (see ``consensus.settle``).
+    """
+    if nobody_to_ask() or claim.participants == (claim.rank,):
+        return Outcome(Kind.AGREED), None
+    session = session_of(claim.participants)
+    if session is None:
+        return Outcome(Kind.TROUBLE, "there is no default process group with a store"), None
+    key = (claim.rank, claim.world_size, claim.participants, claim.digest, claim.values)
+    with _lock:
+        turn = _asking.setdefault(key, threading.Lock())
+    with turn:
+        found = _answers.get(key)
+        if found is None:
+            ballot = claim.ballot(_torch.compile_id(), lines)
+            found = _answers[key] = bounded(session, ballot, claim.timeout_s)
+    _note(claim, found.agreed)
+    return found, session
+
+
+def _note(claim: Claim, agreed: bool) -> None:
+    """Remember the verdict for :func:`is_mixed`."""
+    function, _, number = _torch.compile_id().rpartition("/")
+    key = claim.participants, function, claim.phase
+    with _lock:
+        if number.partition("_")[0] in ("", "0"):
+            # The first graph of a function: dynamo counts anew after a reset.
+            _verdicts_of[key] = set()
+        _verdicts_of.setdefault(key, set()).add(agreed)
+
+
+def is_mixed(claim: Claim) -> bool:
+    """Whether ranks agree on some graphs of the function that is being compiled and not on others.
+
+    They must then not run two of them at the same time.
+    """
+    function = _torch.compile_id().rpartition("/")[0]
+    with _lock:
+        return len(_verdicts_of.get((claim.participants, function, claim.phase), ())) > 1
+
+
+def session_of(ranks: Sequence[int]) -> Session | None:
+    """The talks with a set of ranks in this life of the default process group; None without one."""
+    place = _torch.default_store()
+    if place is None:
+        return None
+    group, store = place
+    with _lock:
+        sessions = _sessions.setdefault(group, {})
+        known = sessions.get(tuple(ranks))
+        if known is None:
+            known = sessions[tuple(ranks)] = Session(store, _torch.process_rank(), ranks)
+        return known
+
+
+def bounded(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
+    """:func:`settle`, given up when the store blocks: a call into it has no time limit of its own."""
+    limit = timeout_s + IN_DOUBT_S + _STALLED_S
+    found = _within(lambda: settle(session, ballot, timeout_s), limit)
+    if found is None:
+        session.board.closed = True
+        found = Outcome(Kind.TROUBLE, f"the process group's store did not answer within {limit:g} s")
+    return found
+
+
+def _within(call: Callable[[], Outcome], limit_s: float) -> Outcome | None:
+    """The result of ``call`` in a thread of its own; None when it does not come in time."""
+    result: list[Outcome] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except Exception as error:  # whatever it is, ranks are then not known to agree
+            log.debug("asking other ranks failed", exc_info=True)
+            result.append(Outcome(Kind.TROUBLE, f"asking the other ranks failed: {type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=run, name="inductor_passes agreement", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return result[0] if result else None
+
+
+def forget() -> None:
+    """Forget all answers, and the modules that were loaded under them.
+
+    For a program that replaces some of its processes while others go on: call it on all of those, with
+    ``torch.compiler.reset()``, when the new process group is there.
+    """
+    with _lock:
+        _answers.clear()
+        _asking.clear()
+        _verdicts_of.clear()
+    _torch.forget_loaded_modules()

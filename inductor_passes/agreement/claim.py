@@ -1,0 +1,111 @@
+"""What a rank says of one graph, as plain data: it is asked for when the graph is compiled and again when its code is
+loaded from a cache, by processes that no longer have the graph.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from base64 import b85decode, b85encode
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from inductor_passes.agreement import difference
+from inductor_passes.agreement.consensus import Ballot
+from inductor_passes.agreement.literals import Literals
+
+#: Lines travel in generated code to show a difference; a beginning of this many characters, compressed, will do.
+_MAX_LINES = 1 << 15
+_MAX_TEXT = 1 << 22
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One rank's description of one graph, and the verdict under which the graph was compiled.
+
+    Attributes:
+        rank / world_size: of the process that compiled it, in the default process group.
+        participants: the ranks that have to agree; empty where nobody could be asked.
+        corners: see ``Grid.corners``.
+        digest / values / kinds / roles / places: see ``Description`` and ``Literals``.
+        graph: name that AOTAutograd gave the graph.
+        phase: name within its compilation.
+        lines: what the digest is made of, packed.
+        timeout_s: how long to wait for the others.
+        agreed: the verdict.
+    """
+
+    rank: int
+    world_size: int
+    participants: tuple[int, ...]
+    corners: tuple[int, ...]
+    digest: str
+    values: tuple[int, ...]
+    kinds: str
+    roles: tuple[tuple[int, ...], ...]
+    places: tuple[int, ...]
+    graph: str
+    phase: str
+    lines: str
+    timeout_s: float
+    agreed: bool
+
+    def ballot(self, compile_id: str, lines: Sequence[str] | None = None) -> Ballot:
+        """What to vote for; ``lines`` where they are at hand."""
+        literals = Literals(self.values, self.kinds, self.roles, self.places)
+
+        def shown() -> Sequence[str]:
+            return lines if lines is not None else difference.unpacked(self.lines.encode()) or []
+
+        return Ballot(self.digest, literals, self.corners, f"{compile_id} {self.graph} {self.phase}", shown)
+
+    def text(self) -> str:
+        """For a statement in generated code; equal for equal claims."""
+        return b85encode(zlib.compress(json.dumps(asdict(self), separators=(",", ":")).encode(), 6)).decode()
+
+    @staticmethod
+    def parse(text: str) -> Claim:
+        """Inverse of :meth:`text`.
+
+        Raises:
+            ValueError: it is not one.
+        """
+        try:
+            stream = zlib.decompressobj()
+            data = stream.decompress(b85decode(text), _MAX_TEXT)
+            if stream.unconsumed_tail:
+                raise ValueError(f"it is larger than {_MAX_TEXT} bytes")
+            return _checked(json.loads(data))
+        except (zlib.error, json.JSONDecodeError, TypeError, KeyError, RecursionError) as error:
+            raise ValueError(f"no claim: {type(error).__name__}: {error}") from None
+
+
+def _checked(data: dict[str, Any]) -> Claim:
+    def integers(key: str) -> tuple[int, ...]:
+        return tuple(int(value) for value in data[key])
+
+    claim = Claim(
+        rank=int(data["rank"]),
+        world_size=int(data["world_size"]),
+        participants=integers("participants"),
+        corners=integers("corners"),
+        digest=str(data["digest"]),
+        values=integers("values"),
+        kinds=str(data["kinds"]),
+        roles=tuple(tuple(int(value) for value in row) for row in data["roles"]),
+        places=integers("places"),
+        graph=str(data["graph"]),
+        phase=str(data["phase"]),
+        lines=str(data["lines"]),
+        timeout_s=float(data["timeout_s"]),
+        agreed=data["agreed"] is True,
+    )
+    if not (claim.digest.isalnum() or not claim.participants) or len(claim.kinds) != len(claim.values):
+        raise ValueError("no claim: its fields do not fit together")
+    return claim
+
+
+def packed_lines(lines: Sequence[str]) -> str:
+    """Lines as they travel in a claim."""
+    return difference.packed(lines, _MAX_LINES)

@@ -1,0 +1,274 @@
+"""A graph as lines of text that are equal on ranks whose decisions about it are equal.
+
+Everything that a decision may depend on is in it: facts that the caller names (settings, versions, costs), the process
+groups, and one line per node in graph order with its operator, operands by their place in this list, literals, dtypes,
+sizes, strides, and what of the user's program it was traced from. Collectives are nodes like others: their operand says
+which tensor they move. Graphs inside of higher-order operators are written out where they are first used.
+
+Left out, because ranks with one program may differ in it: names of nodes and groups, indices of devices, the padding of
+uneven shards (``uneven``), which of several equal device meshes is meant, the peer of a point-to-point message (it is a
+fence, whoever it is), and open numbers (``literals``), which ranks compare apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.agreement import pieces
+from inductor_passes.agreement.arguments import Texts
+from inductor_passes.agreement.difference import SOURCE
+from inductor_passes.agreement.grid import Grid, participants
+from inductor_passes.agreement.literals import Kind, Literals
+from inductor_passes.agreement.roles import IncomparableError, Roles
+from inductor_passes.agreement.uneven import Uneven, uneven
+from inductor_passes.ir import ops
+from inductor_passes.ir.canonical import moves_data
+from inductor_passes.ir.groups import Group, resolve
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.view import GraphView, behind
+
+#: Arguments that name the other end of a point-to-point message.
+_PEERS = frozenset({"dst", "src", "peer_list"})
+_INPUT = re.compile(r"(primals_|tangents_|arg)\d")
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a rank says of a graph.
+
+    Attributes:
+        lines: in order; the user's source line is behind a bar and does not count.
+        literals: the numbers that are left open in them.
+        grid: the ranks that have to say the same.
+        open_nodes: per open number the node that has it, and in how many equal pieces that cuts its source (0 where it
+            does not).
+        groups: per role of the literals the name of this rank's process group.
+    """
+
+    lines: tuple[str, ...]
+    literals: Literals
+    grid: Grid
+    open_nodes: tuple[tuple[torch.fx.Node, int], ...] = field(default=(), compare=False)
+    groups: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """32 hex digits: equal on ranks with equal lines, the user's source lines apart, and the same participants."""
+        text = "\n".join(line.partition(SOURCE)[0] for line in (*self.lines, str(self.grid), self.literals.kinds))
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def describe(
+    view: GraphView,
+    facts: Mapping[str, str],
+    rank: int,
+    world_size: int,
+    describe_group: Callable[[Group], str] | None = None,
+) -> Description:
+    """The description of a graph by ``rank``; O(nodes + edges).
+
+    Raises:
+        IncomparableError: the graph holds what one rank cannot describe to another, or its groups name no set of ranks
+            that could agree; the message says what.
+    """
+    groups = used_groups(view)
+    missing = next((group for group in groups if not group.ranks), None)
+    if missing is not None:
+        raise IncomparableError(f"process group {missing.name!r} does not exist in this process")
+    grid = participants([group.ranks for group in groups], rank, world_size)
+    if isinstance(grid, str):
+        raise IncomparableError(grid)
+    roles = Roles(rank, grid, describe_group)
+    writer = _Writer(view, uneven(view), roles, rank, max((group.size for group in groups), default=1))
+    body = list(writer.graph(view.graph))
+    head = [f"fact {name}: {value}" for name, value in sorted(facts.items())]
+    head += roles.lines
+    positions = roles.positions() if writer.open else {}
+    literals = Literals(
+        tuple(one.value for one in writer.open),
+        "".join(one.kind.value for one in writer.open),
+        tuple(positions.values()),
+        tuple(len(head) + one.line for one in writer.open),
+    )
+    nodes = tuple((one.node, one.pieces) for one in writer.open)
+    return Description((*head, *body), literals, grid, nodes, tuple(positions))
+
+
+def used_groups(view: GraphView) -> list[Group]:
+    """The process groups of the collectives in a graph, by first use; transfers and unknown operators name none."""
+    found: dict[str, Group] = {}
+    for node in view.nodes:
+        if view.role(node) is Role.START:
+            group = view.by_start[node].group
+        elif node.op == "call_function" and _torch.op_name(node.target) in ops.BLOCKING_COLLECTIVES:
+            group = resolve(behind(_torch.op_arguments(node).get("group_name", "")))
+        else:
+            continue
+        found.setdefault(group.name, group)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """An open number: where it is, and what it may say."""
+
+    kind: Kind
+    value: int
+    line: int
+    node: torch.fx.Node
+    pieces: int
+
+
+class _Writer:
+    def __init__(self, view: GraphView, ragged: Uneven, roles: Roles, rank: int, largest: int) -> None:
+        self._ragged = ragged
+        self._roles = roles
+        self._rank = rank
+        self._largest = largest
+        self._names: dict[torch.fx.Node, str] = {}
+        self._bodies: dict[int, str] = {}
+        self._texts = Texts(self._reference, roles)
+        self._near, self._near_groups = _near_groups(view)
+        self._lines = 0
+        self.open: list[_Open] = []
+
+    def graph(self, graph: torch.fx.Graph, indent: str = "") -> Iterator[str]:
+        """The lines of a graph, those of the graphs inside it included."""
+        inputs = 0
+        for node in graph.nodes:
+            if node in self._ragged.stands_for:
+                continue
+            named = self._object_of(node)
+            if named is not None:
+                self._names[node] = named
+                continue
+            self._names[node] = f"%{len(self._names)}"
+            if node.op == "placeholder":
+                text = self._input(node, inputs)
+                inputs += 1
+            elif node.op == "get_attr":
+                text = yield from self._attribute(node, indent)
+            elif node.op == "output":
+                text = f"return {self._texts.text(node.args[0])}"
+            else:
+                text = self._call(node)
+            self._lines += 1
+            value = self._texts.value(node.meta.get("val"), node not in self._ragged.sizeless)
+            source = ops.source_line(node)
+            yield f"{indent}{self._names[node]} = {text} {value}".rstrip() + (f"{SOURCE}{source}" if source else "")
+
+    def _reference(self, node: torch.fx.Node) -> str:
+        node = self._ragged.stands_for.get(node, node)
+        return self._names[node]
+
+    def _object_of(self, node: torch.fx.Node) -> str | None:
+        """A process group or a device mesh that a node brings: it has no place of its own, equal ones are one."""
+        if node.op == "placeholder":
+            value = node.meta.get("val")
+            return None if value is None or isinstance(value, torch.Tensor) else self._texts.named_object(value)
+        return self._texts.named_object(_attribute(node)) if node.op == "get_attr" else None
+
+    def _input(self, node: torch.fx.Node, number: int) -> str:
+        target = str(node.target)
+        # Names of saved values follow the numbering of nodes, which padding shifts.
+        name = target if _INPUT.match(target) else ""
+        return " ".join(part for part in (f"input {number}", name, _torch.input_description(node)) if part)
+
+    def _attribute(self, node: torch.fx.Node, indent: str) -> Generator[str, None, str]:
+        value = _attribute(node)
+        if not isinstance(value, torch.fx.GraphModule):
+            return self._texts.text(value)
+        if id(value) not in self._bodies:
+            self._bodies[id(value)] = f"graph {len(self._bodies)}"
+            self._lines += 1
+            yield f"{indent}{self._bodies[id(value)]}:"
+            yield from self.graph(value.graph, indent + "  ")
+        return self._bodies[id(value)]
+
+    def _call(self, node: torch.fx.Node) -> str:
+        name = _torch.op_name(node.target)
+        if _torch.is_op(node.target):
+            arguments = _torch.op_arguments(node)
+        else:
+            arguments = {**{str(i): value for i, value in enumerate(node.args)}, **node.kwargs}
+        found: pieces.Found = []
+        near, count = self._piece(node, arguments)
+        if name.startswith("higher_order::triton_kernel_wrapper"):
+            arguments = self._triton(arguments)
+        elif pieces.is_piece_of_split(node):
+            found.append((Kind.PIECE, int(arguments["1"])))
+            arguments["1"] = pieces.PIECE
+        elif ops.is_transfer(node):
+            arguments = {key: value for key, value in arguments.items() if key not in _PEERS}
+        written, more = pieces.opened(node, name, arguments, self._largest)
+        for kind, value in (*found, *more):
+            kind = Kind.NEAR if near and kind is Kind.PIECE else kind
+            self.open.append(_Open(kind, value, self._lines, node, count))
+        sizes = node not in self._ragged.sizeless
+        shown = ", ".join(f"{key}={self._texts.argument(key, value, sizes)}" for key, value in written.items())
+        called = _torch.traced_call(node)
+        target = name + "." + _torch.op_overload_name(node.target) if _torch.is_op(node.target) else name
+        text = f"{target or self._texts.text(node.target)}({shown})"
+        return f"{text} from {called}" if called else text
+
+    @staticmethod
+    def _triton(arguments: Mapping[str, object]) -> dict[str, object]:
+        """Kernels and their constants are numbered by each process for itself."""
+        kernel = _torch.kernel_identity(arguments.get("kernel_idx"))
+        constants = _torch.kernel_constants(arguments.get("constant_args_idx"))
+        if kernel is None or constants is None:
+            raise IncomparableError("a Triton kernel is not in torch's table")
+        return {**arguments, "kernel_idx": kernel, "constant_args_idx": constants}
+
+    def _piece(self, node: torch.fx.Node, arguments: Mapping[str, object]) -> tuple[bool, int]:
+        """Whether a node takes the only piece that is read, next to a collective over as many ranks as there are
+        pieces, so that a rewrite may take it for the rank's own; and the number of pieces (0: not the only one).
+        """
+        count = pieces.only_piece(node, arguments)
+        if count is None:
+            return False, 0
+        near = self._near.get(node, 0)
+        return any(near >> k & 1 and group.size == count for k, group in enumerate(self._near_groups)), count
+
+
+def _near_groups(view: GraphView) -> tuple[dict[torch.fx.Node, int], list[Group]]:
+    """Nodes that only move data between them and a collective -> its groups as bits, and the group of each bit.
+
+    O(nodes + edges), by one sweep forwards from the waits and one backwards from the starts.
+    """
+    groups = list({collective.group.name: collective.group for collective in view.collectives}.values())
+    number = {group.name: k for k, group in enumerate(groups)}
+    before: dict[torch.fx.Node, int] = {}
+    for node in view.nodes:
+        if view.role(node) is Role.WAIT:
+            for collective in view.collectives_of_wait.get(node, ()):
+                before[node] = before.get(node, 0) | 1 << number[collective.group.name]
+        elif any(n in before for n in node.all_input_nodes) and moves_data(view, node):
+            for n in node.all_input_nodes:
+                before[node] = before.get(node, 0) | before.get(n, 0)
+    after: dict[torch.fx.Node, int] = {}
+    for node in reversed(view.nodes):
+        bits = 0
+        for user in node.users:
+            if view.role(user) is Role.START:
+                bits |= 1 << number[view.by_start[user].group.name]
+            elif user in after and moves_data(view, user):
+                bits |= after[user]
+        if bits:
+            after[node] = bits
+    return {node: before.get(node, 0) | after.get(node, 0) for node in (*before, *after)}, groups
+
+
+def _attribute(node: torch.fx.Node) -> object:
+    """What a ``get_attr`` node names."""
+    value: object = node.graph.owning_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value

@@ -1,0 +1,170 @@
+"""Asks whether all ranks that take part in a graph's collectives compile this graph, before any decision about it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.agreement.asking import ask, is_mixed, nobody_to_ask
+from inductor_passes.agreement.claim import Claim, packed_lines
+from inductor_passes.agreement.lines import Description, describe, used_groups
+from inductor_passes.agreement.literals import CONSTANT, Kind
+from inductor_passes.agreement.roles import IncomparableError
+from inductor_passes.ir.groups import Group
+from inductor_passes.ir.view import GraphView
+
+log = logging.getLogger("inductor_passes")
+
+#: How long a rank waits for the others, in seconds, unless it is told otherwise.
+TIMEOUT_S = 10.0
+MIXED = (
+    "ranks agree on some graphs of this function and not on others (sizes that differ between ranks make such graphs): "
+    "ranks that run two of them at the same time may hang"
+)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The verdict on one graph.
+
+    Attributes:
+        agreed: every rank of ``participants`` has this graph, and takes this verdict.
+        why: why not, in one sentence; "" when they agree.
+        digest: of the graph, "" where it has none.
+        participants: the ranks that were asked; this rank alone for a graph without collectives, nobody where the graph
+            cannot be compared.
+        mixed: ranks agree on some graphs of the function that is being compiled and not on others. What becomes of the
+            collectives of the two kinds of graphs may differ: ranks must not run them at the same time.
+        own_pieces: nodes that take this rank's own piece of a tensor (a slice, a selected row, a piece of a split) ->
+            name of the process group in which the piece is the rank's position. Every participant has the same ones; a
+            piece that is the same on all ranks is none of them. Where nobody is asked, it is told by the number alone.
+        waited_ns / operations: what it took, the description of the graph not included.
+        described_ns: time to describe the graph.
+        claim: what goes into generated code, None for a graph that concerns no other rank.
+    """
+
+    agreed: bool
+    why: str
+    digest: str
+    participants: tuple[int, ...]
+    mixed: bool = False
+    own_pieces: Mapping[torch.fx.Node, str] = field(default_factory=dict, repr=False)
+    waited_ns: int = 0
+    operations: int = 0
+    described_ns: int = 0
+    claim: Claim | None = field(default=None, repr=False)
+
+    @property
+    def note(self) -> str:
+        """One sentence for a report."""
+        count = len(self.participants)
+        text = f"ranks are not known to agree, collectives stay as they are: {self.why}"
+        if self.agreed:
+            text = f"ranks agree: {count} rank{'s' * (count != 1)}, digest {self.digest[:16] or 'none'}"
+        return f"{text}; {MIXED}" if self.mixed else text
+
+
+def reach(
+    view: GraphView,
+    facts: Mapping[str, str],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    name: str = "",
+    describe_group: Callable[[Group], str] | None = None,
+) -> Agreement:
+    """Ask the ranks that take part in a graph's collectives whether they have the same graph; never raises.
+
+    Every rank of the answer's ``participants`` that asks gets the same verdict, and keeps it: asked again in this
+    process, the answer comes at once.
+
+    Args:
+        view: the graph before anything is changed that depends on the answer.
+        facts: everything besides the graph that decisions depend on: settings, versions, costs. Equal text on ranks
+            that decide alike; nothing of one rank's own.
+        timeout_s: how long to wait for the others in seconds; a tenth of it after they have not answered once.
+        name: of the graph within its compilation: its phase; equal on all ranks.
+        describe_group: what decisions depend on about a process group besides its size and shape, e.g. the link that it
+            is charged for.
+    """
+    began = time.perf_counter_ns()
+    rank, world_size = _torch.rank_and_world_size()
+    if not used_groups(view):
+        return Agreement(True, "", "", (rank,))
+    try:
+        rank = _torch.process_rank() if _torch.default_store() is not None else rank
+        description = describe(view, facts, rank, world_size, describe_group)
+    except Exception as error:
+        if not isinstance(error, IncomparableError):
+            log.debug("a graph cannot be described", exc_info=True)
+        why = str(error) if isinstance(error, IncomparableError) else f"{type(error).__name__}: {error}"
+        agreed = nobody_to_ask()
+        claim = _claim(None, rank, world_size, timeout_s, name, agreed)
+        return Agreement(agreed, "" if agreed else why, "", (), described_ns=_since(began), claim=claim)
+    described_ns = _since(began)
+    claim = _claim(description, rank, world_size, timeout_s, name, False)
+    asked = time.perf_counter_ns()
+    outcome, session = ask(claim, description.lines)
+    return Agreement(
+        agreed=outcome.agreed,
+        why=outcome.why,
+        digest=claim.digest,
+        participants=claim.participants,
+        mixed=is_mixed(claim),
+        own_pieces=_own_pieces(description, outcome.roles) if session is not None else _guessed_pieces(description),
+        waited_ns=_since(asked),
+        operations=session.board.operations if session is not None else 0,
+        described_ns=described_ns,
+        claim=replace(claim, agreed=outcome.agreed),
+    )
+
+
+def _claim(
+    found: Description | None, rank: int, world_size: int, timeout_s: float, name: str, agreed: bool
+) -> Claim:
+    return Claim(
+        rank=rank,
+        world_size=world_size,
+        participants=found.grid.ranks if found is not None else (),
+        corners=found.grid.corners if found is not None else (),
+        digest=found.digest if found is not None else "",
+        values=found.literals.values if found is not None else (),
+        kinds=found.literals.kinds if found is not None else "",
+        roles=found.literals.roles if found is not None else (),
+        places=found.literals.places if found is not None else (),
+        graph=_torch.aot_graph_name(),
+        phase=name,
+        lines=packed_lines(found.lines) if found is not None else "",
+        timeout_s=timeout_s,
+        agreed=agreed,
+    )
+
+
+def _own_pieces(found: Description, roles: Sequence[int]) -> dict[torch.fx.Node, str]:
+    """What the ranks found out about the open numbers of a graph."""
+    kinds = (Kind.PIECE.value, Kind.NEAR.value)
+    return {
+        node: found.groups[role]
+        for (node, _), kind, role in zip(found.open_nodes, found.literals.kinds, roles)
+        if role != CONSTANT and kind in kinds
+    }
+
+
+def _guessed_pieces(found: Description) -> dict[torch.fx.Node, str]:
+    """Only pieces that are read whose number is the rank's position in the one group of as many ranks."""
+    sizes = {name: len(ranks) for name, ranks in _torch.group_layout().items()}
+    guessed = {}
+    for (node, count), value in zip(found.open_nodes, found.literals.values):
+        roles = zip(found.groups, found.literals.roles)
+        fitting = [name for name, role in roles if sizes.get(name) == count and role[0] == value]
+        if count and len(fitting) == 1:
+            guessed[node] = fitting[0]
+    return guessed
+
+
+def _since(began_ns: int) -> int:
+    return time.perf_counter_ns() - began_ns

@@ -1,0 +1,287 @@
+"""Which regions of a graph are computed in parts: all candidates, priced, and the best disjoint ones.
+
+Every collective yields one decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch.fx
+
+from inductor_passes.async_tp.gate import Priced, Pricer
+from inductor_passes.async_tp.lowerings import Graph, LoweringChoice, choose_all, choose_lowering, others_fit_anything
+from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
+from inductor_passes.async_tp.rules import shape_of
+from inductor_passes.config import AsyncTpLowering
+from inductor_passes.cost.compute import ComputeCosts
+from inductor_passes.ir import ops
+from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
+from inductor_passes.problems.fx import NoHintError
+from inductor_passes.report import Decision, Reason, Verdict
+from inductor_passes.rewriting.contract import Facts
+from inductor_passes.schedule.plan import Plan, plan
+from inductor_passes.schedule.simulate import simulate
+
+#: How many collectives downstream may join, tried one after the other while more join.
+_FURTHER = (0, 1, 4, 32)
+
+
+class Settings(Protocol):
+    """What the selection asks of the pass's options."""
+
+    @property
+    def contracting(self) -> bool:
+        """Whether sums over a cut axis may be computed as sums of parts."""
+
+    @property
+    def lowering(self) -> AsyncTpLowering:
+        """How regions are carried out."""
+
+    @property
+    def least_gain(self) -> float:
+        """Share of a region's time that ``auto`` asks for."""
+
+    def mode_of(self, collective: Collective) -> str:
+        """``auto``, ``force`` or ``off``."""
+
+    def parts_of(self, extent: object) -> tuple[int, ...]:
+        """Into how many parts a dimension may be cut."""
+
+
+@dataclass
+class Selection:
+    """Finds the regions to apply in one graph."""
+
+    settings: Settings
+    facts: Facts
+    decisions: list[Decision] = field(default_factory=list)
+    before: Plan | None = None
+    """How the graph as it is was scheduled, where the gate needed to know."""
+    choices: dict[Priced, LoweringChoice] = field(default_factory=dict)
+    """How each region that is applied is carried out."""
+    in_parts: dict[Priced, Priced] = field(default_factory=dict)
+    """What options that another lowering makes cheaper cost in parts."""
+
+    @property
+    def view(self) -> GraphView:
+        """The graph's roles and collectives."""
+        return self.facts.view
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What lowerings need to know."""
+        costs = ComputeCosts(self.view, self.facts.profile, self.facts.config.estimator)
+        return Graph(self.view, self.facts.profile, costs)
+
+    @cached_property
+    def _asked(self) -> Graph | None:
+        """To ask lowerings what an option would cost, before anybody owns anything; None where there are only parts."""
+        names = {c.group.name for c in self.view.collectives}
+        if not others_fit_anything(self.settings.lowering, names):
+            return None
+        return Graph(self.view, self.facts.profile, self.graph.costs)
+
+    def _option(self, priced: Priced) -> Priced:
+        """A region at the price of the lowering that would be chosen for it alone."""
+        if self._asked is None:
+            return priced
+        cheapest = choose_lowering(self.settings.lowering, priced, self._asked).priced
+        self.in_parts[cheapest] = priced
+        return cheapest
+
+    def choose(self) -> list[Priced]:
+        """The regions to apply, disjoint, in graph order; leaves one decision per collective."""
+        grower = Grower(self.view)
+        pricer = self._pricer()
+        options: list[tuple[Collective, list[Priced]]] = []
+        refusals: dict[Collective, Refusal] = {}
+        for collective in self.view.collectives:
+            mode = self.settings.mode_of(collective)
+            refusal = unsupported(collective, self.view)
+            if mode == "off":
+                refusals[collective] = Refusal(Reason.DISABLED, "")
+            elif refusal is not None:
+                refusals[collective] = refusal
+            elif pricer is None:
+                refusals[collective] = Refusal(Reason.NO_HINT, "a symbolic size has no hint")
+            else:
+                found, why = self._options(grower, pricer, collective)
+                options.append((collective, found))
+                if why is not None:
+                    refusals[collective] = why
+        chosen = [self.in_parts.get(p, p) for p in self._disjoint(options)]
+        self.choices = choose_all(self.settings.lowering, chosen, self.graph)
+        # A matmul between two of them goes to one, and the other may have to come in parts after all.
+        chosen = [p for p in chosen if self._asked is None or self._worth(self.choices[p].priced)]
+        self._decide(chosen, dict(options), refusals)
+        return sorted(chosen, key=lambda p: self.view.position[next(iter(p.region.cuts))])
+
+    def members(self) -> set[torch.fx.Node]:
+        """Starts of the collectives of all regions that would be applied."""
+        return {c.start for priced in self.choose() for c in priced.region.collectives}
+
+    def _pricer(self) -> Pricer | None:
+        costs = ComputeCosts(self.view, self.facts.profile, self.facts.config.estimator)
+        if any(c.input_bytes is None or c.output_bytes is None for c in self.view.collectives):
+            return None
+        exposed: dict[torch.fx.Node, int] | None = None
+        if any(self.settings.mode_of(c) == "auto" for c in self.view.collectives):
+            try:
+                exposed = self._exposed()
+            except NoHintError:
+                return None
+        return Pricer(self.view, self.facts.profile, costs, exposed)
+
+    def _exposed(self) -> dict[torch.fx.Node, int]:
+        """What remains exposed of every collective when the graph as it is has been scheduled."""
+        fx = self.facts.problem
+        self.before = plan(fx.problem, self.facts.limit_bytes, effort=0)
+        timeline = simulate(fx.problem, self.before.order)
+        return {
+            node: timeline.exposed_ns[task]
+            for task, members in enumerate(fx.members)
+            for node in members
+            if node in self.view.by_start
+        }
+
+    def _options(
+        self, grower: Grower, pricer: Pricer, collective: Collective
+    ) -> tuple[list[Priced], Refusal | None]:
+        """All regions around a collective, the best first, and why there is none."""
+        grow = [grower.forward] if collective.kind == CollectiveKind.ALL_GATHER else [grower.backward]
+        if collective.kind == CollectiveKind.ALL_TO_ALL:
+            grow.append(grower.forward)
+        found: list[Priced] = []
+        why: Refusal | None = None
+        seen: set[tuple[object, ...]] = set()
+        tries = [
+            (dim, parts, contracting, direction)
+            for dim in axes(collective)
+            for parts in self.settings.parts_of(shape_of(collective.inputs[0])[dim])
+            for contracting in (True, False)[not self.settings.contracting :]
+            for direction in grow
+        ]
+        for dim, parts, contracting, direction in tries:
+            joined = 0
+            for further in _FURTHER:
+                region = direction(collective, dim, parts, Reach(contracting, further))
+                if isinstance(region, Refusal):
+                    why = _clearer(why, region)
+                    break
+                key = (parts, tuple(region.cuts.items()))
+                if key not in seen:
+                    seen.add(key)
+                    found.append(self._option(pricer.price(region)))
+                if further > 1 and len(region.collectives) == joined:
+                    break
+                joined = len(region.collectives)
+        found.sort(key=lambda p: -p.gain_ns)
+        return found, None if found else why
+
+    def _worth(self, priced: Priced) -> bool:
+        modes = [self.settings.mode_of(c) for c in priced.region.collectives]
+        if "off" in modes:
+            return False
+        return "force" in modes or priced.gain_ns > self.settings.least_gain * priced.before_ns
+
+    def _disjoint(self, options: list[tuple[Collective, list[Priced]]]) -> list[Priced]:
+        """Profitable regions that do not share members: greedily by gain, or by gain per collective if that is more."""
+        ranked = [
+            (self.view.position[c.start], number, p)
+            for c, found in options
+            for number, p in enumerate(found)
+            if self._worth(p)
+        ]
+
+        def greedy(gain: Callable[[Priced], float]) -> list[Priced]:
+            taken: set[torch.fx.Node] = set()
+            chosen: list[Priced] = []
+            for _, _, priced in sorted(ranked, key=lambda entry: (-gain(entry[2]), *entry[:2])):
+                if taken.isdisjoint(priced.region.cuts):
+                    taken.update(priced.region.cuts)
+                    chosen.append(priced)
+            return chosen
+
+        def value(chosen: list[Priced]) -> tuple[int, int, int]:
+            gain = sum(p.gain_ns for p in chosen)
+            # Where everything loses (``force``), the more collectives are in, the better.
+            return max(gain, 0), sum(len(p.region.collectives) for p in chosen), gain
+
+        return max(greedy(lambda p: p.gain_ns / len(p.region.collectives)), greedy(lambda p: p.gain_ns), key=value)
+
+    def _decide(
+        self, chosen: list[Priced], options: dict[Collective, list[Priced]], refusals: dict[Collective, Refusal]
+    ) -> None:
+        of: dict[Collective, Priced] = {c: p for p in chosen for c in p.region.collectives}
+        for collective in self.view.collectives:
+            if collective in of:
+                self.decisions.append(_applied(collective, self.choices[of[collective]]))
+            elif collective in refusals:
+                why = refusals[collective]
+                setting = 'async_tp="auto"' if why.reason is Reason.DISABLED else ""
+                self.decisions.append(refused(collective, why.reason, why.detail, setting))
+            else:
+                self.decisions.append(self._not_worth(collective, options[collective]))
+
+    def _not_worth(self, collective: Collective, found: list[Priced]) -> Decision:
+        if not found:
+            return refused(collective, Reason.NO_INDEPENDENT_COMPUTE, "no dimension of it can be cut")
+        best = found[0]
+        if self._worth(best):
+            return refused(collective, Reason.DATA_DEPENDENCY, "its matmul is part of another, better region")
+        exposed = best.before_ns - best.after_ns > best.gain_ns
+        reason = Reason.HIDDEN if exposed else Reason.NOT_PROFITABLE
+        detail = f"best cut {region_text(best)}: {best.before_ns} -> {best.after_ns} ns, gain {best.gain_ns} ns"
+        return refused(collective, reason, detail, 'async_tp="force"')
+
+
+def refused(c: Collective, reason: Reason, detail: str, setting: str = "") -> Decision:
+    """The decision to leave a collective whole."""
+    return Decision(
+        "async_tp",
+        c.start.name,
+        Verdict.REFUSED,
+        reason,
+        f"{c.label}: {detail}" if detail else c.label,
+        source=ops.source_line(c.start),
+        group=c.group.name,
+        setting=setting,
+    )
+
+
+def _clearer(old: Refusal | None, new: Refusal) -> Refusal:
+    """The refusal that says more: about the surroundings rather than about one axis."""
+    if old is None or (old.reason is not Reason.NO_INDEPENDENT_COMPUTE and new.reason is Reason.NO_INDEPENDENT_COMPUTE):
+        return new
+    return old
+
+
+def region_text(priced: Priced) -> str:
+    """``2 parts along dimension 0 of AG0: mm free-left, mm_1 free-left, with RS1``."""
+    region: Region = priced.region
+    dots = ", ".join(f"{node.name} {dot.value}" for node, dot in region.matmuls.items())
+    label, dim = region.axis
+    others = [c.label for c in region.collectives if c.label != label]
+    joined = f", with {', '.join(others)}" if others else ""
+    return f"{region.parts} parts along dimension {dim} of {label}: {dots}{joined}"
+
+
+def _applied(c: Collective, choice: LoweringChoice) -> Decision:
+    priced = choice.priced
+    note = f" ({choice.note})" if choice.note else ""
+    return Decision(
+        "async_tp",
+        c.start.name,
+        Verdict.APPLIED,
+        Reason.PROFITABLE,
+        f"{choice.lowering.name}{note}, {region_text(priced)}; region {priced.before_ns} -> {priced.after_ns} ns",
+        source=ops.source_line(c.start),
+        group=c.group.name,
+        gain_ns=priced.gain_ns,
+        setting='async_tp="off"',
+    )

@@ -1,0 +1,131 @@
+"""Asking the other ranks about a graph, and the statements by which code from a cache asks again."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch, agreement
+from inductor_passes.agreement import Agreement
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import identity
+from inductor_passes.engine.barrier import guarded
+from inductor_passes.engine.complain import warn_once
+from inductor_passes.groups import availability
+from inductor_passes.ir.groups import Group
+from inductor_passes.ir.view import GraphView
+from inductor_passes.report import PassReport
+from inductor_passes.rewriting.step_facts import StepFacts
+
+NAME = "agreement"
+#: Where a graph module carries statements for the generated code.
+META_KEY = "inductor_passes_agreement"
+#: Settings that name files of one rank, say what is written where, or are compared by their content.
+_OWN = ("cost_profile", "plan", "dump_plan", "dump_problem", "estimator", "rank_check", "rank_agreement")
+#: Verdicts that wait for their forward graph; older ones belong to compilations that failed.
+_MAX_WAITING = 64
+_waiting: OrderedDict[str, list[Agreement]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def reach(
+    view: GraphView, settings: PassConfig, profile: CostProfile, phase: str, step: StepFacts | None = None
+) -> Agreement:
+    """Whether the ranks that a graph's collectives concern all compile it; waits for at most ``rank_agreement``.
+
+    Args:
+        view: the graph before anything is changed.
+        phase: ``forward``, ``backward``, ``inference``, ``joint`` ...
+        step: what else is known about it.
+    """
+    timeout_s = settings.rank_timeout_s
+    if timeout_s is None:
+        return Agreement(True, "", "", ())
+    found = Agreement(False, "asking the other ranks failed", "", ())
+    with guarded("asking the other ranks", "collectives stay as they are", settings):
+        descriptions = _torch.group_descriptions()
+
+        def describe(group: Group) -> str:
+            layout = profile.layout(group.ranks) if group.ranks else None
+            return f"{descriptions.get(group.name, '')} {layout}"
+
+        found = agreement.reach(
+            view,
+            _facts(settings, profile, step),
+            timeout_s=timeout_s,
+            name=phase,
+            describe_group=describe,
+        )
+    return found
+
+
+def _facts(settings: PassConfig, profile: CostProfile, step: StepFacts | None) -> Mapping[str, str]:
+    """What decisions depend on besides the graph."""
+    chosen = {name: value for name, value in settings.to_json().items() if name not in _OWN}
+    plans = identity.load_plan(settings)
+    known = availability.established()
+    return {
+        "source": identity.source_hash(),
+        "torch": torch.__version__,
+        "settings": json.dumps(chosen, sort_keys=True),
+        "estimator": str(getattr(settings.estimator, "inductor_passes_uuid", "") if settings.estimator else None),
+        "cost profile": profile.hash(),
+        "plan": plans.digest if plans is not None else "",
+        "step": "" if step is None else f"{step.own_peak_bytes} {step.step_peak_bytes}",
+        "groups": json.dumps(sorted({json.dumps(one, sort_keys=True) for one in known.values()})),
+    }
+
+
+def report_of(found: Agreement) -> PassReport | None:
+    """For the graph's report; None where nobody had to be asked. Warns once where ranks are not known to agree."""
+    if not found.agreed:
+        warn_once(f"inductor_passes: {found.note}")
+    if found.agreed and not found.operations:
+        return None
+    metrics: dict[str, int | float] = {
+        "participants": len(found.participants),
+        "operations": found.operations,
+        "described_ns": found.described_ns,
+        "waited_ns": found.waited_ns,
+    }
+    return PassReport(NAME, detail=found.note, metrics=metrics, duration_ns=found.described_ns + found.waited_ns)
+
+
+def remember(found: Agreement) -> None:
+    """Keep the verdict on a graph that is not compiled itself for the graphs that are made of it."""
+    if found.claim is None:
+        return
+    with _lock:
+        _waiting.setdefault(_torch.compile_id(), []).append(found)
+        while len(_waiting) > _MAX_WAITING:
+            _waiting.popitem(last=False)
+
+
+def attach(graph: torch.fx.Graph, found: Agreement) -> None:
+    """Leave with a graph what its generated code has to ask when it comes out of a cache."""
+    module: Any = graph.owning_module
+    with _lock:
+        all_found = [*_waiting.pop(_torch.compile_id(), []), found]
+    if module is not None:
+        module.meta[META_KEY] = tuple(filter(None, map(agreement.statement, all_found)))
+
+
+def state() -> None:
+    """Write what was left with the graph that is being lowered into its generated code."""
+    module = _torch.current_graph_module()
+    for text in () if module is None else module.meta.pop(META_KEY, ()):
+        _torch.add_module_statement(text)
+
+
+def can_state(settings: PassConfig) -> bool:
+    """Whether generated code has a place for these statements; else it must not be cached."""
+    if settings.rank_timeout_s is None or _torch.rank_and_world_size()[1] == 1:
+        return True
+    return not _torch.inductor_option("deterministic", False) and not _torch.inductor_option("cpp_wrapper", False)

@@ -1,0 +1,79 @@
+"""Errors in our code do not fail a compilation: torch calls us only through this module.
+
+Every hook of Inductor that we serve runs behind :func:`guarded`. What goes wrong there is warned about once, and torch
+gets what it would have had without us. Two kinds of error pass: what the user asked to be told as an error
+(:data:`MEANT`), and anything under ``verify="strict"``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import torch.fx
+
+from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.cost.profile import ProfileError
+from inductor_passes.engine.backup import Backup
+from inductor_passes.engine.complain import VerificationError, warn_once
+from inductor_passes.pin.file import PlanFileError
+from inductor_passes.rewrites.audit import LargeRedistributionError
+from inductor_passes.verify.agreement import RanksDifferError
+
+log = logging.getLogger("inductor_passes")
+#: Errors that a setting of the user's asks for.
+MEANT = (
+    ConfigError,
+    VerificationError,
+    PlanFileError,
+    ProfileError,
+    LargeRedistributionError,
+    RanksDifferError,
+)
+
+
+Settings = PassConfig | Callable[[], PassConfig] | None
+
+
+@contextlib.contextmanager
+def guarded(what: str, instead: str, settings: Settings = None) -> Iterator[None]:
+    """Keep errors of the body from torch.
+
+    Args:
+        what: what is being done, for the warning, e.g. ``planning the kernels``.
+        instead: what happens instead, e.g. ``Inductor's order stays``.
+        settings: with ``verify="strict"`` the error is raised as a :class:`VerificationError`. A function is called
+            when there is an error.
+    """
+    try:
+        yield
+    except MEANT:
+        raise
+    except Exception as error:
+        log.debug("%s failed", what, exc_info=True)
+        message = f"inductor_passes: {what} failed: {type(error).__name__}: {error}"
+        if _strict(settings):
+            raise VerificationError(message) from error
+        warn_once(f"{message}; {instead}")
+
+
+def _strict(settings: Settings) -> bool:
+    try:
+        known = settings() if callable(settings) else settings
+    except Exception:  # the error at hand may be that they cannot be read
+        return False
+    return known is not None and known.verify == "strict"
+
+
+def unharmed(graph: torch.fx.Graph, what: str, change: Callable[[], None], settings: Settings = None) -> None:
+    """:func:`guarded` for what changes ``graph`` in place: after an error the graph is as it was."""
+    with guarded(what, "the graph is as it was and compilation goes on", settings):
+        backup = Backup(graph)
+        try:
+            change()
+        except MEANT:
+            raise
+        except Exception:
+            backup.restore()
+            raise

@@ -1,0 +1,113 @@
+"""The record of one graph's compilation: what is known about it from outside, and what became of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch, verify
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.pin.pins import Pins
+from inductor_passes.problems.fx import is_backward
+from inductor_passes.report import GraphReport
+from inductor_passes.rewriting.contract import Cap, Outcome, Scheduled
+from inductor_passes.rewriting.step_facts import StepFacts
+from inductor_passes.verify.rank_check import Steps
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known about a graph from outside of it.
+
+    Attributes:
+        phase: ``forward``, ``backward`` or ``inference``.
+        agreed: whether all ranks that take part compile this graph.
+        pins: the plan that is pinned for it.
+        step: what the partitioner knows about the training step; None for inference.
+    """
+
+    phase: str = "inference"
+    agreed: bool = True
+    pins: Pins | None = None
+    step: StepFacts | None = None
+
+
+@dataclass
+class Compilation:
+    """What became of one graph.
+
+    Attributes:
+        cap: on the graph's peak.
+        certificates: of the passes that were kept, in order.
+        scheduled: the order that the graph has now; None when nothing ordered it.
+        buckets: names of the starts that were merged, per bucket.
+        carriers: name of the start that a bucket became -> what it is, for the report.
+        graph_before / graph_after: as it came and as the FX passes left it, as text; "" unless somebody debugs.
+        pins: the pinned plan as far as it still holds.
+        rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
+    """
+
+    config: PassConfig
+    profile: CostProfile
+    report: GraphReport
+    known: Known
+    cap: Cap = Cap()
+    certificates: list[verify.Certificate] = field(default_factory=list)
+    scheduled: Scheduled | None = None
+    buckets: list[tuple[str, ...]] = field(default_factory=list)
+    carriers: dict[str, str] = field(default_factory=dict)
+    graph_before: str = ""
+    graph_after: str = ""
+    pins: Pins | None = None
+    rank_steps: dict[str, Steps] = field(default_factory=dict)
+
+    @property
+    def graphs(self) -> tuple[str, str]:
+        """The readable graphs, before and after."""
+        return self.graph_before, self.graph_after
+
+    @property
+    def backward(self) -> bool:
+        """Whether the graph is a backward."""
+        return self.known.phase == "backward"
+
+    def enter(self, outcome: Outcome) -> None:
+        """Enter all that a pass did."""
+        self.certificates.extend(outcome.certificates)
+        self.buckets.extend(outcome.buckets)
+        for start, members in zip(outcome.carriers, outcome.buckets):
+            self.carriers[start] = f"bucket of {len(members)}"
+        if outcome.redistributions:
+            self.report.redistributions = list(outcome.redistributions)
+        if outcome.given_up and self.pins is not None:
+            self.pins = dataclasses.replace(self.pins, given_up=outcome.given_up)
+        if outcome.scheduled is not None:
+            self.scheduled = outcome.scheduled
+            self.report.schedules.append(outcome.scheduled.record)
+
+
+def phase_of(graph: torch.fx.Graph, is_inference: bool) -> str:
+    """``forward``, ``backward`` or ``inference``."""
+    return "inference" if is_inference else "backward" if is_backward(graph) else "forward"
+
+
+def new_report(graph: torch.fx.Graph, phase: str, config: PassConfig, profile: CostProfile) -> GraphReport:
+    """An empty report that says which graph it is about."""
+    rank, world = _torch.rank_and_world_size()
+    name = _torch.aot_graph_name()
+    index = name.rsplit("_", 1)[-1] if name else ""
+    return GraphReport(
+        phase=phase,
+        graph_index=int(index) if index.isdigit() else 0,
+        compile_id=_torch.compile_id(),
+        rank=rank,
+        world_size=world,
+        torch_version=torch.__version__,
+        config=config.to_json(),
+        nodes=len(graph.nodes),
+        cost_profile=f"{profile.name} {profile.hash()}",
+    )

@@ -1,0 +1,31 @@
+"""Telling the user that something was undone: once per cause, or as an error under ``verify="strict"``."""
+
+from __future__ import annotations
+
+import logging
+
+from inductor_passes.config import PassConfig
+from inductor_passes.report import PassReport
+
+log = logging.getLogger("inductor_passes")
+_warned: set[str] = set()
+
+
+class VerificationError(RuntimeError):
+    """``verify="strict"`` and a pass produced something that is not allowed, or failed."""
+
+
+def warn_once(message: str) -> None:
+    """A warning that appears once per process, however many graphs repeat its cause."""
+    if message not in _warned:
+        _warned.add(message)
+        log.warning("%s", message)
+
+
+def complain(what: str, report: PassReport, config: PassConfig, error: BaseException | None) -> None:
+    """Warn once about something undone, or raise under ``verify="strict"``."""
+    message = f"inductor_passes: {what}: {report.rolled_back.value if report.rolled_back else ''} ({report.detail})"
+    if config.verify == "strict" or (config.plan and config.plan_mismatch == "error"):
+        # A graph without a pass's result is not the graph that a pinned plan was made for.
+        raise VerificationError(message) from error
+    warn_once(f"{message}; the graph is as it was and compilation goes on")

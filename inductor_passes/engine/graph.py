@@ -1,0 +1,156 @@
+"""The steps of every FX graph, from Inductor's hook to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.fx
+
+from inductor_passes import _torch, verify
+from inductor_passes.config import PassConfig
+from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint
+from inductor_passes.engine.barrier import guarded
+from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
+from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.passes import passes_of
+from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.engine.publish import publish_fx
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pin import pins
+from inductor_passes.pin.file import GraphPlan
+from inductor_passes.report import GraphReport, Verdict
+from inductor_passes.rewrites import audit
+from inductor_passes.rewriting.step_facts import StepFacts, facts_of
+from inductor_passes.trace.artifacts import graphs_wanted
+from inductor_passes.verify import rank_check
+
+#: Where a graph module carries its compilation from the FX passes to the scheduler hook.
+META_KEY = "inductor_passes"
+
+
+@garbage.paused()
+def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Compilation | None:
+    """Run all passes on one graph, in place; returns what happened, None for a graph that we leave alone.
+
+    Raises:
+        ConfigError: Inductor's own communication passes are on and ``in_tree_passes`` is ``error``.
+        VerificationError: with ``verify="strict"``, when a pass failed or broke a rule.
+        LargeRedistributionError: an operator redistributes more than ``redistribute="error-above:..."`` allows.
+        PlanFileError: the pinned plan cannot be read, does not fit the graph or is not allowed.
+        RanksDifferError: with ``rank_check="error"``, when another rank has other collectives.
+    """
+    view = GraphView(graph)
+    if not view.collectives or in_tree.left_to_inductor(settings):
+        return None
+    graph_before = _readable(graph)
+    profile = identity.load_profile(settings)
+    phase, step = phase_of(graph, is_inference), facts_of(graph)
+    report = new_report(graph, phase, settings, profile)
+    if step is not None and step.keep is not None:
+        report.passes.append(step.keep)
+    if phase != "backward":
+        report.passes.extend(joint.taken(report.compile_id))
+    collectives = pins.described(view)
+    agreed = agreeing.reach(view, settings, profile, phase, step)
+    agreeing.attach(graph, agreed)
+    asked = agreeing.report_of(agreed)
+    if asked is not None:
+        report.passes.append(asked)
+    pinned = _pins(report, collectives, settings) if agreed.agreed else None
+    known = Known(phase, agreed=agreed.agreed, pins=pinned, step=step)
+    compilation = run_passes(
+        graph, passes_of(settings), settings, profile, known=known, report=report, view=view
+    )
+    compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
+    with guarded("writing down the plan", "the report has none", settings):
+        report.plan = _plan(compilation, collectives)
+    note_pins(compilation)
+    audit.close(report, settings)
+    if settings.rank_check != "off":
+        compilation.rank_steps = rank_check.check(graph, report.phase, settings)
+    with guarded("stating what was verified", "the report does not say", settings):
+        report.notes += verify.statement(graph, compared=settings.rank_check != "off")
+    _hand_on(graph, compilation)
+    return compilation
+
+
+def _readable(graph: torch.fx.Graph) -> str:
+    """The graph as text when somebody debugs, else ""."""
+    return str(graph) if graphs_wanted() else ""
+
+
+def _pins(report: GraphReport, collectives: Mapping[str, str], settings: PassConfig) -> pins.Pins | None:
+    """The plan that a file pins for the graph."""
+    plans = identity.load_plan(settings)
+    if plans is None:
+        return None
+    replan = settings.plan_mismatch == "replan"
+    return pins.find(plans, report.phase, report.graph_index, collectives, rank=report.rank, replan=replan)
+
+
+def _plan(compilation: Compilation, collectives: Mapping[str, str]) -> dict[str, object]:
+    """What was decided on FX, in the form of a plan file."""
+    report, scheduled = compilation.report, compilation.scheduled
+    order = None
+    if scheduled is not None:
+        order = tuple(scheduled.fx.problem.tasks[i].name for i in scheduled.plan.order)
+    return GraphPlan(
+        phase=report.phase,
+        graph_index=report.graph_index,
+        compile_id=report.compile_id,
+        rank=report.rank,
+        world_size=report.world_size,
+        collectives=collectives,
+        buckets=tuple(compilation.buckets),
+        kept=_kept(compilation.known.step),
+        order=order,
+    ).to_json()
+
+
+def _kept(step: StepFacts | None) -> tuple[str, ...] | None:
+    """Gathers whose results backward reuses; None where that was not ours to choose."""
+    choice = None if step is None else step.keep
+    if choice is None or choice.rolled_back is not None:
+        return None
+    return tuple(sorted(d.node for d in choice.decisions if d.verdict is Verdict.APPLIED))
+
+
+def note_pins(compilation: Compilation) -> None:
+    """Say in the report whether the pinned plan was used."""
+    found, notes = compilation.pins, compilation.report.notes
+    if found is None:
+        if compilation.config.plan:
+            notes.append(f"{compilation.config.plan} says nothing about this graph: planned as usual")
+    elif found.given_up:
+        notes.append(f"pinned plan given up: {found.given_up}")
+        warn_once(f"inductor_passes: planning anew, {found.given_up}")
+    else:
+        notes.append(f"pinned by {found.path} ({found.digest})")
+
+
+def _hand_on(graph: torch.fx.Graph, compilation: Compilation) -> None:
+    """Leave the compilation for the scheduler hook, or publish it where that will not run."""
+    settings, module = compilation.config, graph.owning_module
+    if will_order_kernels(settings) and settings.codegen == "inductor" and module is not None:
+        module.meta[META_KEY] = compilation
+        return
+    if settings.codegen == "inductor" and settings.replay == "on":
+        note = "Inductor's deterministic mode skips its reordering hook: planned on FX only"
+        compilation.report.notes.append(note)
+        warn_once(f"inductor_passes: {note}")
+    with guarded("publishing a report", "there is none", settings):
+        publish_fx(compilation)
+
+
+def handed_on() -> Compilation | None:
+    """What the FX passes left for the graph that Inductor is lowering; None when they left it alone.
+
+    Taken, not looked at: nothing of ours keeps a graph alive once it is compiled.
+    """
+    module = _torch.current_graph_module()
+    return module.meta.pop(META_KEY, None) if module is not None else None
+
+
+def will_order_kernels(settings: PassConfig) -> bool:
+    """Whether the scheduler hook will run for the graph being compiled."""
+    return settings.replay == "on" and not _torch.inductor_option("deterministic", False)

@@ -1,0 +1,69 @@
+"""Rewrites that need to see forward and backward at once, before AOTAutograd separates them.
+
+What forward saves for backward is a result of the forward graph: a rewrite that leaves saved activations in another
+order of rows (R9) must change their readers in backward too, and only the joint graph has both.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.config import PassConfig
+from inductor_passes.engine import agreeing, garbage, identity
+from inductor_passes.engine.barrier import unharmed
+from inductor_passes.engine.compilation import Known
+from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir.view import GraphView
+from inductor_passes.report import PassReport
+from inductor_passes.rewrites.pass_ import RewriteCollectives
+
+#: Rewrites that profit from seeing both directions.
+ONLY = ("R9",)
+#: Reports that wait for their forward graph; older ones belong to compilations that failed.
+_MAX_WAITING = 64
+_waiting: OrderedDict[str, list[PassReport]] = OrderedDict()
+_lock = threading.Lock()
+
+
+def wanted(settings: PassConfig) -> bool:
+    """Whether any setting switches a joint rewrite on."""
+    return settings.tier == "reassociate" and not settings.uses_async_tp
+
+
+class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]
+    """Our rewrites as a joint-graph pass of Inductor; the report goes with that of the forward graph."""
+
+    label = "joint"
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        """Rewrite and verify one joint graph in place."""
+        for one in self.others:
+            one(graph)
+        unharmed(graph, "rewriting a joint graph", lambda: run(graph, self.settings), lambda: self.settings)
+
+
+@garbage.paused()
+def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
+    """Rewrite one joint graph; what happened waits for :func:`taken`."""
+    view = GraphView(graph)
+    if not wanted(settings) or not view.collectives:
+        return
+    passes = [RewriteCollectives("reassociate", ONLY, name="redistribute (joint)")]
+    profile = identity.load_profile(settings)
+    found = agreeing.reach(view, settings, profile, "joint")
+    agreeing.remember(found)
+    done = run_passes(graph, passes, settings, profile, known=Known("joint", agreed=found.agreed), view=view)
+    with _lock:
+        _waiting[_torch.compile_id()] = done.report.passes
+        while len(_waiting) > _MAX_WAITING:
+            _waiting.popitem(last=False)
+
+
+def taken(compile_id: str) -> list[PassReport]:
+    """The reports of a compilation's joint graph, once."""
+    with _lock:
+        return _waiting.pop(compile_id, [])

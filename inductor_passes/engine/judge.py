@@ -1,0 +1,244 @@
+"""Whether the outcome of a pass may be kept, and the memory cap that all passes share.
+
+The cap is computed once, from the graph that came in, and holds for what comes out of each pass: in the order in which
+the pass left the graph, or in the order that the planner finds for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.fx
+
+from inductor_passes import verify
+from inductor_passes.config import MemoryBudget, PassConfig
+from inductor_passes.engine.compilation import Compilation
+from inductor_passes.ir.view import GraphView
+from inductor_passes.problems.fx import NoHintError, kept_by_caller
+from inductor_passes.report import Decision, Finding, PassReport, Reason, Verdict
+from inductor_passes.rewriting.contract import NOT_AGREED, Cap, Facts, Look, Outcome, Pass, Scheduled, Solved
+from inductor_passes.rewriting.step_facts import StepFacts
+from inductor_passes.schedule.plan import Plan, plan
+
+#: Budgets that are tried below the user's: planning is a search, and may find more where it may use less.
+RUNGS = ("+100%", "+25%", "+5%", "0")
+#: Objections that another result of the same pass may not meet.
+BY_COST = (Reason.OVER_BUDGET, Reason.SLOWER)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the pipeline makes of an outcome.
+
+    Attributes:
+        facts: about the graph as the pass left it.
+        objection: why the outcome is dropped; None: it is kept.
+        detail: numbers or names for people.
+        findings: of the verifier.
+    """
+
+    facts: Facts
+    objection: Reason | None = None
+    detail: str = ""
+    findings: tuple[Finding, ...] = ()
+
+
+def of_step(peak_bytes: int, step: StepFacts | None, config: PassConfig) -> int:
+    """What a budget is relative to, given the graph's own peak: forward may use what backward's peak leaves.
+
+    What fusion saves is known of one graph only, so "0" stays with each graph's own peak, unless that includes
+    parameters kept for backward: these come out of the step's budget.
+    """
+    if step is None or not step.own_peak_bytes:
+        return peak_bytes
+    scaled = peak_bytes * step.step_peak_bytes // step.own_peak_bytes
+    return min(peak_bytes, scaled) if config.budget.fraction == 0 else scaled
+
+
+def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = None) -> Cap:
+    """The cap of a graph, from a look at it as it came in and the step that it belongs to.
+
+    Args:
+        verified_peak_bytes: the graph's peak by the verifier.
+    """
+    try:
+        peak = look.peak_bytes
+    except NoHintError:
+        return Cap()
+    if look.config.budget.unlimited:
+        return Cap(peak, None, verified_peak_bytes)
+    return Cap(peak, look.config.budget.limit_bytes(of_step(peak, step, look.config)), verified_peak_bytes)
+
+
+def freed_inputs(graph: torch.fx.Graph, phase: str) -> tuple[str, ...]:
+    """Names of the graph's inputs that are freed after their last use."""
+    inputs = (node for node in graph.nodes if node.op == "placeholder")
+    return tuple(node.name for node in inputs if not kept_by_caller(node, phase == "backward"))
+
+
+def lower(cap: Cap, config: PassConfig) -> Iterator[Cap]:
+    """The caps of :data:`RUNGS` that are below one, the highest first."""
+    if cap.input_peak_bytes is None:
+        return
+    for rung in RUNGS:
+        limit = MemoryBudget.parse(rung).limit_bytes(cap.input_peak_bytes)
+        if limit is not None and (cap.limit_bytes is None or limit < cap.limit_bytes):
+            yield dataclasses.replace(cap, limit_bytes=limit)
+
+
+def fused_limit_bytes(compilation: Compilation, peak_bytes: int) -> int | None:
+    """The cap for fused kernels that peak at ``peak_bytes`` in the order in which they came.
+
+    It is relative to that peak less the share by which the FX passes raised it.
+    """
+    schedules, input_peak = compilation.report.schedules, compilation.cap.input_peak_bytes
+    planned = schedules[-1].peak_after_bytes if schedules else 0
+    if planned and input_peak is not None and planned > input_peak:
+        peak_bytes = peak_bytes * input_peak // planned
+    budget = compilation.config.budget
+    return budget.limit_bytes(of_step(peak_bytes, compilation.known.step, compilation.config))
+
+
+def look_before(facts: Facts) -> None:
+    """Work out now what is asked about the graph afterwards: a pass changes it in place."""
+    with contextlib.suppress(NoHintError):
+        _ = facts.ranks_agree
+        if facts.limit_bytes is not None:
+            _ = facts.peak_bytes
+
+
+def over_cap(facts: Facts) -> str:
+    """How far the graph, in its order, is above the cap; "" when it is not, or no higher than what came in."""
+    try:
+        if facts.limit_bytes is None or not facts.ranks_agree:
+            return ""
+        allowed = max(facts.limit_bytes, facts.cap.input_peak_bytes or 0)
+        return _over(facts, facts.peak_bytes) if facts.peak_bytes > allowed else ""
+    except NoHintError:
+        return ""
+
+
+def slower(before: Facts, outcome: Outcome | None, scheduled: Scheduled | None) -> str:
+    """How much slower the graph plans since a pass; "" when it is not, or that is not known."""
+    if outcome is None or outcome.scheduled is not None or scheduled is None or not before.ranks_agree:
+        return ""
+    known = outcome.before or (None if before.solved is None else before.solved.plan)
+    if known is None or not known.feasible:
+        return ""
+    now = scheduled.plan
+    if now.feasible and now.makespan_ns <= known.makespan_ns:
+        return ""
+    return f"the whole graph: {known.makespan_ns} -> {now.makespan_ns} ns"
+
+
+def judge(
+    graph: torch.fx.Graph, one: Pass, outcome: Outcome, facts: Facts, reference: verify.ReferenceSnapshot
+) -> Judgement:
+    """Hold the graph that a pass left against the graph that it got.
+
+    Args:
+        graph: as the pass left it.
+        facts: what the pass got.
+        reference: the graph that the pass got, for the verifier.
+    """
+    if not outcome.report.changed:
+        return Judgement(dataclasses.replace(facts, solved=outcome.solved or facts.solved))
+    findings = verify.check(
+        graph,
+        reference=reference,
+        memory_budget=_verified_limit(outcome, facts),
+        donated=freed_inputs(graph, facts.phase),
+        certificates=outcome.certificates,
+        group_order=one.group_order if facts.agreed else "kept",
+        numerics=getattr(one, "numerics", "exact"),
+    )
+    after = outcome.after or facts.of(graph)
+    if findings:
+        detail = f"{findings[0].rule}: {findings[0].message}"
+        rules = {finding.rule for finding in findings}
+        # Nothing is shown to be wrong: the verifier counts more bytes than the planner, or does not understand a value.
+        mild = {frozenset({"memory"}): Reason.OVER_BUDGET, frozenset({"value-unproven"}): Reason.UNPROVEN}
+        return Judgement(after, mild.get(frozenset(rules), Reason.VERIFIER), detail, tuple(findings))
+    local = _communication(facts.view) == _communication(after.view)
+    if not facts.agreed and not local:
+        return Judgement(after, Reason.RANKS_DIFFER, NOT_AGREED)
+    return _within_cap(outcome, facts, after, local)
+
+
+def _verified_limit(outcome: Outcome, facts: Facts) -> int | None:
+    """Where an order was decided the cap has to hold, by the verifier's own count too.
+
+    Not where shards are of unequal size: it counts those of this rank, and the ranks have to decide alike.
+    """
+    if outcome.scheduled is None or not facts.ranks_agree or facts.shards.uneven:
+        return None
+    return facts.cap.verified_limit_bytes
+
+
+def _communication(view: GraphView) -> list[tuple[object, ...]]:
+    """Everything that other ranks notice of a graph's collectives, in order."""
+    return [
+        (c.start.name, c.kind, c.group, c.reduce_op, c.dtypes, c.input_bytes, c.output_bytes) for c in view.collectives
+    ]
+
+
+def _within_cap(outcome: Outcome, before: Facts, after: Facts, local: bool) -> Judgement:
+    """The graph fits the cap and is no slower, as far as that is asked."""
+    try:
+        if not before.ranks_agree and not local:
+            # Peaks and durations are not the same on all ranks: nothing that they notice may depend on them.
+            return Judgement(after)
+        fits = after.limit_bytes is None or after.peak_bytes <= max(after.limit_bytes, before.peak_bytes)
+        if outcome.scheduled is not None:
+            return Judgement(after) if fits else Judgement(after, Reason.OVER_BUDGET, _over(after, after.peak_bytes))
+        if fits and outcome.before is None:
+            return Judgement(after)
+        found = _planned(outcome, after)
+    except NoHintError:
+        return Judgement(after)
+    if found is None:
+        return Judgement(after, Reason.OVER_BUDGET, _over(after, after.peak_bytes))
+    after = dataclasses.replace(after, solved=Solved(after.problem.problem, found))
+    allowed = before.solved.plan if outcome.before is None and before.solved is not None else outcome.before
+    if not found.feasible and (allowed is None or allowed.feasible or found.peak_bytes > allowed.peak_bytes):
+        return Judgement(after, Reason.OVER_BUDGET, _over(after, found.peak_bytes))
+    if outcome.before is not None and found.makespan_ns >= outcome.before.makespan_ns:
+        detail = f"the whole graph: {outcome.before.makespan_ns} -> {found.makespan_ns} ns"
+        return Judgement(after, Reason.SLOWER, detail)
+    return Judgement(after)
+
+
+def _planned(outcome: Outcome, after: Facts) -> Plan | None:
+    """How the graph plans under the cap; None where its order will not be changed any more."""
+    if after.config.schedule == "off" and outcome.before is None:
+        return None
+    problem = after.problem.problem
+    if outcome.solved is not None and outcome.solved.problem.digest() == problem.digest():
+        return outcome.solved.plan
+    return plan(problem, after.limit_bytes, effort=0)
+
+
+def _over(facts: Facts, peak_bytes: int) -> str:
+    return f"peak {peak_bytes} bytes, the cap is {facts.limit_bytes} bytes"
+
+
+def refused(outcome: Outcome, judgement: Judgement) -> PassReport:
+    """The report of a pass that was dropped: what it had applied is refused for the judgement's reason."""
+    report, reason = outcome.report, judgement.objection
+    assert reason is not None
+    report.rolled_back, report.detail, report.findings = reason, judgement.detail, list(judgement.findings)
+    settings = {Reason.OVER_BUDGET: 'memory_budget="unlimited"', Reason.SLOWER: outcome.insist}
+    setting = settings.get(reason, "")
+    report.decisions = [_undone(d, reason, judgement.detail, setting) for d in report.decisions]
+    return report
+
+
+def _undone(decision: Decision, reason: Reason, detail: str, setting: str) -> Decision:
+    if decision.verdict is not Verdict.APPLIED:
+        return decision
+    return dataclasses.replace(
+        decision, verdict=Verdict.REFUSED, reason=reason, detail=detail, gain_ns=0, setting=setting
+    )

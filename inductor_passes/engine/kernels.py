@@ -1,0 +1,132 @@
+"""One graph's fused kernels: planned, checked, put into order, and compared with the generated code.
+
+The order of collectives was decided on FX and is kept by Inductor's own dependencies; here starts and waits find their
+place among the real kernels under the memory cap. What leaves the hook is what is generated: no pass of Inductor moves
+it again, and the emitted statements are compared with the plan for every graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from inductor_passes import _torch, verify
+from inductor_passes.engine import judge
+from inductor_passes.engine.barrier import guarded
+from inductor_passes.engine.compilation import Compilation
+from inductor_passes.engine.complain import complain, warn_once
+from inductor_passes.engine.publish import publish, somebody_looks, write_problem
+from inductor_passes.problems.kernel_memory import donated_inputs
+from inductor_passes.problems.kernels import build
+from inductor_passes.problems.record import schedule_report
+from inductor_passes.replay import order_check
+from inductor_passes.replay.ordering import Ordered, order
+from inductor_passes.report import PassReport, Reason
+from inductor_passes.schedule.simulate import simulate
+from inductor_passes.trace import cached
+from inductor_passes.trace.verdict import explain
+
+
+def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport) -> list[Any]:
+    """Inductor's fused nodes in the planned order; as they came when the verifier has a finding.
+
+    Args:
+        report: of this step, to be filled.
+    """
+    began = time.perf_counter_ns()
+    config, graph = compilation.config, compilation.report
+    built = build(
+        nodes,
+        compilation.profile,
+        backward=compilation.backward,
+        name=f"{graph.phase}_{graph.graph_index}",
+        estimator=config.estimator,
+    )
+    before = simulate(built.problem)
+    limit = judge.fused_limit_bytes(compilation, before.peak_bytes)
+    pins = compilation.pins if compilation.pins is not None and not compilation.pins.given_up else None
+    ordered = order(built, before, limit, pins, config.effort)
+    if ordered.given_up:
+        graph.notes.append(f"pinned order of kernels given up: {ordered.given_up}")
+        warn_once(f"inductor_passes: planning kernels anew, {ordered.given_up}")
+    ordered = _checked(ordered, nodes, limit, compilation, report)
+    _record(ordered, limit, compilation, report)
+    if config.dump_problem:
+        write_problem(built.problem, graph, config.dump_problem)
+    report.duration_ns = time.perf_counter_ns() - began
+    planned = [nodes[i] for i in ordered.plan.order]
+    _watch(planned, ordered, compilation)
+    return planned
+
+
+def _checked(
+    ordered: Ordered, nodes: list[Any], limit: int | None, compilation: Compilation, report: PassReport
+) -> Ordered:
+    """The order if the verifier has nothing against it, else Inductor's."""
+    report.changed = ordered.changed
+    if not ordered.changed:
+        return ordered
+    donated = donated_inputs(compilation.backward)
+    allowed = None
+    if limit is not None:
+        # Memory by the verifier's own replay, relative to its own idea of Inductor's order.
+        allowed = verify.snodes_peak_bytes(nodes, donated) + max(0, limit - ordered.before.peak_bytes)
+    planned = [nodes[i] for i in ordered.plan.order]
+    findings = verify.check_snodes(planned, nodes, memory_budget=allowed, donated=donated)
+    if not findings:
+        return ordered
+    report.changed, report.findings, report.rolled_back = False, findings, Reason.VERIFIER
+    report.detail = f"{findings[0].rule}: {findings[0].message}"
+    complain("the order of the kernels was undone", report, compilation.config, None)
+    return ordered.left_alone()
+
+
+def _record(ordered: Ordered, limit: int | None, compilation: Compilation, report: PassReport) -> None:
+    graph, built, after = compilation.report, ordered.built, ordered.after
+    graph.schedules.append(schedule_report("scheduler", built.problem, ordered.plan, ordered.before, after))
+    graph.digest = graph.schedules[-1].digest
+    if compilation.pins is not None and not compilation.pins.given_up and not ordered.given_up:
+        graph.digest = compilation.pins.combined(graph.digest)
+    groups = {c.group.name: c.group.ranks for c in built.collectives.values()}
+    tasks, carriers = built.problem.tasks, compilation.carriers
+    graph.collectives = explain(
+        built.problem,
+        ordered.plan.order,
+        ordered.before,
+        after,
+        limit,
+        ranks=groups,
+        buckets={tasks[i].name: carriers.get(c.start.name, "") for i, c in built.collectives.items()},
+        what_if=somebody_looks(),
+    )
+    report.decisions = ordered.decisions()
+    graph.plan |= {
+        "kernels": [ordered.names[i] for i in ordered.plan.order],
+        "predicted": {"step_ns": after.makespan_ns, "peak_bytes": after.peak_bytes},
+    }
+
+
+def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation) -> None:
+    """Compare the statements with the plan while the code is generated, and publish the report then."""
+    graph, problem = compilation.report, ordered.built.problem
+
+    def finish() -> None:
+        publish(graph, problem, ordered.plan.order, ordered.before, ordered.after, compilation.graphs)
+
+    def generated(statements: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+        with guarded("comparing the generated code with the plan", "it is not compared"):
+            graph.order_check = order_check.compare(planned, statements)
+            if not graph.order_check.startswith((order_check.CONFIRMED, order_check.UNCHECKED)):
+                warn_once(f"inductor_passes: the generated code is not in the planned order: {graph.order_check}")
+        with guarded("storing the report in the generated code", "a warm cache has no report"):
+            _torch.add_module_statement(
+                cached.statement(graph, problem, ordered.plan.order, compilation.rank_steps)
+            )
+        with guarded("publishing a report", "there is none"):
+            finish()
+        return f"inductor_passes: order {graph.digest}, {graph.order_check}"
+
+    if not _torch.when_generated(generated):
+        graph.order_check = f"{order_check.UNCHECKED}: this kind of generated code has no place to look"
+        finish()

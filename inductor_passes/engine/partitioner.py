@@ -1,0 +1,191 @@
+"""Our place between forward and backward: a partitioner around Inductor's (or the user's own).
+
+It decides which gathered parameters are kept for backward, where ``simple_fsdp(reshard_after_forward="auto")`` leaves
+that to us, and tells both graphs how much memory the step as a whole takes. The partitioner
+underneath decides what else is saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import agreeing, garbage, identity
+from inductor_passes.engine.barrier import MEANT, guarded
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pin import pins
+from inductor_passes.problems.fx import FxProblem, NoHintError, build
+from inductor_passes.report import PassReport, Reason
+from inductor_passes.rewriting.step_facts import StepFacts
+from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.step import keep
+
+Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
+
+
+class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: ignore[misc]
+    """See the module's docstring."""
+
+    label = "step"
+
+    def __init__(self, settings: PassConfig | None = None, inner: Any = None) -> None:
+        super().__init__(settings, () if inner is None else (inner,))
+
+    @property
+    def inner(self) -> Any:
+        """The user's own partitioner, None for Inductor's."""
+        return self.others[0] if self.others else None
+
+    def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
+        """Forward and backward graph of a joint one."""
+        split = self.inner or _torch.default_partitioner()
+        marked: list[torch.fx.Node] = []
+        with guarded("looking for gathers to keep", "everything is gathered again", lambda: self.settings):
+            marked = keep.marked(gm.graph)
+        if not marked:
+            both: Split = split(gm, joint_inputs, **kwargs)
+            self._attach(both, None, None)
+            return both
+        again: Split = split(copy.deepcopy(gm), joint_inputs, **kwargs)
+        decided, done = None, False
+        with guarded("choosing what to keep for backward", "everything is gathered again", lambda: self.settings):
+            try:
+                decided = self._decide(again)
+            except MEANT:
+                raise
+            except Exception as error:
+                detail = f"{type(error).__name__}: {error}"
+                decided = _Decided(PassReport(keep.NAME, rolled_back=Reason.EXCEPTION, detail=detail))
+                raise
+            if decided.kept:
+                keep.keep(marked, decided.kept)
+                done = True
+        if done:
+            # Where nothing is kept the graphs of the copy are those that are wanted.
+            again = split(gm, joint_inputs, **kwargs)
+        if decided is None:
+            self._attach(again, None, None)
+        else:
+            self._attach(again, decided.report, decided.step_peak_bytes)
+        return again
+
+    @garbage.paused()
+    def _decide(self, again: Split) -> _Decided:
+        """Choose what backward reuses.
+
+        Args:
+            again: the graphs when everything is gathered again.
+        """
+        settings = self.settings
+        profile = identity.load_profile(settings)
+        views = GraphView(again[0].graph), GraphView(again[1].graph)
+        try:
+            forward, backward = _problems(views, settings)
+        except NoHintError as error:
+            return _Decided(PassReport(keep.NAME, rolled_back=Reason.NO_HINT, detail=str(error)))
+        step_peak = max(peak_bytes(fx.problem) for fx in (forward, backward))
+        found = keep.candidates(*views, profile)
+        if not found:
+            return _Decided(None, step_peak)
+        if not (forward.ranks_agree and backward.ranks_agree and _agreed(views, settings, profile)):
+            return _Decided(keep.refused(found))
+        choice = self._pinned(forward, backward, found, step_peak) or keep.choose_kept(
+            forward.problem, backward.problem, found, settings.budget, step_peak
+        )
+        return _Decided(choice.report, step_peak, choice.kept)
+
+    def _pinned(
+        self, forward: FxProblem, backward: FxProblem, found: Sequence[keep.Gathered], step_peak: int
+    ) -> keep.KeepChoice | None:
+        """What the plan file says, None when it says nothing or was given up."""
+        settings = self.settings
+        plans = identity.load_plan(settings)
+        if plans is None:
+            return None
+        name = _torch.aot_graph_name().rsplit("_", 1)[-1]
+        pin = pins.find_kept(
+            plans,
+            int(name) if name.isdigit() else None,
+            sorted(g.start for g in found),
+            replan=settings.plan_mismatch == "replan",
+        )
+        if pin is None or pin.given_up:
+            return None
+        limit = settings.budget.limit_bytes(step_peak)
+        choice = keep.pinned(forward.problem, backward.problem, found, pin.graph.kept or (), limit)
+        if isinstance(choice, keep.KeepChoice):
+            return choice
+        try:
+            pin.refuse(choice)
+        except pins.GivenUp:
+            return None
+
+    def _attach(self, both: Split, report: PassReport | None, step_peak: int | None) -> None:
+        """Tell both graphs what the step takes, where that matters to them."""
+        peaks = [0, 0]
+        what = "looking at the memory of the step"
+        with (
+            guarded(what, "forward and backward are budgeted one by one", lambda: self.settings),
+            contextlib.suppress(NoHintError),
+            garbage.paused(),
+        ):
+            budget = self.settings.budget
+            if report is None and (budget.unlimited or budget.fraction == 0):
+                return
+            views = GraphView(both[0].graph), GraphView(both[1].graph)
+            if any(v.collectives for v in views):
+                found = _problems(views, self.settings)
+                if all(fx.ranks_agree for fx in found):
+                    peaks = [peak_bytes(fx.problem) for fx in found]
+                else:
+                    step_peak = None
+        with guarded(what, "forward and backward are budgeted one by one", lambda: self.settings):
+            for module, peak, told in zip(both, peaks, (report, None)):
+                StepFacts(peak, max(peaks) if step_peak is None else step_peak, told).attach(module)
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """What became of the choice.
+
+    Attributes:
+        report: None where there was nothing to choose.
+        step_peak_bytes: the higher peak of both graphs when everything is gathered again; None where it is not known.
+        kept: names of the gathers that backward reuses.
+    """
+
+    report: PassReport | None = None
+    step_peak_bytes: int | None = None
+    kept: frozenset[str] = frozenset()
+
+
+def _agreed(views: tuple[GraphView, GraphView], settings: PassConfig, profile: CostProfile) -> bool:
+    """Whether ranks compile the same forward and the same backward."""
+    verdicts = [agreeing.reach(v, settings, profile, name) for v, name in zip(views, ("step forward", "step backward"))]
+    for one in verdicts:
+        agreeing.remember(one)
+    return all(one.agreed for one in verdicts)
+
+
+def _problems(views: tuple[GraphView, GraphView], settings: PassConfig) -> tuple[FxProblem, FxProblem]:
+    profile = identity.load_profile(settings)
+    forward, backward = (build(view, profile, estimator=settings.estimator) for view in views)
+    return forward, backward
+
+
+def split_with(settings: PassConfig) -> Callable[..., Split]:
+    """The same for a compiler that takes a function."""
+    partitioner = StepPartitioner(settings)
+
+    def partition(gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
+        return partitioner(gm, joint_inputs, **kwargs)
+
+    return partition

@@ -1,0 +1,36 @@
+"""Which passes a configuration switches on, and in which order."""
+
+from __future__ import annotations
+
+from inductor_passes.async_tp.pass_ import AsyncTpPass
+from inductor_passes.bucket.pass_ import BucketPass
+from inductor_passes.bucket.unpack_pass import UnpackPass
+from inductor_passes.config import PassConfig
+from inductor_passes.reorder.pass_ import ReorderPass
+from inductor_passes.rewrites.pass_ import RewriteCollectives
+from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
+from inductor_passes.rewriting.contract import Pass
+
+
+def passes_of(settings: PassConfig) -> list[Pass]:
+    """The FX passes that a configuration switches on, in order."""
+    passes: list[Pass] = [RewriteCollectives(settings.tier)]
+    if settings.uses_async_tp:
+        overrides = settings.async_tp_overrides
+        passes.append(
+            AsyncTpPass(
+                mode=settings.async_tp,
+                parts=overrides.parts,
+                groups=overrides.groups,
+                sizes=overrides.sizes,
+                lowering=settings.async_tp_lowering,
+            )
+        )
+    if settings.bucket == "on":
+        passes.append(BucketPass())
+        if settings.unpack == "kernel":
+            passes.append(UnpackPass())
+    passes.append(ScatterByExchange(settings.tier))
+    if settings.schedule == "on":
+        passes.append(ReorderPass(effort=settings.effort))
+    return passes

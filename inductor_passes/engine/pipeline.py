@@ -1,0 +1,319 @@
+"""Ordered passes over one graph: run, verify, hold to the cap, keep or drop, report.
+
+A pass changes the graph and returns an :class:`~inductor_passes.rewriting.contract.Outcome`. The pipeline alone takes
+snapshots and restores them. It keeps an outcome as a whole or drops it as a whole (``engine.judge`` says why). A
+dropped pass leaves the graph as it was, with the reason in the report, and compilation goes on. Findings and exceptions
+are warned about once; with ``verify="strict"`` they raise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch.fx
+
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import judge
+from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
+from inductor_passes.engine.complain import VerificationError, complain
+from inductor_passes.engine.snapshot import Snapshot
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pin.file import PlanFileError
+from inductor_passes.problems.fx import NoHintError
+from inductor_passes.report import GraphReport, PassReport, Reason
+from inductor_passes.rewriting.contract import Cap, Facts, Look, Outcome, Pass, Scheduled
+from inductor_passes.schedule.bounds import lower_bound
+from inductor_passes.schedule.simulate import simulate
+from inductor_passes.trace import spans
+from inductor_passes.trace.artifacts import emit_failure
+
+log = logging.getLogger("inductor_passes")
+#: How many nodes may be planned in all while alternatives are tried: 8 of a graph of 400 nodes.
+ALTERNATIVES_NODES = 3200
+#: A plan within this part of what no order can beat is good enough not to look for one that uses less memory.
+CLOSE = 100
+#: How often one pass may ask to be run again on the graph as it was.
+MAX_ATTEMPTS = 64
+
+
+def run_passes(
+    graph: torch.fx.Graph,
+    passes: Sequence[Pass],
+    config: PassConfig | None = None,
+    profile: CostProfile | None = None,
+    *,
+    known: Known | None = None,
+    report: GraphReport | None = None,
+    view: GraphView | None = None,
+) -> Compilation:
+    """Run passes over one graph, in order and in place; each one is verified, and kept or dropped as a whole.
+
+    Args:
+        graph: a functional FX graph with fake tensors in ``meta["val"]``.
+        config: settings; default: all defaults.
+        profile: costs; default: a CPU's.
+        known: what is known from outside of the graph; default: that all ranks compile it.
+        report: to be filled; default: a new one.
+        view: of the graph as it is, when there is one already.
+
+    Raises:
+        VerificationError: with ``verify="strict"``, when a pass failed or broke a rule.
+        PlanFileError: a pinned plan does not fit or asks for what is not allowed.
+    """
+    config = config or PassConfig()
+    profile = profile or CostProfile.default("cpu")
+    known = known or Known(phase_of(graph, is_inference=False))
+    report = report or new_report(graph, known.phase, config, profile)
+    compilation = Compilation(config, profile, report, known, pins=known.pins)
+    run = _Run(graph, compilation, view or GraphView(graph), passes)
+    run.rest()
+    _settle(run)
+    _compare(run)
+    compilation.cap = run.cap
+    for step in run.steps:
+        report.passes.append(step.report)
+        if step.outcome is not None:
+            compilation.enter(_of_cap(step.outcome, run.cap))
+    return compilation
+
+
+def _of_cap(outcome: Outcome, cap: Cap) -> Outcome:
+    """The outcome with the user's budget in its plan, which may have been found with less."""
+    found = outcome.scheduled
+    if found is None or found.plan.budget_bytes == cap.limit_bytes:
+        return outcome
+    plan = dataclasses.replace(found.plan, budget_bytes=cap.limit_bytes)
+    record = dataclasses.replace(found.record, budget_bytes=cap.limit_bytes)
+    return dataclasses.replace(outcome, scheduled=dataclasses.replace(found, plan=plan, record=record))
+
+
+def _compare(run: _Run) -> None:
+    """Try what else there is: fewer passes, and less memory than is allowed; for as long as that is cheap.
+
+    So no pass makes a small graph slower than it is with that pass switched off, and a larger budget does not make it
+    slower than one of ``judge.RUNGS`` below it. On larger graphs passes are held to what is known of the graph before.
+    """
+    tries = ALTERNATIVES_NODES // max(1, run.about.nodes)
+    if run.facts.pins is not None:
+        return
+    if run.scheduled() is None or not run.facts.ranks_agree:
+        return  # nothing says in which order the graph will run, or the order is not ours to choose
+    try:
+        best, least, bound = run.tried, run.standing(), run.bound_ns()
+        for cap in (run.cap, *judge.lower(run.cap, run.config)):
+            if cap != run.cap and least[1] <= bound + bound // CLOSE:
+                break
+            left_out: list[frozenset[int]] = [frozenset()] if cap != run.cap else _combinations(run)
+            while left_out and tries:
+                tries -= 1
+                one = left_out.pop(0)
+                if not run.again(cap, one, least[1]):
+                    continue
+                if not one:
+                    left_out = _combinations(run)
+                if run.standing() < least:
+                    best, least, bound = run.tried, run.standing(), run.bound_ns()
+    except NoHintError:
+        return
+    if best != run.tried or len(run.steps) < len(run.passes):
+        run.again(*best)
+
+
+def _combinations(run: _Run) -> list[frozenset[int]]:
+    """The passes that changed the graph and may be left out, in every combination but none."""
+    outcomes = [step.outcome for step in run.steps]
+    changed = [
+        k for k, o in enumerate(outcomes) if o is not None and o.report.changed and o.scheduled is None and not o.forced
+    ]
+    found = chain.from_iterable(itertools.combinations(changed, n) for n in range(1, len(changed) + 1))
+    return [frozenset(one) for one in found]
+
+
+def _settle(run: _Run) -> None:
+    """Hold the graph as it is left to the cap and to what is known of the graphs before.
+
+    What was kept on the way could be scheduled within the cap; if it was not, the last change goes, then the one
+    before. The same for a change behind which the graph plans slower than it did before, as far as that is known.
+    """
+    for number in reversed(range(len(run.steps))):
+        step = run.steps[number]
+        if not step.changed:
+            continue
+        while step.changed and (over := judge.over_cap(run.facts)):
+            run.drop(number, Reason.OVER_BUDGET, over)
+            step = run.steps[number]
+        if not step.changed:
+            continue
+        slower = judge.slower(step.facts, step.outcome, run.scheduled())
+        if slower:
+            run.drop(number, Reason.SLOWER, slower)
+
+
+@dataclass
+class _Step:
+    """One pass that was run: what it got, and what it did if that was kept."""
+
+    one: Pass
+    facts: Facts
+    snapshot: Snapshot
+    report: PassReport
+    outcome: Outcome | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether the graph is another one since."""
+        return self.outcome is not None and self.outcome.report.changed
+
+
+class _Run:
+    """The passes of one graph, the facts for the next one, and a snapshot of the graph as it is."""
+
+    def __init__(self, graph: torch.fx.Graph, to: Compilation, view: GraphView, passes: Sequence[Pass]) -> None:
+        self.graph = graph
+        self.passes = passes
+        self.config, self.about = to.config, to.report
+        known = to.known
+        look = Look(view, to.config, to.profile, known.phase, known.agreed)
+        self.freed = judge.freed_inputs(graph, known.phase)
+        self.snapshot: Snapshot | None = Snapshot(graph, self.freed)
+        self.cap = judge.cap(look, known.step, self.snapshot.reference.peak_bytes)
+        self.facts = Facts(look, self.cap, None if known.pins is None or known.pins.given_up else known.pins)
+        self.steps: list[_Step] = []
+        self.tried = self.cap, frozenset[int]()
+
+    def standing(self) -> tuple[bool, int, int]:
+        """How good the graph is as it stands: above the cap, makespan in ns, peak in bytes; the less the better."""
+        timeline = simulate(self.facts.problem.problem)
+        facts = dataclasses.replace(self.facts, cap=self.cap)
+        return bool(judge.over_cap(facts)), timeline.makespan_ns, timeline.peak_bytes
+
+    def bound_ns(self) -> int:
+        """What no order of the graph as it stands can beat."""
+        return lower_bound(self.facts.problem.problem)
+
+    def again(self, cap: Cap, without: frozenset[int] = frozenset(), beat_ns: int | None = None) -> bool:
+        """Run everything once more from the graph as it came, under a cap and without some of the passes.
+
+        Args:
+            beat_ns: stop before the last pass, and return False, where no order can be faster than that.
+        """
+        self.tried = cap, without
+        self.back_to(0)
+        self.facts = dataclasses.replace(self.facts, cap=cap)
+        if beat_ns is not None:
+            self.rest(until=len(self.passes) - 1)
+            if self.bound_ns() > beat_ns:
+                return False
+        self.rest()
+        _settle(self)
+        return True
+
+    def rest(self, until: int | None = None) -> None:
+        """Run the passes that have not been run, up to number ``until``."""
+        for number in range(len(self.steps), len(self.passes) if until is None else until):
+            one = self.passes[number]
+            if number in self.tried[1]:
+                report = PassReport(one.name, rolled_back=Reason.SLOWER, detail="the graph plans faster without it")
+                self.steps.append(_Step(one, self.facts, self._snapshot(), report))
+                continue
+            self.steps.append(self._timed(one))
+
+    def back_to(self, number: int) -> None:
+        """The graph as it was before the pass of that number; the passes from there on count as not run."""
+        step = self.steps[number]
+        self._restore(step.snapshot, step.facts)
+        self.snapshot = step.snapshot
+        del self.steps[number:]
+
+    def drop(self, number: int, reason: Reason, detail: str) -> None:
+        """Undo the pass of that number, and run those behind it again without it, or with its other way to go."""
+        step = self.steps[number]
+        assert step.outcome is not None
+        self.back_to(number)
+        if step.outcome.otherwise is not None:
+            self.steps.append(self._timed(step.outcome.otherwise))
+        else:
+            report = judge.refused(step.outcome, judge.Judgement(self.facts, reason, detail))
+            self.steps.append(_Step(step.one, self.facts, self._snapshot(), report))
+        self.rest()
+
+    def scheduled(self) -> Scheduled | None:
+        """The order that the graph has; None when nothing ordered it since it was changed last."""
+        for step in reversed(self.steps):
+            if step.outcome is not None and step.outcome.scheduled is not None:
+                return step.outcome.scheduled
+            if step.changed:
+                return None
+        return None
+
+    def _timed(self, one: Pass) -> _Step:
+        with spans.span(one.name):
+            began = time.perf_counter_ns()
+            step = self._run(one)
+            step.report.duration_ns = time.perf_counter_ns() - began
+            return step
+
+    def _run(self, one: Pass) -> _Step:
+        """Run a pass until an outcome is kept or it names no other way to go."""
+        for _ in range(MAX_ATTEMPTS):
+            snapshot, facts = self._snapshot(), self.facts
+            try:
+                judge.look_before(facts)
+                outcome = one.run(self.graph, facts)
+                if outcome.again is not None:
+                    self._restore(snapshot, facts)
+                    one = outcome.again
+                    continue
+                judgement = judge.judge(self.graph, one, outcome, facts, snapshot.reference)
+            except (PlanFileError, VerificationError):
+                raise
+            except Exception as error:
+                log.debug("pass %s failed", one.name, exc_info=True)
+                detail = f"{type(error).__name__}: {error}"
+                report = PassReport(one.name, rolled_back=Reason.EXCEPTION, detail=detail)
+                return self._undone(one, report, snapshot, error)
+            if judgement.objection is None:
+                return self._kept(one, outcome, judgement, snapshot)
+            if outcome.otherwise is not None and judgement.objection in judge.BY_COST:
+                self._restore(snapshot, facts)
+                one = outcome.otherwise
+                continue
+            return self._undone(one, judge.refused(outcome, judgement), snapshot, None)
+        raise AssertionError(f"pass {one.name!r} asked to be run more than {MAX_ATTEMPTS} times")
+
+    def _snapshot(self) -> Snapshot:
+        """Of the graph as it is: a pass that changed nothing leaves the one before it good for the next."""
+        self.snapshot = self.snapshot or Snapshot(self.graph, self.freed)
+        return self.snapshot
+
+    def _restore(self, snapshot: Snapshot, facts: Facts) -> None:
+        """The graph as it was. Its nodes may be other objects now, so everything is looked at anew."""
+        snapshot.restore()
+        self.facts = facts.of(self.graph, solved=facts.solved)
+
+    def _undone(self, one: Pass, report: PassReport, snapshot: Snapshot, error: BaseException | None) -> _Step:
+        emit_failure(self.about, report, lambda: str(self.graph))
+        before = self.facts
+        self._restore(snapshot, before)
+        if report.rolled_back in (Reason.VERIFIER, Reason.EXCEPTION):
+            what = f"pass {report.name!r} was undone in the {self.about.phase} graph"
+            complain(what, report, self.config, error)
+        return _Step(one, before, snapshot, report)
+
+    def _kept(self, one: Pass, outcome: Outcome, judgement: judge.Judgement, snapshot: Snapshot) -> _Step:
+        before = self.facts
+        if outcome.report.changed:
+            self.snapshot = None
+        self.facts = dataclasses.replace(
+            judgement.facts,
+            pins=None if outcome.given_up else before.pins,
+            apart=before.apart | outcome.apart,
+        )
+        return _Step(one, before, snapshot, outcome.report, outcome)

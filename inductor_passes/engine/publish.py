@@ -1,0 +1,99 @@
+"""Where a finished compilation goes: the trace, listeners, plan and problem files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from inductor_passes import _torch
+from inductor_passes.engine.compilation import Compilation
+from inductor_passes.engine.complain import warn_once
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pin import file as plan_file
+from inductor_passes.report import GraphReport
+from inductor_passes.schedule.problem import Problem
+from inductor_passes.schedule.simulate import Timeline, simulate
+from inductor_passes.trace.artifacts import emit
+from inductor_passes.trace.collector import deliver, what_if_wanted
+from inductor_passes.trace.payload import dumps
+from inductor_passes.trace.verdict import explain
+
+
+def somebody_looks() -> bool:
+    """Whether to plan again for what-if gains: costs several plans, so only when a trace or a listener wants them."""
+    return _torch.trace_enabled() or what_if_wanted()
+
+
+def publish(
+    report: GraphReport,
+    problem: Problem | None = None,
+    order: tuple[int, ...] | None = None,
+    before: Timeline | None = None,
+    after: Timeline | None = None,
+    graphs: tuple[str, str] = ("", ""),
+) -> None:
+    """Write a finished report into the trace, hand it to listeners, and write the plan file.
+
+    ``graphs`` are the readable graphs before and after the FX passes.
+    """
+    _write_plan(report)
+    deliver(report)
+    emit(
+        report,
+        problem=problem,
+        order_before=None if problem is None else problem.input_order,
+        order_after=order,
+        timeline_before=before,
+        timeline_after=after,
+        graph_before=graphs[0],
+        graph_after=graphs[1],
+    )
+
+
+def publish_fx(compilation: Compilation) -> None:
+    """Publish what the FX passes did, for graphs whose order is not planned on fused kernels."""
+    report, scheduled = compilation.report, compilation.scheduled
+    if scheduled is None:
+        publish(report, graphs=compilation.graphs)
+        return
+    problem, result = scheduled.fx.problem, scheduled.plan
+    before, after = simulate(problem), simulate(problem, result.order)
+    report.digest = problem.digest(result.order)
+    if compilation.pins is not None and not compilation.pins.given_up:
+        report.digest = compilation.pins.combined(report.digest)
+    groups = {c.group.name: c.group.ranks for c in GraphView(scheduled.fx.graph).collectives}
+    report.collectives = explain(
+        problem,
+        result.order,
+        before,
+        after,
+        result.budget_bytes,
+        ranks=groups,
+        buckets=compilation.carriers,
+        what_if=somebody_looks(),
+    )
+    publish(report, problem, result.order, before, after, compilation.graphs)
+
+
+def write_problem(problem: Problem, report: GraphReport, directory: str) -> None:
+    """Write a planned problem for ``inductor-passes simulate``; a directory that cannot be written is a warning."""
+    name = f"rank{report.rank}_{problem.name}_{problem.digest()}.json"
+    try:
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(dumps(problem.to_json(), indent=None), encoding="utf-8")
+    except OSError as error:
+        warn_once(f"inductor_passes: cannot write the problem to dump_problem={directory}: {error}")
+
+
+def _write_plan(report: GraphReport) -> None:
+    """The graph's plan as a file, by rank 0: what it decided on FX is what all ranks decided."""
+    directory = report.config.get("dump_plan")
+    if not directory or report.rank or not report.plan:
+        return
+    try:
+        graph = plan_file.GraphPlan.from_json(report.plan, report.phase)
+        folder = Path(str(directory))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{graph.title}.json").write_text(plan_file.text_of([graph]), encoding="utf-8")
+    except (OSError, plan_file.PlanFileError) as error:
+        warn_once(f"inductor_passes: cannot write the plan to dump_plan={directory}: {error}")

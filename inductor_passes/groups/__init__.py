@@ -1,0 +1,1 @@
+"""What is known about process groups before anything is compiled."""

@@ -1,0 +1,250 @@
+"""What must not differ between ranks when the order of collectives is decided.
+
+Ranks agree on a plan only when they solve the same problem. Uneven shards break that: one rank pads its shard before
+a gather, its neighbour has nothing to pad, and trimming after a reduction differs likewise. The collectives themselves
+are of equal (padded) size everywhere. So everything that only prepares a collective's input from graph inputs counts as
+part of the collective's start, with the sizes of the collective, whatever a rank has to do for it; and everything
+that only trims a collective's result counts as part of its wait. Where shards are uneven every rank is charged for a
+padded copy, and what follows a reduction element by element on its way out of the graph counts as trimming too.
+
+That makes problems equal where uneven shards are those of parameters and gradients. Where they are in the middle of a
+graph (a sequence that ranks cannot share evenly) compute itself differs, and no two ranks have the same problem: see
+:class:`Shards`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
+
+#: Operators that only move, pad or convert data: all that uneven shards need around a collective.
+_MOVES = frozenset(
+    {
+        "aten::constant_pad_nd",
+        "aten::_to_copy",
+        "aten::clone",
+        "aten::cat",
+        "aten::copy",
+        "aten::slice_scatter",
+        "aten::full",
+        "aten::new_zeros",
+        "aten::zeros",
+        "aten::empty",
+        "aten::new_empty",
+        "aten::split_with_sizes_copy",
+        "prims::convert_element_type",
+    }
+)
+
+
+#: Operators that lengthen a shard to the size of the largest.
+PADS = frozenset({"aten::constant_pad_nd"})
+#: Those that every rank has alike, whatever its shard's size.
+COPIES = frozenset({"aten::_to_copy", "aten::cat", "prims::convert_element_type"})
+
+#: Why something is left alone where :attr:`Shards.ranks_agree` is False.
+UNEQUAL = "ranks hold pieces of unequal size and could come to different decisions"
+
+
+def moves_data(view: GraphView, node: torch.fx.Node) -> bool:
+    """Whether a node only moves, pads or converts data, or is a view."""
+    role = view.role(node)
+    return role is Role.FREE or (role is Role.COMPUTE and _torch.op_name(node.target) in _MOVES)
+
+
+def _written(view: GraphView) -> set[torch.fx.Node]:
+    """Nodes whose memory is written to after it was made."""
+    return {n for storage in view.storages.all if storage.writers for n in storage.members}
+
+
+def preparations(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Compute nodes that only prepare a collective's input from graph inputs -> that collective's start.
+
+    A node qualifies when all its inputs are graph inputs (or qualify themselves) and all its users are one start (or
+    qualify for it). O(nodes + edges), by one sweep forwards and one backwards.
+    """
+    from_inputs: set[torch.fx.Node] = set()
+    for node in view.nodes:
+        if view.role(node) is Role.INPUT or (
+            moves_data(view, node) and all(n in from_inputs for n in node.all_input_nodes)
+        ):
+            from_inputs.add(node)
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+    written = _written(view)
+    for node in reversed(view.nodes):
+        if node not in from_inputs or view.role(node) is Role.INPUT:
+            continue
+        if node in written or any(n in written for n in node.all_input_nodes):
+            continue
+        # A view may be saved for backward as well: it moves nothing.
+        free = view.role(node) is Role.FREE
+        starts = {
+            user if view.role(user) is Role.START else found.get(user)
+            for user in node.users
+            if not (free and user.op == "output")
+        }
+        if len(starts) == 1 and (start := starts.pop()) is not None:
+            found[node] = start
+    return found
+
+
+def trims(
+    view: GraphView, uneven: Collection[Collective] = ()
+) -> dict[torch.fx.Node, torch.fx.Node]:
+    """Compute nodes that only cut or copy a wait's result and leave the graph -> that wait.
+
+    A node qualifies when its only tensor input is a wait of a reduction (through views or nodes that qualify) and its
+    value is used by graph outputs only (or by nodes that qualify). Nobody else may write to what it touches: it would
+    move ahead of the write. What follows the waits of ``uneven`` may compute, element by element.
+    """
+    found: dict[torch.fx.Node, torch.fx.Node] = {}
+    root: dict[torch.fx.Node, torch.fx.Node] = {}
+    leaves: set[torch.fx.Node] = set()
+    written = _written(view)
+    computing = {wait for collective in uneven for wait in collective.waits}
+
+    def elementwise(node: torch.fx.Node) -> bool:
+        return bool(computing) and view.role(node) is Role.COMPUTE and _torch.is_pointwise(node.target)
+
+    for node in reversed(view.nodes):
+        if node in written or any(n in written for n in node.all_input_nodes):
+            continue
+        if (moves_data(view, node) or elementwise(node)) and all(
+            user.op == "output" or user in leaves for user in node.users
+        ):
+            leaves.add(node)
+    for node in view.nodes:
+        role = view.role(node)
+        if role is Role.WAIT:
+            root[node] = node
+        elif node in leaves:
+            sources = {root.get(n) for n in node.all_input_nodes}
+            if len(sources) == 1 and (source := sources.pop()) is not None:
+                if not moves_data(view, node) and source not in computing:
+                    continue
+                root[node] = source
+                if role is Role.COMPUTE:
+                    found[node] = source
+    return found
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What a graph shows about shards of unequal size, in a way that every rank sees.
+
+    What is gathered from padded shards is cut, and what is reduced into them is padded, on all ranks alike. (That a
+    shard itself is padded or trimmed only the smaller ranks see.)
+
+    Attributes:
+        uneven: gathers and reductions whose shards differ in size.
+        owner: nodes that count as part of a start or a wait, see :func:`preparations` and :func:`trims`.
+        ranks_agree: every rank has the same problem, as far as the graph tells. Otherwise (uneven shards in the middle
+            of the graph, an all_to_all of unequal pieces) nothing that all ranks must do alike may depend on durations
+            or peaks.
+    """
+
+    uneven: frozenset[Collective]
+    owner: dict[torch.fx.Node, torch.fx.Node]
+    ranks_agree: bool
+
+
+def shards(view: GraphView) -> Shards:
+    """See :class:`Shards`; O(nodes + edges)."""
+    uneven = frozenset(c for c in view.collectives if _is_uneven(view, c))
+    owner = {**preparations(view), **trims(view, uneven)}
+    exchanges = any(c.kind == CollectiveKind.ALL_TO_ALL and _has_unequal_splits(c.start) for c in view.collectives)
+    return Shards(uneven, owner, not exchanges and all(_is_at_the_edge(view, c, owner) for c in uneven))
+
+
+def _has_unequal_splits(start: torch.fx.Node) -> bool:
+    lists = [a for a in (*start.args, *start.kwargs.values()) if isinstance(a, (list, tuple))]
+    return any(len({str(size) for size in sizes}) > 1 for sizes in lists)
+
+
+def _is_uneven(view: GraphView, collective: Collective) -> bool:
+    if collective.kind == CollectiveKind.ALL_GATHER:
+        return any(_is_cut(view, wait, collective.group.size) for wait in collective.waits)
+    scatters = collective.kind is CollectiveKind.REDUCE_SCATTER
+    return scatters and any(_is_padded(view, node) for node in collective.inputs)
+
+
+def _is_cut(view: GraphView, wait: torch.fx.Node, ranks: int) -> bool:
+    """Whether the end of a dimension of the result is never read, as much of it as makes a size that ranks share."""
+    todo = [wait]
+    while todo:
+        node = todo.pop()
+        ends: dict[int, int] = {}
+        readers = [user for user in node.users if user.op != "output"]
+        for user in readers:
+            if _torch.op_name(user.target) == "aten::slice":
+                dim, end = _slice_end(user)
+                ends[dim] = max(ends.get(dim, 0), end)
+            else:
+                ends[-1] = 0
+                if moves_data(view, user):
+                    # Taken out of a message that several gathers share, or put together again.
+                    todo.append(user)
+        value = node.meta.get("val")
+        if len(ends) == 1 and -1 not in ends and isinstance(value, torch.Tensor):
+            ((dim, end),) = ends.items()
+            size = _torch.size_hint(value.shape[dim])
+            if size is not None and end < size < end + ranks and size % ranks == 0:
+                return True
+    return False
+
+
+def _slice_end(node: torch.fx.Node) -> tuple[int, int]:
+    """Dimension and end of a slice that starts at the beginning with steps of one, else an end beyond any size."""
+    arguments = (*node.args, *(None,) * (5 - len(node.args)))
+    dim, start, end, step = (node.kwargs.get(k, a) for k, a in zip(("dim", "start", "end", "step"), arguments[1:]))
+    value = node.all_input_nodes[0].meta.get("val")
+    rank = value.dim() if isinstance(value, torch.Tensor) else 1
+    last = _torch.size_hint(end.meta.get("val") if isinstance(end, torch.fx.Node) else end)
+    if (start or 0) != 0 or (step or 1) != 1 or last is None or last < 0:
+        return (dim or 0) % rank, 1 << 62
+    return (dim or 0) % rank, last
+
+
+def _is_padded(view: GraphView, node: torch.fx.Node) -> bool:
+    while view.role(node) is Role.FREE and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    if view.role(node) is not Role.COMPUTE:
+        return False
+    name = _torch.op_name(node.target)
+    return name in PADS or (name == "aten::cat" and any(_is_padded(view, n) for n in node.all_input_nodes))
+
+
+def _is_at_the_edge(view: GraphView, collective: Collective, owner: dict[torch.fx.Node, torch.fx.Node]) -> bool:
+    """Whether what differs between ranks is graph inputs and outputs and what belongs to the collective itself."""
+    if collective.kind == CollectiveKind.ALL_GATHER:
+        todo, seen = list(collective.inputs), set(collective.inputs)
+        while todo:
+            node = todo.pop()
+            near = [n for n in node.users if n.op != "output" and view.role(n) is not Role.START]
+            if view.role(node) is not Role.INPUT:
+                near += [node, *node.all_input_nodes]
+            for other in near:
+                role = view.role(other)
+                if role not in (Role.INPUT, Role.FREE) and other not in owner:
+                    return False
+                if other not in seen:
+                    seen.add(other)
+                    todo.append(other)
+        return True
+    todo = list(collective.waits)
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                continue
+            if user not in owner and view.role(user) is not Role.FREE:
+                return False
+            todo.append(user)
+    return True

@@ -1,0 +1,1 @@
+"""From graphs and fused kernels to scheduling problems: tasks, lanes, storages, and what ranks have in common."""

@@ -1,0 +1,226 @@
+"""From Inductor's fused scheduler nodes to a scheduling problem.
+
+By the time of Inductor's last hook kernels are fused and buffers are known, so durations and memory are those of the
+code that will run. Dependencies are Inductor's own, the artificial ones included (order of collectives, mutation);
+to them come the lifetimes that Inductor does not show: a collective's inputs live until its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.cost.compute import flops, library_shape
+from inductor_passes.cost.fused import operator_ns
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.values import dtype_name
+from inductor_passes.ir import ops
+from inductor_passes.ir.view import Collective, collective_of
+from inductor_passes.problems.kernel_memory import kernel_storages
+from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
+
+
+@dataclass(frozen=True)
+class SchedulerProblem:
+    """A problem over scheduler nodes; task ``i`` is ``nodes[i]``.
+
+    ``collectives`` maps the number of a start to what it does.
+    """
+
+    problem: Problem
+    nodes: tuple[Any, ...]
+    collectives: dict[int, Collective]
+
+
+def build(
+    nodes: Sequence[Any],
+    profile: CostProfile,
+    *,
+    backward: bool,
+    name: str = "",
+    estimator: Callable[[torch.fx.Node], float | None] | None = None,
+) -> SchedulerProblem:
+    """The scheduling problem of a list of scheduler nodes in a legal order; O(nodes + dependencies).
+
+    Args:
+        backward: whether inputs other than parameters and gradients are freed after their last use.
+        estimator: own durations for FX nodes; asked for a kernel that stands for exactly one FX node.
+    """
+    return _Builder(nodes, profile, backward, name, estimator).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        nodes: Sequence[Any],
+        profile: CostProfile,
+        backward: bool,
+        name: str,
+        estimator: Callable[[torch.fx.Node], float | None] | None,
+    ) -> None:
+        self.nodes = nodes
+        self.profile = profile
+        self.backward = backward
+        self.name = name
+        self.estimator = estimator
+        self.producer: dict[str, int] = {}
+        for i, node in enumerate(nodes):
+            for buffer in _torch.snode_output_names(node):
+                self.producer[buffer] = i
+        self.allocated_with = {
+            name: packed for node in nodes for name, _, _, packed in _torch.snode_buffers(node) if packed
+        }
+        self.kinds = [_torch.snode_kind(node) for node in nodes]
+        self.lanes: dict[str, int] = {}
+        self.lane_list: list[Lane] = []
+        self.collectives: dict[int, Collective] = {}
+        self.waits_of: dict[int, list[int]] = {}
+
+    def build(self) -> SchedulerProblem:
+        preds = [self._predecessors(i) for i in range(len(self.nodes))]
+        tasks = [self._task(i) for i in range(len(self.nodes))]
+        # A write to a buffer that a collective reads must come after the collective's wait, not only after its start.
+        for i, own in enumerate(preds):
+            for start in [p for p in own if p in self.waits_of and self._writes_input_of(i, p)]:
+                own.update(w for w in self.waits_of[start] if w < i)
+        problem = Problem(
+            tasks=tuple(tasks),
+            preds=tuple(tuple(sorted(p)) for p in preds),
+            lanes=tuple(self.lane_list),
+            storages=tuple(kernel_storages(self.nodes, self.producer, self.waits_of, self.backward)),
+            name=self.name,
+        )
+        return SchedulerProblem(problem, tuple(self.nodes), self.collectives)
+
+    def _predecessors(self, i: int) -> set[int]:
+        found = {self.producer[name] for name, _ in _torch.snode_dependencies(self.nodes[i]) if name in self.producer}
+        found.discard(i)
+        return found
+
+    def _writes_input_of(self, i: int, start: int) -> bool:
+        """Whether node ``i`` writes to memory that collective ``start`` reads."""
+        mutated = {s for _, _, shared, _ in _torch.snode_buffers(self.nodes[i]) for s in shared}
+        return bool(mutated) and not mutated.isdisjoint(_torch.snode_reads(self.nodes[start])) and (
+            self.kinds[i] != "wait"
+        )
+
+    def _task(self, i: int) -> Task:
+        node, kind = self.nodes[i], self.kinds[i]
+        name = _torch.snode_name(node)
+        if kind == "start" and (collective := self._describe(i)) is not None:
+            return self._start(i, name, collective)
+        if kind == "wait" and (start := self._start_of(node)) is not None:
+            self.waits_of.setdefault(start, []).append(i)
+            collective = self.collectives[start]
+            first = len(self.waits_of[start]) == 1
+            return Task(
+                name,
+                Kind.WAIT,
+                lane=self._lane(collective),
+                start=start,
+                label=f"W{collective.label}" if first else "",
+                source=ops.source_line(collective.start),
+            )
+        return self._compute(node, kind, name)
+
+    def _describe(self, i: int) -> Collective | None:
+        origin = _torch.snode_origin(self.nodes[i])
+        if origin is None or ops.role(origin) is not ops.Role.START:
+            starts = [n for n in _torch.snode_origins(self.nodes[i]) if ops.role(n) is ops.Role.START]
+            if len(starts) != 1:
+                return None
+            origin = starts[0]
+        collective = collective_of(len(self.collectives), origin, ())
+        if collective.input_bytes is None or collective.output_bytes is None:
+            return None
+        self.collectives[i] = collective
+        return collective
+
+    def _lane(self, collective: Collective) -> int:
+        group = collective.group
+        if group.name not in self.lanes:
+            self.lanes[group.name] = len(self.lane_list)
+            link = self.profile.link(group.ranks) if group.ranks else f"unknown:{group.name}"
+            self.lane_list.append(Lane(group.name, link))
+        return self.lanes[group.name]
+
+    def _start(self, i: int, name: str, collective: Collective) -> Task:
+        input_bytes, output_bytes = collective.input_bytes or 0, collective.output_bytes or 0
+        arguments = (collective.kind, input_bytes, output_bytes, collective.group.ranks or (0,))
+        own = self.estimator(collective.start) if self.estimator is not None else None
+        return Task(
+            name,
+            Kind.START,
+            self.profile.communication_ns(*arguments) if own is None else max(0, round(own)),
+            lane=self._lane(collective),
+            issue_ns=self.profile.issue_ns(*arguments),
+            size_bytes=max(input_bytes, output_bytes),
+            label=collective.label,
+            source=ops.source_line(collective.start),
+        )
+
+    def _start_of(self, node: Any) -> int | None:
+        """The start that a wait belongs to.
+
+        An out-of-place wait names the start's result, directly or through an output of a coalesced collective; an
+        in-place one names the memory itself, and only its reads lead to the start that writes to it.
+        """
+        for buffer in (*_torch.snode_waited_buffers(node), *_torch.snode_data_reads(node)):
+            for name in (buffer, self.allocated_with.get(buffer, "")):
+                producer = self.producer.get(name)
+                if producer in self.collectives:
+                    return producer
+        return None
+
+    def _compute(self, node: Any, kind: str, name: str) -> Task:
+        origins = _torch.snode_origins(node)
+        source = next((s for o in origins if (s := ops.source_line(o))), "")
+        fence = kind in ("start", "wait", "group")
+        if kind == "nop":
+            return Task(name, Kind.COMPUTE, 0, source=source)
+        duration = 0
+        label = ""
+        if kind == "extern":
+            origin = _torch.snode_origin(node)
+            if any(packed for _, _, _, packed in _torch.snode_buffers(node)):
+                # One result taken out of a multi-output kernel: it carries that kernel's origin and does nothing.
+                return Task(name, Kind.COMPUTE, 0, source=source)
+            if origin is not None:
+                fence = fence or ops.role(origin) is ops.Role.FENCE
+                label = ops.label(origin)
+                duration = self._extern_ns(node, origin)
+            elif _torch.snode_op(node) is not None:
+                fence = fence or ops.op_role(_torch.snode_op(node)) is ops.Role.FENCE
+                duration = self.profile.compute_ns(0, _torch.snode_bytes(node), "float32", 1)
+        elif kind == "start":
+            # A collective that we cannot move; Inductor counts those that block among them.
+            origin = _torch.snode_origin(node)
+            duration = self._known_ns(origin) or 0 if origin is not None else 0
+        elif kind == "fused":
+            counted = [o for o in origins if flops(o) is not None] if _torch.snode_is_template(node) else []
+            dtype = dtype_name(origins[0].meta.get("val")) if origins else "float32"
+            shape = library_shape(counted[0]) if counted else None
+            count = sum(flops(o) or 0 for o in counted)
+            duration = self.profile.compute_ns(count, _torch.snode_bytes(node), dtype, 1, shape)
+            label = ops.label(counted[0]) if counted else ""
+        return Task(name, Kind.COMPUTE, duration, label=label, source=source, fence=fence)
+
+    def _known_ns(self, origin: torch.fx.Node) -> int | None:
+        """What is known of a node beyond FLOPs and bytes: the estimator's answer, or the price of what communicates."""
+        if self.estimator is not None and (own := self.estimator(origin)) is not None:
+            return max(0, round(own))
+        return operator_ns(origin, self.profile)
+
+    def _extern_ns(self, node: Any, origin: torch.fx.Node) -> int:
+        blocked = self._known_ns(origin)
+        if blocked is not None:
+            return blocked
+        count = flops(origin)
+        first = next((n for n in origin.all_input_nodes), origin)
+        dtype = dtype_name(first.meta.get("val"))
+        return self.profile.compute_ns(count or 0, _torch.snode_bytes(node), dtype, 1, library_shape(origin))

@@ -1,0 +1,106 @@
+"""The order of the fused kernels: planned or pinned, with the reason for every collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from inductor_passes.pin.kernels import kernel_names
+from inductor_passes.pin.pins import GivenUp, Pins
+from inductor_passes.problems.kernels import SchedulerProblem
+from inductor_passes.records.words import Effort
+from inductor_passes.report import Decision, Reason, Verdict
+from inductor_passes.schedule.effort import plan_with_effort
+from inductor_passes.schedule.plan import Plan
+from inductor_passes.schedule.simulate import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """An order of the kernels.
+
+    Attributes:
+        names: of the kernels, by task number, as in a plan file.
+        pinned: the order is that of a plan file.
+        given_up: why a pinned order was given up, "" when it was not.
+    """
+
+    built: SchedulerProblem
+    plan: Plan
+    before: Timeline
+    names: tuple[str, ...]
+    pinned: bool = False
+    given_up: str = ""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the order is another one than Inductor's."""
+        return self.plan.method != "input"
+
+    @property
+    def after(self) -> Timeline:
+        """The simulation of the order."""
+        return simulate(self.built.problem, self.plan.order) if self.changed else self.before
+
+    def left_alone(self) -> Ordered:
+        """Inductor's own order instead."""
+        bound, before = self.plan.lower_bound_ns, self.before
+        unchanged = dataclasses.replace(
+            self.plan,
+            order=self.built.problem.input_order,
+            makespan_ns=before.makespan_ns,
+            peak_bytes=before.peak_bytes,
+            gap=before.makespan_ns / bound - 1 if bound else 0.0,
+            method="input",
+        )
+        return dataclasses.replace(self, plan=unchanged, pinned=False)
+
+    def decisions(self) -> list[Decision]:
+        """One per collective."""
+        gain = self.before.makespan_ns - self.after.makespan_ns
+        if not self.plan.feasible:
+            reason = Reason.OVER_BUDGET
+        elif self.pinned:
+            reason = Reason.PLAN_PINNED
+        else:
+            reason = Reason.PROFITABLE if self.changed else Reason.ALREADY_OPTIMAL
+        return [
+            Decision(
+                "replay",
+                self.built.problem.tasks[start].name,
+                Verdict.APPLIED if self.changed else Verdict.REFUSED,
+                reason,
+                self.plan.method,
+                source=self.built.problem.tasks[start].source,
+                group=collective.group.name,
+                gain_ns=gain,
+            )
+            for start, collective in self.built.collectives.items()
+        ]
+
+
+def order(
+    built: SchedulerProblem,
+    before: Timeline,
+    limit_bytes: int | None,
+    pins: Pins | None,
+    effort: Effort = "normal",
+) -> Ordered:
+    """The best order of the kernels within ``limit_bytes``, or the one that is pinned.
+
+    Args:
+        before: Inductor's own order, simulated.
+        pins: the plan that is pinned for the graph, None when there is none.
+        effort: how hard the planner tries.
+    """
+    names = tuple(kernel_names(list(built.nodes)))
+    given_up = ""
+    if pins is not None:
+        try:
+            pinned = pins.kernel_plan(built.problem, names, limit_bytes)
+            if pinned is not None:
+                return Ordered(built, pinned, before, names, pinned=True)
+        except GivenUp as error:
+            given_up = str(error)
+    found = plan_with_effort(built.problem, limit_bytes, effort)
+    return Ordered(built, found, before, names, given_up=given_up)

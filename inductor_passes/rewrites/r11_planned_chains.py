@@ -1,0 +1,117 @@
+"""R11: a chain of gathers, exchanges and own slices becomes the cheapest plan between its two ends.
+
+before::
+
+    y = wait(all_gather(x, a)); z = wait(all_gather(cat(split(y)), b)); r = split(z)[own]
+
+after::
+
+    r = unpack(wait(all_to_all(pack(x), a*b)))          or a gather, a slice, nothing: whatever costs least
+
+Matches what ``chain`` can read with certainty, even shards only, and replaces the longest beginning of the chain for
+which the planner of ``plan_redistribution`` finds something cheaper. A gather whose own slice is taken again is the
+identity, a gather of which another slice is taken becomes an exchange: cases of the same rule.
+
+Bit-exact: only data moves, and every element of the result is the element of the global tensor that the layouts say.
+Complex elements travel as pairs of real ones.
+Saves bytes (a gather sends k times what an exchange does) and collectives; the cost profile decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.operators import CollectiveKind
+from inductor_passes.redistribute.search import Search
+from inductor_passes.redistribute.steps import Pricing, Step
+from inductor_passes.report import Reason
+from inductor_passes.rewrites.chain import Chain, chains_from
+from inductor_passes.rewrites.unroll import Unroller, group_names
+from inductor_passes.rewrites.work import Match, Refusal, Work, refuse
+from inductor_passes.rewriting.emit import Emitter
+from inductor_passes.rewriting.exchange import dense
+
+
+class PlanChains:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "R11"
+    local: ClassVar[bool] = False
+
+    def roots(self, work: Work) -> Iterator[torch.fx.Node]:
+        """Every all_gather and shard_dim_alltoall."""
+        yield from work.collectives(CollectiveKind.ALL_GATHER)
+        yield from work.named("_dtensor::shard_dim_alltoall")
+
+    def match(self, work: Work, root: torch.fx.Node) -> Match | None:
+        """The beginning of the chain from here that gains most."""
+        best: Match | None = None
+        refusal: Refusal | None = None
+        for chain in chains_from(work, root):
+            if len(chain.steps) < 2:
+                continue
+            try:
+                match = self._planned(work, chain)
+            except Refusal as why:
+                refusal = why
+                continue
+            if best is None or match.gain_ns > best.gain_ns:
+                best = match
+        if best is None and refusal is not None:
+            raise refusal
+        return best
+
+    def _planned(self, work: Work, chain: Chain) -> Match:
+        work.for_this_rank()
+        value = chain.source.meta["val"]
+        mesh = chain.mesh()
+        layouts = chain.layouts(mesh)
+        source, target = chain.as_pairs(layouts) if value.dtype.is_complex else layouts
+        for layout in (source, target):
+            if not _even(layout.shape, layout.cuts, mesh.shape):
+                refuse(Reason.UNSUPPORTED, "sizes that do not divide")
+        pricing = Pricing(mesh, value.dtype.itemsize // (2 if value.dtype.is_complex else 1), work.facts.profile)
+        steps = Search(pricing, target).run(source)
+        rank = _torch.process_rank()
+        names = group_names(mesh, rank, steps)
+        if not value.is_contiguous() or value.is_conj():
+            refuse(Reason.UNSUPPORTED, "the source is not dense")
+        work.unwritten(chain.source, chain.nodes[0], chain.node)
+        work.never_written(*chain.nodes)
+        if not any(step.kind != "local" for step in steps) and not steps:
+            work.may_stand_for(chain.source, chain.node)
+        unroller = Unroller(mesh, rank, names)
+
+        def build(emit: Emitter) -> torch.fx.Node:
+            if not value.dtype.is_complex or not steps:
+                return unroller.run(emit, chain.source, steps)
+            pairs = emit.call(torch.ops.aten.view_as_real.default, chain.source)
+            return emit.call(torch.ops.aten.view_as_complex.default, dense(emit, unroller.run(emit, pairs, steps)))
+
+        before = chain.link_ns + work.copy_ns(chain.copied_bytes)
+        return Match(
+            before - sum(step.cost_ns for step in steps),
+            f"{', '.join(chain.steps)} becomes {_text(steps)}",
+            lambda: work.replace(
+                self.name, chain.nodes[0], tuple(reversed(chain.nodes)), build, result=chain.node
+            ),
+            "the cheapest plan is slower",
+        )
+
+
+def _even(shape: tuple[int, ...], cuts: tuple[tuple[tuple[int, int], ...], ...], mesh: tuple[int, ...]) -> bool:
+    for size, along in zip(shape, cuts):
+        for m, _ in along:
+            if size % mesh[m]:
+                return False
+            size //= mesh[m]
+    return True
+
+
+def _text(steps: list[Step]) -> str:
+    return ", ".join(f"{s.kind} ({s.bytes} bytes)" if s.communicates else "slice" for s in steps) or "nothing"

@@ -1,0 +1,165 @@
+"""R7: the narrow side of a cast is what an all_gather sends.
+
+before::
+
+    y = cast(unpack(wait(all_gather(x, a))), bfloat16)
+    y = wait(all_gather(cast(x, float32), a))               (x in bfloat16)
+
+after::
+
+    y = unpack(wait(all_gather(cast(x, bfloat16), a)))
+    y = cast(wait(all_gather(x, a)), float32)
+
+Matches, in the first form, a gather whose every reader, through whatever only moves elements (views, slices, splits,
+cats, copies), is a cast to one dtype of fewer bytes; in the second a gather of a widening cast. A cast acts on every
+element alone, and gathering moves elements, so the two commute bit for bit; reductions are never crossed.
+Saves the share of the gather's bytes by which the dtype shrinks (half for fp32 to bf16).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+import torch.fx
+
+from inductor_passes.ir.ops import is_view
+from inductor_passes.ir.view import Collective
+from inductor_passes.operators import CollectiveKind
+from inductor_passes.report import Reason
+from inductor_passes.rewrites.movement import is_split, name_of, repeat_movement
+from inductor_passes.rewrites.work import Match, Work, refuse
+from inductor_passes.rewriting.emit import Emitter
+from inductor_passes.rewriting.exchange import gathered
+
+CASTS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+#: Nodes between a gather and its casts.
+MAX_REGION = 1024
+
+
+class CastBeforeGather:
+    """See the module's docstring."""
+
+    name: ClassVar[str] = "R7"
+    local: ClassVar[bool] = False
+
+    def roots(self, work: Work) -> Iterator[torch.fx.Node]:
+        """Every all_gather."""
+        return work.collectives(CollectiveKind.ALL_GATHER)
+
+    def match(self, work: Work, root: torch.fx.Node) -> Match | None:
+        """Casts behind this gather, or the one before it."""
+        gather = work.collective(root, CollectiveKind.ALL_GATHER)
+        if gather is None:
+            return None
+        wide = gather.inputs[0]
+        if wide.target in CASTS and _itemsize(wide) > _itemsize(wide.all_input_nodes[0]):
+            return self._widen_after(work, gather, wide)
+        region, exits = _region(gather.waits[0])
+        casts = [node for node in exits if node.target in CASTS]
+        return self._narrow_before(work, gather, region, exits, casts) if casts else None
+
+    def _narrow_before(
+        self,
+        work: Work,
+        gather: Collective,
+        region: tuple[torch.fx.Node, ...],
+        exits: list[torch.fx.Node],
+        casts: list[torch.fx.Node],
+    ) -> Match:
+        (wait,) = gather.waits
+        dtypes = {cast.meta["val"].dtype for cast in casts}
+        before, after = wait.meta["val"].dtype, casts[0].meta["val"].dtype
+        if len(casts) < len(exits) or len(dtypes) > 1:
+            refuse(Reason.DATA_DEPENDENCY, "the gathered tensor has other readers")
+        for cast in casts:
+            _only_dtype(cast)
+        if after.itemsize >= before.itemsize:
+            refuse(Reason.NOT_PROFITABLE, f"{before} to {after} does not narrow")
+        work.unwritten(gather.inputs[0], gather.start, wait)
+        work.never_written(wait, *region)
+
+        def build(emit: Emitter) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+            cast = casts[0]
+            narrow = emit.call(cast.target, gather.inputs[0], *cast.args[1:], **cast.kwargs)
+            whole = gathered(emit, narrow, gather.group.size, gather.group_argument)
+            new = repeat_movement(emit, region, {wait: whole})
+            return [(c, new[c.all_input_nodes[0]]) for c in casts]
+
+        # The gather stays where it was: other passes decide its position among the collectives.
+        removed = (*casts, *reversed(region), wait, gather.start)
+        return Match(
+            self._gain(work, gather, before, after),
+            f"{before} to {after}",
+            lambda: work.replace(self.name, gather.start, removed, build, before=gather.start),
+        )
+
+    def _widen_after(self, work: Work, gather: Collective, wide: torch.fx.Node) -> Match:
+        _only_dtype(wide)
+        (wait,) = gather.waits
+        (narrow,) = wide.all_input_nodes
+        before, after = wide.meta["val"].dtype, narrow.meta["val"].dtype
+        if not narrow.meta["val"].is_contiguous():
+            refuse(Reason.UNSUPPORTED, "the narrow tensor is not dense")
+        work.unwritten(narrow, wide, wait)
+        work.never_written(wide)
+
+        def build(emit: Emitter) -> torch.fx.Node:
+            whole = gathered(emit, narrow, gather.group.size, gather.group_argument)
+            return emit.call(wide.target, whole, *wide.args[1:], **wide.kwargs)
+
+        return Match(
+            self._gain(work, gather, before, after),
+            f"{before} to {after}",
+            lambda: work.replace(self.name, gather.start, (wait, gather.start), build),
+        )
+
+    def _gain(self, work: Work, gather: Collective, before: torch.dtype, after: torch.dtype) -> int:
+        sizes = [(n or 0) * after.itemsize // before.itemsize for n in (gather.input_bytes, gather.output_bytes)]
+        return work.price_ns(gather) - work.link_ns(CollectiveKind.ALL_GATHER, sizes[0], sizes[1], gather.group.ranks)
+
+
+def _itemsize(node: torch.fx.Node) -> int:
+    return int(node.meta["val"].dtype.itemsize)
+
+
+def _only_dtype(cast: torch.fx.Node) -> None:
+    if set(cast.kwargs) - {"dtype"}:
+        refuse(Reason.UNSUPPORTED, f"a cast that also changes {sorted(cast.kwargs)}")
+
+
+#: Views that read the bytes of an element as something else.
+_REINTERPRETS = frozenset(
+    {"aten::view_as_real", "aten::view_as_complex", "aten::real", "aten::imag", "aten::to", "aten::_to_copy"}
+)
+
+
+def _moves(node: torch.fx.Node) -> bool:
+    """Whether a node puts elements elsewhere and nothing more."""
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], torch.fx.Node) and is_split(node.args[0])
+    if node.op != "call_function" or node.target is torch.ops.aten.view.dtype or name_of(node) in _REINTERPRETS:
+        return False
+    return name_of(node) in ("aten::cat", "aten::clone") or is_split(node) or is_view(node)
+
+
+def _region(wait: torch.fx.Node) -> tuple[tuple[torch.fx.Node, ...], list[torch.fx.Node]]:
+    """What only moves the elements of ``wait``, in order, and the first other readers."""
+    inside: dict[torch.fx.Node, None] = {wait: None}
+    exits: dict[torch.fx.Node, None] = {}
+    todo = [wait]
+    while todo:
+        for user in todo.pop().users:
+            if user in inside:
+                continue
+            whole = all(n in inside for n in user.all_input_nodes)
+            if _moves(user) and whole and len(inside) < MAX_REGION:
+                inside[user] = None
+                exits.pop(user, None)
+                todo.append(user)
+            else:
+                exits[user] = None
+    del inside[wait]
+    return tuple(sorted(inside)), list(exits)

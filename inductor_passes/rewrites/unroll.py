@@ -1,0 +1,265 @@
+"""A plan as nodes of one rank's graph: packs and unpacks of even layouts, without writes.
+
+The eager form of the same steps is in ``execute``; here blocks are put together by concatenation, since a graph under
+compilation has no in-place writes to a new tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.redistribute.boxes import common, numel, offsets, shape_of
+from inductor_passes.redistribute.mesh import Mesh
+from inductor_passes.redistribute.spec import Block
+from inductor_passes.redistribute.steps import Step
+from inductor_passes.redistribute.traffic import suppliers, traffic
+from inductor_passes.report import Reason
+from inductor_passes.rewrites.work import refuse
+from inductor_passes.rewriting.emit import Emitter
+from inductor_passes.rewriting.exchange import dense, exchanged, gathered
+from inductor_passes.verify.messages import Messages, Part
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor and the place of its first element in a larger one."""
+
+    tensor: torch.fx.Node
+    at: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents."""
+        return tuple(self.tensor.meta["val"].shape)
+
+
+@dataclass(frozen=True)
+class Unroller:
+    """Emits steps for the rank at ``rank`` of ``mesh``; ``groups`` names the process groups."""
+
+    mesh: Mesh
+    rank: int
+    groups: dict[tuple[int, ...], str]
+
+    def run(self, emit: Emitter, tensor: torch.fx.Node, steps: list[Step]) -> torch.fx.Node:
+        """All steps; the result is dense."""
+        for step in steps:
+            tensor = {"local": self._select, "all_gather": self._gather, "all_to_all": self._exchange}[step.kind](
+                emit, tensor, step
+            )
+        return tensor
+
+    def _block(self, step: Step, rank: int, after: bool = False) -> Block:
+        return (step.after if after else step.before).block(self.mesh.coordinates(rank))
+
+    def _members(self, step: Step) -> tuple[int, ...]:
+        return self.mesh.group(self.rank, step.mesh_dims)
+
+    def _select(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node:
+        part = _cut(emit, tensor, self._block(step, self.rank), self._block(step, self.rank, after=True))
+        # A view would keep all of the input alive.
+        return part if part is tensor else emit.call(
+            torch.ops.aten.clone.default, part, memory_format=torch.contiguous_format
+        )
+
+    def _gather(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node:
+        want = self._block(step, self.rank, after=True)
+        members = self._members(step)
+        local = dense(emit, tensor)
+        whole = gathered(emit, local, len(members), self.groups[step.mesh_dims])
+        rows = local.meta["val"].shape[0]
+        pieces, seen = [], set()
+        for slot, member in enumerate(members):
+            have = self._block(step, member)
+            part = common(have, want)
+            if part in seen or not numel(part):
+                continue
+            seen.add(part)
+            pieces.append((slot, have, part))
+        ordered = [_place(part, want) for _, _, part in pieces]
+        along_rows = all(p == (k * rows, *(0,) * (len(p) - 1)) for k, p in enumerate(ordered))
+        if along_rows and len(pieces) == len(members) and shape_of(want)[1:] == tuple(local.meta["val"].shape)[1:]:
+            return whole
+        cut = [
+            Piece(_cut(emit, _rows(emit, whole, slot * rows, rows), have, part), _place(part, want))
+            for slot, have, part in pieces
+        ]
+        return assembled(emit, cut, shape_of(want))
+
+    def _exchange(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node:
+        members, traffic_of = self._members(step), _Traffic(self.mesh, step)
+        ranges = traffic_of.ranges
+        have, want = self._block(step, self.rank), self._block(step, self.rank, after=True)
+        regular = self._is_regular(step, members, ranges)
+        sent, received, parts = [], [], []
+        for member in members:
+            if regular and member == self.rank:
+                own = common(have, want)
+                parts.append(_flat(emit, _cut(emit, tensor, have, own)))
+                sent.append(numel(own))
+                received.append(numel(own))
+                continue
+            outgoing = ranges(self.rank, member)
+            part = common(have, self._block(step, member, after=True))
+            for lo, hi in outgoing:
+                flat = _flat(emit, _cut(emit, tensor, have, part))
+                parts.append(flat if hi - lo == numel(part) else _rows(emit, flat, lo, hi - lo))
+            sent.append(sum(hi - lo for lo, hi in outgoing))
+            received.append(sum(hi - lo for lo, hi in ranges(member, self.rank)))
+        if not parts:
+            parts = [_rows(emit, _flat(emit, tensor), 0, 0)]
+        packed = parts[0] if len(parts) == 1 else emit.call(torch.ops.aten.cat.default, parts)
+        says = Messages(tensor.name, replace(traffic_of, regular=regular))
+        buffer = exchanged(emit, dense(emit, packed), received, sent, self.groups[step.mesh_dims], says)
+        arrived: dict[Block, list[tuple[int, torch.fx.Node]]] = {}
+        at = 0
+        for member in members:
+            incoming = [(0, received[members.index(member)])] if regular else ranges(member, self.rank)
+            for lo, hi in incoming:
+                block = common(self._block(step, member), want)
+                arrived.setdefault(block, []).append((lo, _rows(emit, buffer, at, hi - lo)))
+                at += hi - lo
+        pieces = []
+        own = common(have, want)
+        if numel(own) and not regular:
+            pieces.append(Piece(_cut(emit, tensor, have, own), _place(own, want)))
+        for block, found in arrived.items():
+            flats = [flat for _, flat in sorted(found, key=lambda f: f[0])]
+            flat = flats[0] if len(flats) == 1 else emit.call(torch.ops.aten.cat.default, flats)
+            pieces.append(Piece(emit.view(flat, list(shape_of(block))), _place(block, want)))
+        return dense(emit, assembled(emit, pieces, shape_of(want)))
+
+    def _is_regular(
+        self, step: Step, members: tuple[int, ...], ranges: Callable[[int, int], list[tuple[int, int]]]
+    ) -> bool:
+        """Whether every rank has equally much for every rank, itself included.
+
+        Then its own part goes along: nothing more is sent, and equal splits leave bucketing and scheduling free to
+        treat the exchange as any other collective.
+        """
+        own = {numel(common(self._block(step, m), self._block(step, m, after=True))) for m in members}
+        others = {tuple(hi - lo for lo, hi in ranges(p, q)) for p in members for q in members if p != q}
+        return len(own) == 1 and others == {tuple(own)} and 0 not in own
+
+
+@dataclass(frozen=True)
+class _Traffic:
+    """Who sends what in a step; a function of sender and receiver alone, the same on all ranks.
+
+    Attributes:
+        regular: whether every rank sends itself its own part as well.
+    """
+
+    mesh: Mesh
+    step: Step
+    regular: bool = False
+
+    def __call__(self, sender: int, receiver: int) -> tuple[Part, ...]:
+        """For the verifier: see ``verify.messages``."""
+        have = self.step.before.block(self.mesh.coordinates(sender))
+        part = common(have, self.step.after.block(self.mesh.coordinates(receiver)))
+        if self.regular and sender == receiver:
+            ranges = [(0, numel(part))]
+        else:
+            ranges = self.ranges(sender, receiver)
+        return tuple(Part(_place(part, have), shape_of(part), lo, hi) for lo, hi in ranges)
+
+    def ranges(self, sender: int, receiver: int) -> list[tuple[int, int]]:
+        """Elements of the common block that ``sender`` sends to ``receiver``."""
+        p = self._position(sender)
+        return [(lo, hi) for q, lo, hi in self._served[self._position(receiver)] if q == p]
+
+    @functools.cached_property
+    def _served(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        return suppliers(self.step.before, self.step.after)
+
+    @functools.cached_property
+    def _active(self) -> tuple[int, ...]:
+        return tuple(traffic(self.step.before, self.step.after).active)
+
+    def _position(self, rank: int) -> int:
+        index, c = 0, self.mesh.coordinates(rank)
+        for m in self._active:
+            index = index * self.mesh.shape[m] + c[m]
+        return index
+
+
+def _rows(emit: Emitter, tensor: torch.fx.Node, first: int, count: int) -> torch.fx.Node:
+    if first == 0 and count == tensor.meta["val"].shape[0]:
+        return tensor
+    return emit.call(torch.ops.aten.slice.Tensor, tensor, 0, first, first + count)
+
+
+def _flat(emit: Emitter, tensor: torch.fx.Node) -> torch.fx.Node:
+    return emit.view(dense(emit, tensor), [tensor.meta["val"].numel()])
+
+
+def _cut(emit: Emitter, tensor: torch.fx.Node, have: Block, want: Block) -> torch.fx.Node:
+    """The block ``want`` of a tensor that holds ``have``: slices, one run per dimension."""
+    for d, (a, b) in enumerate(zip(have, want)):
+        if a == b:
+            continue
+        runs = offsets(a, b)
+        if len(runs) != 1:
+            refuse(Reason.UNSUPPORTED, "a block of several pieces")
+        at, n = runs[0]
+        if (at, n) != (0, tensor.meta["val"].shape[d]):
+            tensor = emit.call(torch.ops.aten.slice.Tensor, tensor, d, at, at + n)
+    return tensor
+
+
+def _place(part: Block, whole: Block) -> tuple[int, ...]:
+    """Where the block ``part`` begins in ``whole``; one run per dimension."""
+    first = []
+    for a, b in zip(whole, part):
+        runs = offsets(a, b)
+        if len(runs) != 1:
+            refuse(Reason.UNSUPPORTED, "a block of several pieces")
+        first.append(runs[0][0])
+    return tuple(first)
+
+
+def assembled(emit: Emitter, pieces: list[Piece], shape: tuple[int, ...]) -> torch.fx.Node:
+    """One tensor from pieces that fill it: cut where no piece is cut through, dimension by dimension.
+
+    Refuses pieces that no straight cut separates.
+    """
+    if len(pieces) == 1 and pieces[0].shape == shape:
+        return pieces[0].tensor
+    for d, extent in enumerate(shape):
+        edges = {p.at[d] for p in pieces} | {p.at[d] + p.shape[d] for p in pieces} | {0, extent}
+        cuts = sorted(e for e in edges if not any(p.at[d] < e < p.at[d] + p.shape[d] for p in pieces))
+        if len(cuts) <= 2:
+            continue
+        parts = []
+        for lo, hi in itertools.pairwise(cuts):
+            inside = [
+                Piece(p.tensor, (*p.at[:d], p.at[d] - lo, *p.at[d + 1 :])) for p in pieces if lo <= p.at[d] < hi
+            ]
+            parts.append(assembled(emit, inside, (*shape[:d], hi - lo, *shape[d + 1 :])))
+        return emit.call(torch.ops.aten.cat.default, parts, d)
+    refuse(Reason.UNSUPPORTED, "pieces that no straight cut separates")
+
+
+def group_names(mesh: Mesh, rank: int, steps: list[Step]) -> dict[tuple[int, ...], str]:
+    """Names of the process groups of a plan. Refuses when one does not exist."""
+    names = {}
+    for step in steps:
+        if step.communicates:
+            ranks = mesh.group(rank, step.mesh_dims)
+            name = _torch.group_name_of(ranks)
+            if name is None:
+                refuse(
+                    Reason.DIFFERENT_GROUP,
+                    f"no process group of ranks {ranks}",
+                    "inductor_passes.prepare_groups(mesh) before compiling",
+                )
+            names[step.mesh_dims] = name
+    return names

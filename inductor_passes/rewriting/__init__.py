@@ -1,0 +1,1 @@
+"""What passes share: making nodes, merging and splitting collectives, arranging a graph."""

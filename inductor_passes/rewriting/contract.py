@@ -1,0 +1,248 @@
+"""What a pass gets and what it gives back.
+
+A pass is a function of its input: it gets a graph and :class:`Facts`, changes the graph in place and returns one
+:class:`Outcome`. It keeps nothing, takes no snapshot and undoes nothing. The pipeline (``engine.pipeline``) verifies
+the graph, holds it to the memory cap and to what ranks agree on, and keeps or drops the outcome as a whole.
+
+A pass that has several ways to go names the next one instead of trying it: ``again`` asks for another run on the graph
+as it was, ``otherwise`` says what to run when the result is above the cap or slower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, Literal, Protocol
+
+import torch.fx
+
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.canonical import Shards, shards
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pin.pins import Pins
+from inductor_passes.problems.fx import FxProblem, build
+from inductor_passes.report import PassReport, RedistributionReport, ScheduleReport
+from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.plan import Plan
+from inductor_passes.schedule.problem import Problem
+from inductor_passes.verify.certificate import Certificate
+
+GroupOrder = Literal["kept", "any"]
+#: Why something is left alone where ranks have not said that they compile the same graph.
+NOT_AGREED = "ranks did not agree that they compile the same graph"
+
+
+@dataclass(frozen=True)
+class Cap:
+    """The memory cap of one FX graph: computed once, from the graph that came in.
+
+    Attributes:
+        input_peak_bytes: of that graph in its own order; None when a size has no hint.
+        limit_bytes: what no plan may exceed; None: unlimited, or unknown because a size has no hint.
+        verified_peak_bytes: the peak of the graph that came in as the verifier counts it.
+    """
+
+    input_peak_bytes: int | None = None
+    limit_bytes: int | None = None
+    verified_peak_bytes: int | None = None
+
+    @property
+    def verified_limit_bytes(self) -> int | None:
+        """The cap on what the verifier counts: as far above its idea of the graph that came in."""
+        if self.limit_bytes is None or self.input_peak_bytes is None or self.verified_peak_bytes is None:
+            return None
+        return self.verified_peak_bytes + self.limit_bytes - self.input_peak_bytes
+
+
+@dataclass(frozen=True)
+class Solved:
+    """A problem with the plan that was made of it under the graph's cap."""
+
+    problem: Problem
+    plan: Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """One look at a graph as it is: what follows from it is worked out once, at the first use."""
+
+    view: GraphView
+    config: PassConfig
+    profile: CostProfile
+    phase: str
+    agreed: bool
+
+    @cached_property
+    def problem(self) -> FxProblem:
+        """See :attr:`Facts.problem`."""
+        estimator = self.config.estimator
+        return build(self.view, self.profile, name=self.phase, estimator=estimator, agreed=self.agreed)
+
+    @cached_property
+    def shards(self) -> Shards:
+        """See :attr:`Facts.shards`."""
+        return shards(self.view)
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """See :attr:`Facts.peak_bytes`."""
+        return peak_bytes(self.problem.problem)
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """What a pass may know; read-only, about the graph as the pass gets it.
+
+    Attributes:
+        look: at the graph.
+        cap: on the peak of whatever comes out of all passes.
+        pins: the plan that is pinned for this graph, None when there is none or it was given up.
+        apart: starts that must keep to themselves: those of a matmul's parts, for instance.
+        solved: the plan of the graph as it is, when there is one.
+    """
+
+    look: Look
+    cap: Cap = Cap()
+    pins: Pins | None = None
+    apart: frozenset[str] = frozenset()
+    solved: Solved | None = None
+
+    @property
+    def view(self) -> GraphView:
+        """The graph's roles, collectives and storages."""
+        return self.look.view
+
+    @property
+    def config(self) -> PassConfig:
+        """Settings; equal on all ranks."""
+        return self.look.config
+
+    @property
+    def profile(self) -> CostProfile:
+        """Costs; equal on all ranks."""
+        return self.look.profile
+
+    @property
+    def phase(self) -> str:
+        """``forward``, ``backward`` or ``inference``."""
+        return self.look.phase
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all ranks that take part compile this graph.
+
+        Without it no collective may be added, removed, changed or moved past another; the pipeline holds every pass to
+        that.
+        """
+        return self.look.agreed
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The cap in bytes; None: unlimited."""
+        return self.cap.limit_bytes
+
+    @property
+    def problem(self) -> FxProblem:
+        """The scheduling problem of the graph.
+
+        Raises:
+            NoHintError: a size has no hint.
+        """
+        return self.look.problem
+
+    @property
+    def shards(self) -> Shards:
+        """What the graph shows about shards of unequal size."""
+        return self.look.shards
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks get one answer from durations and peaks."""
+        return self.agreed and self.shards.ranks_agree
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the graph in its order, as the planner sees it.
+
+        Raises:
+            NoHintError: a size has no hint.
+        """
+        return self.look.peak_bytes
+
+    def of(self, graph: torch.fx.Graph, *, solved: Solved | None = None) -> Facts:
+        """The same facts about a graph that has changed."""
+        return dataclasses.replace(self, look=dataclasses.replace(self.look, view=GraphView(graph)), solved=solved)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """An order that a pass gave to the whole graph.
+
+    Attributes:
+        fx: the problem, built before the order was applied.
+        plan: the order.
+        record: before and after, for the report.
+    """
+
+    fx: FxProblem
+    plan: Plan
+    record: ScheduleReport
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass did; kept or dropped as a whole.
+
+    Attributes:
+        report: decisions, metrics, and whether the graph was changed.
+        certificates: which nodes became which, for the verifier.
+        before: how the graph as it came plans under the cap. Given when the pass is to be dropped unless the graph as
+            it left it plans faster.
+        solved: how the pass believes that the graph as it left it plans; used when that is the graph's problem.
+        scheduled: the order that it gave to the graph.
+        buckets: names of the starts that it merged, per bucket; ``carriers`` the starts that they became, in order.
+        redistributions: for the report.
+        apart: starts that later passes must not merge.
+        given_up: why a pinned plan was given up, "" when it was not.
+        after: facts about the graph as the pass left it, when it has looked at it.
+        forced: a setting asks for the result whatever it costs: it is not compared with the graph as it came.
+        insist: the setting with which the result would be kept although the graph plans no faster.
+        again: run this on the graph as it was; nothing of this outcome is kept.
+        otherwise: run this on the graph as it was when the result is above the cap or plans slower.
+    """
+
+    report: PassReport
+    certificates: tuple[Certificate, ...] = ()
+    before: Plan | None = None
+    solved: Solved | None = None
+    scheduled: Scheduled | None = None
+    buckets: tuple[tuple[str, ...], ...] = ()
+    carriers: tuple[str, ...] = ()
+    redistributions: tuple[RedistributionReport, ...] = ()
+    apart: frozenset[str] = field(default_factory=frozenset)
+    given_up: str = ""
+    after: Facts | None = None
+    forced: bool = False
+    insist: str = ""
+    again: Pass | None = None
+    otherwise: Pass | None = None
+
+
+class Pass(Protocol):
+    """A graph pass: a frozen dataclass whose fields are its options.
+
+    ``group_order`` is ``any`` for a pass that may change the order of collectives within a process group (the same way
+    on every rank, see ``ir.canonical``), else ``kept``: the verifier holds it to that. A pass that regroups sums
+    says so by ``numerics = "reassociate"``; without it every value has to be the same bit for bit.
+    """
+
+    group_order: ClassVar[GroupOrder]
+
+    @property
+    def name(self) -> str:
+        """Name in reports."""
+
+    def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
+        """Change the graph; one decision per candidate. May raise: the pipeline puts the graph back."""

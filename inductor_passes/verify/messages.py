@@ -1,0 +1,42 @@
+"""What the ranks of an exchange with unequal parts say that they send each other.
+
+A rank's graph holds what it sends, not what arrives. Whoever emits such an exchange attaches the whole traffic to its
+start. The verifier shows that this rank sends what it says and takes from the peers what they are said to send. That
+peers say the same is an assumption: the traffic has to be a function of the two ranks alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+#: Key in a start's ``meta``.
+KEY = "inductor_passes_messages"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``[begin, end)``, in row-major order, of a box of the sender's tensor.
+
+    Attributes:
+        first, shape: of the box, one entry per dimension.
+        begin, end: which of its elements.
+    """
+
+    first: tuple[int, ...]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The traffic of one exchange.
+
+    Attributes:
+        source: name of the node whose elements travel.
+        parts: (global rank of the sender, of the receiver) -> what travels, in the order of the message.
+    """
+
+    source: str
+    parts: Callable[[int, int], tuple[Part, ...]]

@@ -1,0 +1,12 @@
+"""Rewrites validated by value: what a changed graph computes is shown to be what it computed before.
+
+``check`` is the entry; ``proof`` compares two values; ``movement``, ``joining``, ``bytes``, ``strided``,
+``communication``, ``signatures`` and ``definitions`` say what operators do; ``terms`` and ``matching`` compare sums.
+Nothing here imports a pass or shares a helper with one.
+"""
+
+from inductor_passes.verify.values.check import changed_values, compared
+from inductor_passes.verify.values.program import Program
+from inductor_passes.verify.values.proof import Numerics
+
+__all__ = ["Numerics", "Program", "changed_values", "compared"]

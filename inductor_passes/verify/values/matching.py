@@ -1,0 +1,250 @@
+"""Two sums have the same terms: each family of the one is found, piece by piece, among those of the other.
+
+A term is recognised by its *anchor*: following first operands down to a value that both graphs keep, and where that is
+read. The anchor's address, as a function of what a family runs over, is a numeral in mixed radix; solving it for the
+variables of the other graph's family says which of its terms each term is. Then the pieces have to cover the family
+exactly, and each has to be the same value, which are further questions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from inductor_passes.verify.values.access import Access, Constant
+from inductor_passes.verify.values.affine import ZERO, Affine, Cut, Space
+from inductor_passes.verify.values.bytes import NeedsBytes
+from inductor_passes.verify.values.communication import Reduction
+from inductor_passes.verify.values.cover import Cover, IrregularError
+from inductor_passes.verify.values.differences import Unequal, describe
+from inductor_passes.verify.values.heads import Cast, Resolver
+from inductor_passes.verify.values.operators import signature
+from inductor_passes.verify.values.signatures import ONE
+from inductor_passes.verify.values.terms import IDEMPOTENT, Sum, Term
+
+MAX_DEPTH = 10_000
+
+
+@dataclass(frozen=True)
+class Anchored:
+    """A term, what it is recognised by, and the address there."""
+
+    term: Term
+    leaf: tuple[object, ...]
+    address: tuple[Affine, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Terms with different keys are different."""
+        return (self.leaf, self.term.scale, self.term.kind)
+
+
+class Side:
+    """One of the two graphs; ``common`` maps its names to those of values that both keep."""
+
+    def __init__(self, space: Space, resolver: Resolver, common: Mapping[str, str]) -> None:
+        self.space, self.resolver, self.common = space, resolver, common
+
+    def anchor(self, read: Access) -> tuple[tuple[object, ...], tuple[Affine, ...]]:
+        """The first value that both graphs keep among what is read, and where it is read."""
+        for _ in range(MAX_DEPTH):
+            try:
+                head = self.resolver.head(read)
+            except NeedsBytes:
+                read = read._replace(byte=ZERO)
+                continue
+            if isinstance(head, Constant):
+                return ("number", head.value), ()
+            if isinstance(head, Cast):
+                read = head.source
+            elif isinstance(head, Reduction):
+                read = head.term
+            else:
+                found = signature(head)
+                known = self.common.get(head.record.name)
+                if known is not None or found is None or not found.uses:
+                    return (known or ("?", head.record.name), head.path), head.functions()
+                use = max(found.uses, key=lambda u: sum(letter != ONE for letter in u.letters))
+                inner = {letter: ZERO for letter, _ in (*found.whole, *found.summed)}
+                read = use.read(head, {**found.binding(head), **inner})
+        raise Unequal("a chain of too many operators", shown=False)
+
+    def anchored(self, terms: list[Term]) -> list[Anchored]:
+        """All terms with their anchors; a family is cut where its anchor is not one function of it."""
+        result = []
+        todo = terms[::-1]
+        while todo:
+            term = todo.pop()
+            try:
+                found = [self.anchor(read) for read in term.reads]
+            except Cut as cut:
+                if cut.variable not in term.bound:
+                    raise
+                todo += [term.put(cut.variable, piece) for piece in reversed(cut.pieces)]
+                continue
+            leaves = tuple(leaf for leaf, _ in found)
+            address = itertools.chain(*(address for _, address in found), term.places)
+            result.append(Anchored(term, leaves, tuple(address)))
+        return result
+
+
+def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side]) -> list[tuple[Access, Access]]:
+    """Pairs of reads that have to be equal for the two sums to be.
+
+    Raises:
+        Unequal: no terms correspond so.
+        Cut: a variable that no term binds has to be cut first.
+    """
+    groups: dict[tuple[object, ...], tuple[list[Anchored], list[Anchored]]] = {}
+    for place, (total, side) in enumerate((old, new)):
+        for one in side.anchored(total.terms):
+            groups.setdefault(one.key, ([], []))[place].append(one)
+    pairs: list[tuple[Access, Access]] = []
+    for was, now in groups.values():
+        if not was or not now:
+            raise _unmatched(was, now)
+        pairs += _group(space, was, now, new[0].op)
+    return pairs
+
+
+def _unmatched(was: list[Anchored], now: list[Anchored]) -> Unequal:
+    if now:
+        return Unequal(f"adds {_said(now[0])}, which the reference does not")
+    return Unequal(f"does not add {_said(was[0])}, which the reference does")
+
+
+def _said(one: Anchored) -> str:
+    product = " * ".join(describe(read) for read in one.term.reads)
+    return product if one.term.scale == 1 else f"{one.term.scale} * {product}"
+
+
+def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> list[tuple[Access, Access]]:
+    if len(was) == len(now) == 1 and not was[0].term.bound and not now[0].term.bound:
+        return list(zip(was[0].term.reads, now[0].term.reads))
+    swapped = len(was) > len(now)
+    families, singles = (now, was) if swapped else (was, now)
+    covers = [Cover(space, family.term.bound, op in IDEMPOTENT) for family in families]
+    pairs: list[tuple[Access, Access]] = []
+    todo = singles[::-1]
+    while todo:
+        single = todo.pop()
+        try:
+            reads = _placed(space, families, covers, single)
+        except Cut as cut:
+            if cut.variable not in single.term.bound:
+                raise
+            todo += [_put(single, cut.variable, piece) for piece in reversed(cut.pieces)]
+            continue
+        pairs += zip(single.term.reads, reads) if swapped else zip(reads, single.term.reads)
+    for family, cover in zip(families, covers):
+        _check(family, cover)
+    return pairs
+
+
+def _check(family: Anchored, cover: Cover) -> None:
+    try:
+        complete = cover.complete()
+    except IrregularError as why:
+        raise Unequal(f"not understood: parts of {_said(family)} that are cut irregularly", shown=False) from why
+    if not complete:
+        raise Unequal(f"does not add {_said(family)} and its like each exactly once, as the reference does")
+
+
+def _put(one: Anchored, variable: int, value: Affine) -> Anchored:
+    address = tuple(a.put(variable, value) for a in one.address)
+    return Anchored(one.term.put(variable, value), one.leaf, address)
+
+
+def _placed(
+    space: Space, families: list[Anchored], covers: list[Cover], single: Anchored
+) -> tuple[Access, ...]:
+    """The reads of the family's terms that correspond to a single, which is entered there."""
+    count = math.prod(space.extents[v] for v in single.term.bound)
+    full = False
+    for family, cover in zip(families, covers):
+        solution = _solved(space, family, single)
+        if solution is None:
+            continue
+        if not cover.has_room(count):
+            full = True
+            continue
+        cover.enter(solution, count)
+        reads = family.term.reads
+        for variable, value in solution.items():
+            reads = tuple(r.put(variable, value) for r in reads)
+        return reads
+    said = "more often than the reference" if full else "at another place than the reference"
+    raise Unequal(f"adds {_said(single)} {said}")
+
+
+def _solved(space: Space, family: Anchored, single: Anchored) -> dict[int, Affine] | None:
+    """The family's variables as functions of the single's, such that both read the same place; None: they do not."""
+    unknown = set(family.term.bound)
+    solution: dict[int, Affine] = {}
+    equations = []
+    for mine, other in zip(family.address, single.address):
+        known = Affine(mine.const, tuple(t for t in mine.terms if t[0] not in unknown))
+        equations.append(([t for t in mine.terms if t[0] in unknown], other.minus(known)))
+    progress = True
+    while progress:
+        progress, left = False, []
+        for terms, value in equations:
+            for v, k in terms:
+                if v in solution:
+                    value = value.minus(solution[v].times(k))
+            terms = sorted((t for t in terms if t[0] not in solution), key=lambda t: -t[1])
+            if not terms:
+                if value != ZERO:
+                    if value.terms and any(v in single.term.bound for v, _ in value.terms):
+                        _separate(space, value, single)
+                    return None
+                continue
+            if not _is_numeral(space, terms):
+                left.append((terms, value))
+                continue
+            for v, k in terms:
+                inside, _ = space.locate(value, (0, k * space.extents[v]))
+                if inside:
+                    return None
+                solution[v], value = space.divide(value, k)
+            if value != ZERO:
+                return None
+            progress = True
+        equations = left
+    return _rest(space, family, single, solution, unknown)
+
+
+def _separate(space: Space, value: Affine, single: Anchored) -> None:
+    """Where only some of a family's terms are at the place in question."""
+    low, high = space.bounds(value)
+    if low <= 0 <= high:
+        raise space.points(next(v for v, _ in value.terms if v in single.term.bound))
+
+
+def _is_numeral(space: Space, terms: list[tuple[int, int]]) -> bool:
+    """Whether the value of ``sum(k * v)`` tells every variable; by falling coefficient."""
+    below = 0
+    for v, k in reversed(terms):
+        if k <= below:
+            return False
+        below += k * (space.extents[v] - 1)
+    return True
+
+
+def _rest(
+    space: Space, family: Anchored, single: Anchored, solution: dict[int, Affine], unknown: set[int]
+) -> dict[int, Affine] | None:
+    """Variables that the anchors do not depend on run alike."""
+    used = {v for value in solution.values() for v, _ in value.terms}
+    mine = [v for v in family.term.bound if v not in solution]
+    others = [v for v in single.term.bound if v not in used]
+    if sorted(space.extents[v] for v in mine) != sorted(space.extents[v] for v in others):
+        return None
+    for v in mine:
+        other = next(o for o in others if space.extents[o] == space.extents[v])
+        others.remove(other)
+        solution[v] = Affine(0, ((other, 1),))
+    free = set(single.term.bound)
+    return solution if all(v in free for value in solution.values() for v, _ in value.terms) else None

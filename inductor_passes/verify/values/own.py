@@ -1,0 +1,105 @@
+"""Pieces that are each rank's own, and values that ranks hold alike: what DTensor wrote into the graph.
+
+A graph has the rank's index baked in. Where a value is read on another rank, a slice at this rank's index has to be
+taken at that rank's. Which slice is one cannot be read off one rank's numbers (on rank 0 every first piece looks like
+it), so the evidence is where it comes from: a split of which one piece is used, traced from one of DTensor's
+conversions, into as many pieces as exactly one of this process's groups has ranks, at this rank's position in it.
+
+DTensor slices so what is replicated along that group. That its replicas are equal is DTensor's contract with the
+program; it is taken from there and is an assumption of the proof.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from inductor_passes import _torch
+from inductor_passes.verify.values.moves import MOVES
+from inductor_passes.verify.values.program import Program, Record, operands
+from inductor_passes.verify.values.replicas import Replicas, replicas
+
+_CONVERSIONS = frozenset({"redistribute", "full_tensor", "to_local", "from_local", "distribute_tensor"})
+_SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
+#: What passes on that ranks hold the same: everything that only moves elements, and gathers over other groups.
+_GATHERS = frozenset(
+    {"_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_gather_into_tensor_coalesced"}
+)
+
+
+class Own:
+    """The own pieces of one program."""
+
+    def __init__(self, program: Program, here: int) -> None:
+        self.program, self.here = program, here
+        self._by_size: dict[int, Replicas | None] | None = None
+        self._pieces: dict[str, Replicas | None] = {}
+
+    def group(self, split: Record, piece: int) -> Replicas | None:
+        """The group along which a piece of a split is the rank's own; None when it is not known to be."""
+        if split.called not in _SPLITS or not converted(split.meta):
+            return None
+        if split.name not in self._pieces:
+            self._pieces[split.name] = self._found(split, piece)
+        return self._pieces[split.name]
+
+    def _found(self, split: Record, piece: int) -> Replicas | None:
+        shapes = {split.shape((i,)) for i in range(len(split.value))}
+        if len(shapes) != 1 or self.program.used_pieces(split) != [piece]:
+            return None
+        group = self._groups().get(len(split.value))
+        return group if group is not None and group.ranks.index(self.here) == piece else None
+
+    def _groups(self) -> dict[int, Replicas | None]:
+        """This process's groups by size, None for sizes that several have."""
+        if self._by_size is None:
+            self._by_size = {}
+            for ranks in {r for r in _torch.group_layout().values() if self.here in r}:
+                self._by_size[len(ranks)] = None if len(ranks) in self._by_size else replicas(ranks)
+        return self._by_size
+
+    def replicated(self) -> dict[str, set[Replicas]]:
+        """Names of values that the program takes to be equal along groups."""
+        found: dict[str, set[Replicas]] = {}
+        for split in self.program.records.values():
+            if split.called in _SPLITS and converted(split.meta):
+                used = self.program.used_pieces(split)
+                group = self.group(split, used[0]) if len(used) == 1 else None
+                if group is not None:
+                    for leaf in _leaves(split.first, group):
+                        found.setdefault(leaf.name, set()).add(group)
+        return found
+
+
+def _leaves(record: Record, group: Replicas) -> list[Record]:
+    """Where the elements of a value come from, through movement and gathers over other groups."""
+    seen: dict[str, Record] = {}
+    found, todo = [], [record]
+    while todo:
+        one = todo.pop()
+        if one.name in seen:
+            continue
+        seen[one.name] = one
+        if one.called in MOVES or one.called in _GATHERS:
+            todo += operands(one.arguments)
+        elif hasattr(one.value, "dtype"):
+            found.append(one)
+    return found
+
+
+def converted(meta: Mapping[str, Any]) -> bool:
+    """Whether a node was traced from one of DTensor's conversions, forward or backward."""
+    for key in ("source_fn_stack", "fwd_source_fn_stack"):
+        if stack := meta.get(key):
+            return _called(stack[-1][1]) in _CONVERSIONS
+    sources = meta.get("from_node")
+    return sources is not None and len(sources) > 0 and _called(str(sources[-1].target)) in _CONVERSIONS
+
+
+def _called(call: object) -> str:
+    text = call if isinstance(call, str) else getattr(call, "__qualname__", "")
+    if method := re.search(r"method_(\w+)\.<locals>", text):
+        return method.group(1)
+    name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
+    return name.removeprefix("prim_")

@@ -1,0 +1,295 @@
+"""Two values are equal: a walk through the old and the new graph at once.
+
+A question is a pair of reads, one per graph, for all values of some variables. Both are followed to their heads; equal
+heads are answered, heads that compute alike turn into questions about their operands, and what has been asked is not
+asked again. Where a layout needs a case distinction (:class:`Cut`), both sides get it, so that the two are compared
+piece by piece without either being written out. Names that are known to hold equal values in both graphs end the walk,
+so only what a pass changed is looked at.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Literal
+
+from inductor_passes.verify.values import freely
+from inductor_passes.verify.values.access import Access, Constant
+from inductor_passes.verify.values.affine import Affine, Cut, Space, TooManyPiecesError
+from inductor_passes.verify.values.bytes import NeedsBytes
+from inductor_passes.verify.values.communication import Groups, NewCoordinateError, Reduction
+from inductor_passes.verify.values.definitions import ROUND_FREELY
+from inductor_passes.verify.values.differences import Unequal, changed, different, value
+from inductor_passes.verify.values.heads import Cast, Head, Resolver, position_of
+from inductor_passes.verify.values.matching import Side, matched
+from inductor_passes.verify.values.memory import Root
+from inductor_passes.verify.values.operators import signature
+from inductor_passes.verify.values.own import Own
+from inductor_passes.verify.values.program import NoHintError, Program
+from inductor_passes.verify.values.questions import Question
+from inductor_passes.verify.values.replicas import Replicas
+from inductor_passes.verify.values.signatures import Signature
+from inductor_passes.verify.values.strided import NotRegularError
+from inductor_passes.verify.values.terms import Flattener, in_any_order, sum_op
+
+Numerics = Literal["exact", "reassociate"]
+Pairs = list[tuple[Access, Access]]
+
+#: Questions per proof.
+MAX_QUESTIONS = 1_000_000
+_NOT_UNDERSTOOD = (NoHintError, NotRegularError)
+
+
+class Proof:
+    """What is known so far about one old and one new graph; ``same`` maps names of equal values, new to old."""
+
+    def __init__(self, old: Program, new: Program, numerics: Numerics) -> None:
+        self.space = Space()
+        self.groups = Groups(self.space)
+        self.exact = numerics == "exact"
+        self.same: dict[str, str] = {}
+        self._kept: dict[str, str] = {}
+        self.memories = old.memory, new.memory
+        here = self.groups.here.const
+        self._own = Own(old, here)
+        self.old = Resolver(self.space, self.groups, self.memories[0], self._own)
+        self.new = Resolver(self.space, self.groups, self.memories[1], Own(new, here))
+        self._sides = Side(self.space, self.old, self._kept), Side(self.space, self.new, self.same)
+        self._flatteners = Flattener(self.space, self.old), Flattener(self.space, self.new)
+        self._asked: set[object] = set()
+        self._questions = 0
+
+    def know(self, new: str, old: str) -> None:
+        """A value of the new graph is one of the old graph's."""
+        self.same[new] = old
+        self._kept[old] = old
+
+    def show(self, old: Access, new: Access) -> None:
+        """Prove that two whole values are equal; ``index`` of both is free.
+
+        Raises:
+            Unequal: they are not, or it cannot be told.
+        """
+        if old.dtype != new.dtype or old.shape != new.shape:
+            raise Unequal(f"is {new.dtype}{list(new.shape)} where the reference has {old.dtype}{list(old.shape)}")
+        if 0 in old.shape:
+            return
+        while True:
+            index = self.space.box(old.shape)
+            here = self.groups.here
+            first = Question(old._replace(rank=here, indices=index), new._replace(rank=here, indices=index), index)
+            try:
+                self.settle([first])
+            except NewCoordinateError:
+                continue
+            return
+
+    def settle(self, todo: list[Question]) -> None:
+        """Answer questions until none is left. Raises :class:`Unequal` with ``at``, the index of a difference."""
+        asked: list[object] = []
+        question = todo[-1]
+        try:
+            while todo:
+                question = todo.pop()
+                self._questions += 1
+                if self._questions > MAX_QUESTIONS:
+                    raise Unequal("too many questions", shown=False)
+                todo += self._turned(question, asked)
+        except Unequal as unequal:
+            raise self._failed(unequal, question, asked) from None
+        except NewCoordinateError:
+            self._asked.difference_update(asked)
+            raise
+        except TooManyPiecesError as why:
+            said = "a layout that falls into too many pieces"
+            raise self._failed(Unequal(f"not understood: {said}", shown=False), question, asked) from why
+        except Exception as why:
+            # What an operator was given that its rule does not expect is not understood either.
+            said = str(why) if isinstance(why, _NOT_UNDERSTOOD) else f"{type(why).__name__}: {why}"
+            raise self._failed(Unequal(f"not understood: {said}", shown=False), question, asked) from why
+
+    def _failed(self, unequal: Unequal, question: Question, asked: list[object]) -> Unequal:
+        self._asked.difference_update(asked)
+        if not unequal.at:
+            unequal.at = tuple(value(f, unequal.point) for f in question.where)
+        return unequal
+
+    def holds(self, questions: list[Question]) -> bool:
+        """Whether all of these have the answer yes."""
+        try:
+            self.settle(questions)
+        except Unequal:
+            return False
+        return True
+
+    def _turned(self, q: Question, asked: list[object]) -> list[Question]:
+        """What a question turns into."""
+        try:
+            if q.freely:
+                return freely.turned(self, q)
+            return self._answered(q, asked)
+        except Cut as cut:
+            if not q.has(cut.variable):
+                raise Unequal("a layout that is cut within an operator", shown=False) from cut
+            return [q.put(cut.variable, piece) for piece in reversed(cut.pieces)]
+        except NeedsBytes as why:
+            if q.old.byte is not None:
+                raise Unequal("not understood: bytes of an element that is made of other bytes", shown=False) from why
+            byte = self.space.fresh(q.old.dtype.itemsize)
+            return [q._replace(old=q.old._replace(byte=byte), new=q.new._replace(byte=byte))]
+
+    def _answered(self, q: Question, asked: list[object]) -> list[Question]:
+        old, new = _same_byte(self.old.head(q.old), self.new.head(q.new))
+        if self._known(old, new):
+            return []
+        key = self._key(old, new)
+        if key in self._asked:
+            return []
+        self._asked.add(key)
+        asked.append(key)
+        if isinstance(new, Access) and new.record.called in ROUND_FREELY:
+            return freely.begun(q, new)
+        return [Question(a, b, q.where) for a, b in self._compared(old, new, q)]
+
+    # -- equal heads ------------------------------------------------------------------------------------------
+
+    def _known(self, old: Head, new: Head) -> bool:
+        if isinstance(old, Constant) and isinstance(new, Constant):
+            return repr(old) == repr(new)
+        if not isinstance(old, Access) or not isinstance(new, Access):
+            return False
+        versions = [m.version(a.record.name, position_of(a.reader)) for m, a in zip(self.memories, (old, new))]
+        same = (
+            self.same.get(new.record.name) == old.record.name
+            and (old.path, old.indices, old.byte) == (new.path, new.indices, new.byte)
+            and (old.rank == new.rank or self._replicas(old, new))
+            and versions[0] == self.translated(versions[1])
+        )
+        if not same and any(versions):
+            name = next(writer for version in versions for _, writer in version)
+            raise Unequal(f"not understood: memory that {name} writes to", shown=False)
+        return same
+
+    def translated(self, version: frozenset[tuple[Root, str]]) -> set[tuple[Root, str]]:
+        """The new graph's memory and its writers, by the names that they have in the old one."""
+        name = self.same.get
+        return {(root._replace(producer=name(root.producer, root.producer)), name(w, w)) for root, w in version}
+
+    def _replicas(self, old: Access, new: Access) -> bool:
+        """Whether the program takes a value to be equal on the two ranks that it is read on."""
+        ranks = old.rank, new.rank
+        for group in self._replicated.get(old.record.name, ()):
+            ranks = group.base(self.space, ranks[0]), group.base(self.space, ranks[1])
+        return ranks[0] == ranks[1]
+
+    @cached_property
+    def _replicated(self) -> dict[str, set[Replicas]]:
+        return self._own.replicated()
+
+    def _key(self, old: Head, new: Head) -> object:
+        """Equal for questions that differ in the names of their variables only."""
+        names: dict[int, int] = {}
+        extents = self.space.extents
+        parts: list[object] = []
+        for head in (old, new):
+            label, functions = _label(head)
+            parts.append(label)
+            for f in functions:
+                terms = []
+                for v, k in f.terms:
+                    if v not in names:
+                        names[v] = len(names)
+                    terms.append((names[v], k))
+                parts.append((f.const, tuple(terms)))
+        return (tuple(parts), tuple(extents[v] for v in names))
+
+    # -- heads that compute alike -----------------------------------------------------------------------------
+
+    def _compared(self, old: Head, new: Head, q: Question) -> Pairs:
+        if isinstance(old, Cast) and isinstance(new, Cast) and _alike(old, new):
+            return [(old.source, new.source)]
+        if isinstance(old, Reduction) and isinstance(new, Reduction):
+            ranks = old.group.sorted_digits()
+            if (old.op, old.dtype, ranks) == (new.op, new.dtype, new.group.sorted_digits()) and old.byte == new.byte:
+                digits = self.space.box(n for n, _ in ranks)
+                pair = old.on(digits), new.on(digits)
+                if self._nested_alike(*pair, old.op):
+                    return [pair]
+        if isinstance(old, Access) and isinstance(new, Access):
+            found = signature(old), signature(new)
+            if found[0] is not None and found[1] is not None and self._corresponds(old, new, found[0], found[1]):
+                return self._operands(old, new, found[0], found[1])
+        return self._sums(old, new, q)
+
+    def _nested_alike(self, old: Access, new: Access, op: str) -> bool:
+        """Whether both or neither of two terms are sums themselves."""
+        try:
+            heads = self.old.head(old), self.new.head(new)
+        except (Cut, NeedsBytes):
+            return True
+        return (sum_op(heads[0]) == op) == (sum_op(heads[1]) == op)
+
+    def _corresponds(self, old: Access, new: Access, was: Signature, now: Signature) -> bool:
+        """Whether two operators are one function of operands that can be compared one by one."""
+        if was.key != now.key or len(was.uses) != len(now.uses) or old.byte != new.byte:
+            return False
+        sizes = [[size for _, size in inner] for s in (was, now) for inner in (s.whole, s.summed)]
+        if sizes[:2] != sizes[2:] or was.positions(old) != now.positions(new):
+            return False
+        if self.exact and was.sized:
+            return old.shape == new.shape and was.shapes() == now.shapes()
+        return self.exact or not sum_op(old) or self._in_order(old, new, was, now)
+
+    def _in_order(self, old: Access, new: Access, was: Signature, now: Signature) -> bool:
+        """Whether two sums add the same things in the same order, by where their operands come from."""
+        try:
+            pairs = self._operands(old, new, was, now)
+            return all(self._sides[0].anchor(a) == self._sides[1].anchor(b) for a, b in pairs)
+        except Cut:
+            return False
+
+    def _operands(self, old: Access, new: Access, was: Signature, now: Signature) -> Pairs:
+        pairs = []
+        mine, other = was.binding(old), now.binding(new)
+        for (a, size), (b, _) in zip((*was.whole, *was.summed), (*now.whole, *now.summed)):
+            mine[a] = other[b] = self.space.fresh(size)
+        for left, right in zip(was.uses, now.uses):
+            pairs.append((left.read(old, mine), right.read(new, other)))
+        return pairs
+
+    def _sums(self, old: Head, new: Head, q: Question) -> Pairs:
+        op = sum_op(old) or sum_op(new)
+        if not op or isinstance(old, Constant) or isinstance(new, Constant) or q.old.dtype != q.new.dtype:
+            raise different(old, new)
+        # What must not be added in another order is a function of its operands, and no more is asked of it.
+        closed = self.exact and op == "sum" and (q.old.dtype.is_floating_point or q.old.dtype.is_complex)
+        was, now = (f.flattened(read, op, q.old.dtype, closed) for f, read in zip(self._flatteners, (q.old, q.new)))
+        if not was.joins and not now.joins:
+            raise different(old, new)
+        if self.exact and not in_any_order(self.space, was, now):
+            raise changed(old, new, "the terms are added up in other steps, which the exact tier does not allow")
+        if not now.roundings <= was.roundings or (was.once and not now.once):
+            raise changed(old, new, f"it adds in {now.dtype} where the reference adds in a wider type")
+        return matched(self.space, (was, self._sides[0]), (now, self._sides[1]))
+
+
+def _same_byte(old: Head, new: Head) -> tuple[Head, Head]:
+    """Equal bytes of equal elements: ask for the elements."""
+    if isinstance(old, Constant) or isinstance(new, Constant) or old.byte is None or old.byte != new.byte:
+        return old, new
+    return old._replace(byte=None), new._replace(byte=None)
+
+
+def _alike(old: Cast, new: Cast) -> bool:
+    return (old.dtype, old.source.dtype, old.byte) == (new.dtype, new.source.dtype, new.byte)
+
+
+def _label(head: Head) -> tuple[object, tuple[Affine, ...]]:
+    if isinstance(head, Access):
+        return (id(head.record), head.path, head.byte is None, id(head.reader)), head.functions()
+    if isinstance(head, Cast):
+        inner, functions = _label(head.source)
+        return ("cast", head.dtype, inner, head.byte), functions
+    if isinstance(head, Reduction):
+        inner, functions = _label(head.term)
+        return ("reduction", head.op, head.dtype, head.group.sorted_digits(), inner, head.byte), functions
+    return head, ()

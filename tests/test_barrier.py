@@ -1,0 +1,158 @@
+"""Nothing of ours fails a compilation: every function that runs behind a hook of ours raises once.
+
+The functions are those that a compilation enters, found by watching it; no list names them. What may raise is named
+below, with the reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+
+import inductor_passes
+from inductor_passes.config import PassConfig
+from inductor_passes.engine.hooks import GraphPass
+from inductor_passes.trace.collector import collect
+from tests.support.async_tp_programs import run_ranks
+from tests.support.bucket_graphs import assert_same_bits
+from tests.support.graphs import GraphBuilder, aten, c10d
+from tests.support.world import fake_world
+
+PACKAGE = str(Path(inductor_passes.__file__).parent)
+Function = tuple[str, int, str]
+#: Outside of the barrier: the hooks themselves, and the barrier.
+OUTSIDE = {
+    "GraphPass.__call__": "the hook that Inductor calls",
+    "unharmed": "the barrier",
+    "guarded": "the barrier",
+}
+
+
+class Injected(RuntimeError):
+    """Raised in the place of a function of ours."""
+
+
+def _key(code: types.CodeType) -> Function:
+    return code.co_filename, code.co_firstlineno, code.co_qualname if hasattr(code, "co_qualname") else code.co_name
+
+
+def functions_of(call: Callable[[], Any]) -> list[Function]:
+    """Functions of ours that a call enters, in order of the first time."""
+    found: dict[Function, None] = {}
+
+    def watch(frame: types.FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name != "<module>":
+            found.setdefault(_key(code))
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def broken(call: Callable[[], Any], victim: Function) -> tuple[Any, bool]:
+    """The result of a call during which a function raises the first time that it is entered, and whether it was."""
+    hit = False
+
+    def watch(frame: types.FrameType, event: str, _: Any) -> None:
+        nonlocal hit
+        if event == "call" and not hit and _key(frame.f_code) == victim:
+            hit = True
+            sys.setprofile(None)
+            raise Injected(victim[2])
+
+    sys.setprofile(watch)
+    try:
+        return call(), hit
+    finally:
+        sys.setprofile(None)
+
+
+def layers(group: str, ranks: int) -> torch.fx.GraphModule:
+    """Gathers to merge, one twice, a cast that can move, a gradient to reduce."""
+    b = GraphBuilder(source="model.py")
+    x = b.placeholder("x", 8, 8)
+    shards = [b.placeholder(f"w{i}", 8 // ranks, 8) for i in range(3)]
+
+    def gathered(shard: torch.fx.Node) -> torch.fx.Node:
+        return b.call(c10d.wait_tensor.default, b.call(c10d.all_gather_into_tensor.default, shard, ranks, group))
+
+    for shard in (*shards, shards[0]):
+        x = b.call(aten.relu.default, b.call(aten.mm.default, x, gathered(shard)))
+    cast = b.call(torch.ops.prims.convert_element_type.default, gathered(shards[1]), torch.bfloat16)
+    start = b.call(c10d.reduce_scatter_tensor.default, x, "sum", ranks, group)
+    b.graph.output((b.call(c10d.wait_tensor.default, start), cast))
+    return torch.fx.GraphModule(torch.nn.Module(), b.graph)
+
+
+#: The second one for the functions that the first does not enter.
+SETTINGS = (
+    PassConfig(redistribute="reassociate", rank_check="warn"),
+    PassConfig(redistribute="off", bucket="off", schedule="off", async_tp="force"),
+)
+
+
+def planned(gm: torch.fx.GraphModule, settings: PassConfig) -> torch.fx.GraphModule:
+    copy = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
+    output = copy.graph.graph_copy(gm.graph, {})
+    copy.graph.output(output)
+    with collect():
+        GraphPass(settings)(copy.graph, True)
+    return copy
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _is_outside(victim: Function) -> bool:
+    return victim[2].partition(".<locals>")[0] in OUTSIDE
+
+
+def test_whatever_fails_while_a_graph_is_planned_the_graph_is_right(quiet: None) -> None:
+    done: set[Function] = set()
+    raised, wrong, missed = [], [], 0
+    with fake_world(2) as group:
+        gm = layers(group, 2)
+        inputs = [[torch.randn(n.meta["val"].shape) for n in gm.graph.nodes if n.op == "placeholder"] for _ in range(2)]
+        gm.recompile()
+        expected = run_ranks(gm, inputs)
+        right = {str(gm.graph)}
+        for settings in SETTINGS:
+            call = functools.partial(planned, gm, settings)
+            entered = functions_of(call)
+            for victim in [f for f in entered if f not in done and not _is_outside(f)]:
+                done.add(victim)
+                try:
+                    found, hit = broken(call, victim)
+                except Exception as error:
+                    raised.append(f"{victim[2]} ({victim[0]}:{victim[1]}): {type(error).__name__}: {error}")
+                    continue
+                missed += not hit
+                if str(found.graph) in right:
+                    continue
+                found.graph.lint()
+                found.recompile()
+                try:
+                    assert_same_bits(expected, run_ranks(found, inputs))
+                    right.add(str(found.graph))
+                except AssertionError:
+                    wrong.append(victim[2])
+    assert not raised and not wrong, "\n".join([*raised, "wrong:", *wrong])
+    assert len(done) > 800
+    assert missed < len(done) / 10, "caches may spare a function its second call, not many"

@@ -1,0 +1,163 @@
+"""Real ranks on the emulated link: eager, Inductor, in-tree overlap settings, and ours, interleaved.
+
+Each model is a torchrun job of its own that goes through all link rates. A contender that raises is reported; one that
+takes the whole job down is reported too, and the job starts again without it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tools.link.lab import CONTENDERS, RATES
+from tools.link.models import LAYOUTS, Layout
+from tools.link.report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, table
+from tools.link.summary import HEADER, REFERENCE, means, standing, step_ns
+from tools.shared.launch import torchrun
+from tools.shared.record import RESULTS, chosen, markdown_table, write
+
+
+def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -> list[dict[str, Any]]:
+    """Run a job until it gets through, each time without the contender that took it down.
+
+    Raises:
+        RuntimeError: the reference itself fails.
+    """
+    died: dict[str, str] = {}
+    while True:
+        with tempfile.TemporaryDirectory() as folder:
+            alive = [name for name in job["contenders"] if name not in died]
+            contents = {**job, "contenders": alive, "folder": folder}
+            Path(folder, "job.json").write_text(json.dumps(contents), encoding="utf-8")
+            code, tail = torchrun("tools.link.worker", folder, ranks, timeout_s)
+            results = Path(folder, "results.json")
+            if results.exists():
+                data: list[dict[str, Any]] = json.loads(results.read_text(encoding="utf-8"))
+                for one in data:
+                    one["failed"].update(died)
+                return data
+            journal = Path(folder, "journal.jsonl")
+            said = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []
+            last = json.loads(said[-1]) if said else {"phase": "starting", "contender": REFERENCE}
+        console.print(tail, style="dim", markup=False)
+        if last["contender"] == REFERENCE:
+            raise RuntimeError(f"the job ended with status {code} while {last['phase']} {REFERENCE}")
+        died[last["contender"]] = f"took the job down (status {code}) while {last['phase']}"
+        console.print(f"{last['contender']} {died[last['contender']]}; starting again without it")
+
+
+def contenders_of(names: Sequence[str], layout: Layout) -> list[str]:
+    """Who runs: the reference always, eager FSDP2 and other ways to keep parameters only where they apply."""
+    found = [
+        name
+        for name in names
+        if (name != "fsdp2" or layout.native) and (CONTENDERS[name].reshard is True or layout.sharded)
+    ]
+    return found if REFERENCE in found else [REFERENCE, *found]
+
+
+def summary(everything: Sequence[dict[str, Any]], ours: str = "ours") -> list[str]:
+    """Lines of Markdown: what ours (at its defaults) is against each of the others, model by model and rate by rate."""
+    found = [one for results in everything if (one := standing(results, ours)) is not None]
+    rows = [[one.title, one.rate, *one.cells()] for one in found]
+    return [*markdown_table(["model", "link", *HEADER], rows), "", means(found)]
+
+
+def page(everything: Sequence[dict[str, Any]]) -> list[str]:
+    """The page's lines."""
+    text = [
+        "Real ranks exchange data with gloo on one machine; every collective takes as long as on the link that the "
+        "table names. `step` is the median of forward and backward on a clock that other load does not move: processor "
+        "time of the main thread plus waits on the modelled link. Contenders take turns, step by step.",
+        "",
+        "The link is set by the reference's step. ratio: communication alone over compute alone; latency: its share of "
+        "the communication. "
+        + "; ".join(f"{r.name}: ratio {r.ratio:g}, latency {r.latency_share:.0%}" for r in RATES.values())
+        + ".",
+        "",
+        "The limit is the larger of compute alone and communication alone (both measured unbucketed, so buckets can go "
+        "below it), plus, for FSDP, the head and the tail that no order hides. For other layouts the limit ignores "
+        "dependencies and cannot be reached.",
+        "",
+        "## Ours at its defaults",
+        "",
+        *summary(everything),
+    ]
+    for results in everything:
+        text += ["", f"## {results['title']}, {results['rate']}", "", facts(results), ""]
+        text += markdown_table(["contender", *COLUMNS], lines(results))
+        remarks = [*errors(results), *notes(results)]
+        text += [""] * bool(remarks) + [f"- {remark}" for remark in remarks]
+    return text
+
+
+def _draw(everything: Sequence[dict[str, Any]], path: Path) -> None:
+    from tools.shared.plot import bars
+
+    series: dict[str, list[float]] = {"best in-tree": [], "ours, default": [], "limit": []}
+    for results in everything:
+        default = step_ns(results, REFERENCE) or math.nan
+        in_tree = best_in_tree(results)
+        series["best in-tree"].append(median(in_tree["virtual_ns"]) / default if in_tree else math.nan)
+        series["ours, default"].append((step_ns(results, "ours") or math.nan) / default)
+        series["limit"].append(limit_ns(results) / default)
+    groups = [f"{results['title']}\n{results['rate']}" for results in everything]
+    bars(path, groups, series, "step / default Inductor's", line=1.0)
+
+
+def link(
+    model: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(LAYOUTS)}. Default: all.")] = None,
+    rate: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(RATES)}. Default: all.")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(CONTENDERS)}. Default: all.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved steps per contender and rate.")] = 7,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 8,
+    timeout_s: Annotated[int, typer.Option(min=1, help="Per model.")] = 7200,
+    out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
+) -> None:
+    """Real ranks on an emulated link: eager, Inductor, in-tree settings and ours, interleaved."""
+    models, rates = chosen(model, LAYOUTS, "model"), chosen(rate, RATES, "rate")
+    names = chosen(contender, CONTENDERS, "contender")
+    console = Console(width=max(180, Console().width))
+    everything: list[dict[str, Any]] = []
+    wrong = []
+    for key in models:
+        layout = LAYOUTS[key]
+        job = {
+            "layout": key,
+            "sizes": {"layers": layers, "batch": batch},
+            "contenders": contenders_of(names, layout),
+            "rates": rates,
+            "rounds": rounds,
+        }
+        for results in run_job(job, layout.ranks, timeout_s, console):
+            everything.append(results)
+            console.print(table(results))
+            console.print(facts(results))
+            for note in notes(results):
+                console.print(f"note: {note}", markup=False)
+            for error in errors(results):
+                console.print(f"wrong: {error}", style="red", markup=False)
+                wrong.append(error)
+        # After every model: a run that is cut short leaves what it has.
+        written = write(
+            "link",
+            "The emulated link: contenders interleaved in one run",
+            page(everything),
+            everything,
+            lambda path: _draw(everything, path),
+            folder=out,
+        )
+        console.print(f"written: {written}")
+    if wrong:
+        raise typer.Exit(1)

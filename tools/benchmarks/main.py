@@ -1,0 +1,37 @@
+"""The benchmarks behind one command; start it with ``tools/bench``.
+
+Each subcommand prints a table and writes a page in Markdown, its figures as JSON and a chart as SVG, all with the
+commit, versions, machine, date and command that they come from.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from tools.benchmarks.async_tp import async_tp
+from tools.benchmarks.best import best
+from tools.benchmarks.compile import compile_time
+from tools.benchmarks.gpu import gpu
+from tools.benchmarks.link import link
+from tools.benchmarks.packs import packs
+from tools.benchmarks.plan import plan
+from tools.benchmarks.redistribute import redistribute
+from tools.benchmarks.scale import scale
+from tools.benchmarks.summary import summary
+from tools.shared.record import provenance
+
+app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
+app.command()(link)
+app.command()(summary)
+app.command()(plan)
+app.command()(best)
+app.command(name="compile")(compile_time)
+app.command(name="async-tp")(async_tp)
+app.command()(redistribute)
+app.command()(packs)
+app.command()(gpu)
+app.command()(scale)
+
+if __name__ == "__main__":
+    provenance()
+    app()

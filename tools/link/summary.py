@@ -1,0 +1,160 @@
+"""What the link benchmark comes to, over pages: how a contender of ours stands against the others, link by link.
+
+A *standing* compares one contender of ours with those that took turns with it in the same run; figures of different
+runs are never divided by each other. Where several pages hold the same model on the same link, the newest one that has
+the contender counts, so that every mean counts a model once per link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from tools.link.report import best_in_tree, limit_ns, row
+from tools.shared.record import geometric_mean
+
+REFERENCE = "inductor"
+#: Rates over which means go.
+BUSY = ("balanced", "bandwidth-bound")
+#: What the best contender's step over ours should not fall below.
+NEVER_BELOW = 0.98
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A contender of ours against the others of its run; ratios of median steps, above 1 where ours is faster.
+
+    Attributes:
+        layout, title, rate: the model and the link.
+        contender: of ours, by name.
+        default: default Inductor's step over ours.
+        in_tree: the best in-tree setting's over ours; None when none ran.
+        other: the fastest contender's that is not ours, over ours. ``other_title``: who that is.
+        limit: ours over the limit, above 1 where ours is slower.
+        peak: our peak memory over default Inductor's.
+        sharded: whether the limit counts head and tail, so that it can be reached.
+        page: which page of results it is from, "" when not asked.
+    """
+
+    layout: str
+    title: str
+    rate: str
+    contender: str
+    default: float
+    in_tree: float | None
+    other: float
+    other_title: str
+    limit: float
+    peak: float
+    sharded: bool
+    page: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def cells(self) -> list[str]:
+        """By ``HEADER``."""
+        shown = ["-" if value is None else f"{value:.3f}" for value in (self.default, self.in_tree, self.other)]
+        return [*shown, self.other_title, f"{self.limit:.3f}"]
+
+
+HEADER = ("default / ours", "in-tree / ours", "best other / ours", "best other", "ours / limit")
+
+
+def step_ns(results: dict[str, Any], name: str) -> float | None:
+    """A contender's median step; None when it did not run."""
+    found = row(results, name)
+    return None if found is None else median(found["virtual_ns"])
+
+
+def standing(results: dict[str, Any], name: str, page: str = "") -> Standing | None:
+    """How the contender ``name`` stands in one run; None when it or the reference did not run."""
+    mine, default = row(results, name), row(results, REFERENCE)
+    if mine is None or default is None:
+        return None
+    step, in_tree = median(mine["virtual_ns"]), best_in_tree(results)
+    others = [r for r in results["rows"] if r["family"] != "ours"]
+    best = min(others, key=lambda r: median(r["virtual_ns"]))
+    return Standing(
+        layout=results["layout"],
+        title=results["title"],
+        rate=results["rate"],
+        contender=name,
+        default=median(default["virtual_ns"]) / step,
+        in_tree=median(in_tree["virtual_ns"]) / step if in_tree else None,
+        other=median(best["virtual_ns"]) / step,
+        other_title=best["title"],
+        limit=step / limit_ns(results),
+        peak=mine["peak_bytes"] / default["peak_bytes"],
+        sharded=results["sharded"],
+        page=page,
+    )
+
+
+def newest(pages: Iterable[tuple[str, Sequence[dict[str, Any]]]], name: str) -> dict[tuple[str, str], Standing]:
+    """(layout, rate) -> how ``name`` stands, of the newest page that has it.
+
+    Args:
+        pages: names and contents, the oldest first.
+    """
+    found: dict[tuple[str, str], Standing] = {}
+    for page, everything in pages:
+        for results in everything:
+            one = standing(results, name, page)
+            if one is not None:
+                found[one.layout, one.rate] = one
+    return found
+
+
+def means(standings: Iterable[Standing]) -> str:
+    """The geometric means over busy links as a sentence, with how many rows they are of."""
+    busy = [one for one in standings if one.rate in BUSY]
+    in_tree = [one.in_tree for one in busy if one.in_tree is not None]
+    return (
+        f"Geometric mean over {' and '.join(BUSY)}: {geometric_mean(one.default for one in busy):.3f} times default "
+        f"Inductor's speed ({len(busy)} rows), {geometric_mean(in_tree):.3f} times the best in-tree setting's "
+        f"({len(in_tree)} rows)."
+    )
+
+
+def missing(
+    found: Mapping[tuple[str, str], Standing], layouts: Mapping[str, str], rates: Sequence[str]
+) -> list[str]:
+    """Lines of Markdown: which links were not measured with which model.
+
+    Args:
+        layouts: names and titles.
+    """
+    lines = []
+    for name, title in layouts.items():
+        without = [rate for rate in rates if (name, rate) not in found]
+        if without:
+            lines.append(f"- {title}: {', '.join(without)}")
+    return lines or ["- none"]
+
+
+def behind(standings: Iterable[Standing]) -> list[str]:
+    """Lines of Markdown: every row in which somebody else was faster, the worst first, and which miss the goal."""
+    slower = sorted((one for one in standings if one.other < 1), key=lambda one: one.other)
+    lines = [
+        f"- {one.title}, {one.rate}: {one.other:.3f} of our step by {one.other_title}"
+        + (f", below {NEVER_BELOW}" if one.other < NEVER_BELOW else "")
+        for one in slower
+    ]
+    return lines or ["- nobody was faster in any row"]
+
+
+def extremes(standings: Sequence[Standing]) -> list[str]:
+    """Lines of Markdown: the rows farthest from the limit that can be reached, and highest in memory."""
+    lines = []
+    sharded = [one for one in standings if one.sharded]
+    if sharded:
+        far = max(sharded, key=lambda one: one.limit)
+        lines.append(f"- farthest from a limit that can be reached: {far.limit:.3f} ({far.title}, {far.rate})")
+    if standings:
+        high = max(standings, key=lambda one: one.peak)
+        lines.append(f"- highest peak over default Inductor's: {high.peak:.3f} ({high.title}, {high.rate})")
+    return lines

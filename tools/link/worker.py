@@ -1,0 +1,320 @@
+"""One rank of the link benchmark: compiles the contenders, measures them interleaved, and lets rank 0 write
+the results.
+
+Before anything that can kill the process, rank 0 notes in a journal what is about to happen, so that whoever
+started the job knows which contender to blame.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inductor_passes.cost.calibrate import calibrate
+from inductor_passes.emulation import link as emulated_link
+from inductor_passes.emulation.link_model import Record, StepTime
+from tools.link.census import judged
+from tools.link.lab import (
+    CONTENDERS,
+    RATES,
+    Trial,
+    communication_alone,
+    compute_alone,
+    head_and_tail_ns,
+    local,
+    tuned,
+)
+from tools.link.models import LAYOUTS
+from tools.shared.leave import leave
+
+#: The contender whose compute alone sets the link's rate, and to which losses are compared.
+REFERENCE = "inductor"
+#: Plans differ from run to run, as measured costs do, and with them how Inductor fuses and rounds. Training lets such a
+#: difference grow, by a factor of about 20 in this many steps: later losses are shown and not judged.
+COMPARED_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to measure.
+
+    Attributes:
+        layout: a key of ``link_models.LAYOUTS``.
+        sizes: fields of ``LlamaConfig`` that differ from the layout's.
+        contenders: keys of ``lab.CONTENDERS``; the reference is always there.
+        rates: keys of ``lab.RATES``.
+        rounds: interleaved steps per contender and rate.
+        folder: receives all files.
+    """
+
+    layout: str
+    sizes: dict[str, Any]
+    contenders: list[str]
+    rates: list[str]
+    rounds: int
+    folder: str
+
+    def file(self, name: str) -> Path:
+        """Path of a file of this job."""
+        return Path(self.folder) / name
+
+    @staticmethod
+    def load(folder: str) -> Job:
+        """Read the job in ``folder``."""
+        return Job(**json.loads((Path(folder) / "job.json").read_text(encoding="utf-8")))
+
+
+#: Told on rank 0 what comes next: (phase, contender).
+Say = Callable[[str, str], None]
+
+
+def silent(phase: str, contender: str) -> None:
+    """Says nothing."""
+
+
+class RankFailed(RuntimeError):
+    """Some rank raised; the message is the first rank's that did."""
+
+
+class Bench:
+    """The benchmark inside one rank."""
+
+    def __init__(self, job: Job, say: Say) -> None:
+        self.job = job
+        self._say = say
+        self.rank = dist.get_rank()
+        self.layout = LAYOUTS[job.layout]
+        self.config = self.layout.sized(job.sizes)
+        self.trials: dict[str, Trial] = {}
+        self.failed: dict[str, str] = {}
+        self.steps: dict[str, list[StepTime]] = {}
+        self.compute_alone: list[StepTime] = []
+        self.communication_alone: list[StepTime] = []
+
+    def note(self, phase: str, contender: str) -> None:
+        """Write down what comes next."""
+        if self.rank == 0:
+            self._say(phase, contender)
+            with self.job.file("journal.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"phase": phase, "contender": contender}) + "\n")
+
+    def compile(self, name: str) -> None:
+        """Make a trial and take two steps: the first compiles, the second shows that nothing compiles again.
+        """
+        self.note("compiling", name)
+        error = ""
+        try:
+            trial = Trial(CONTENDERS[name], self.layout, self.config, str(self.job.file("profile.json")))
+            for _ in range(2):
+                trial.plain_step()
+            self.trials[name] = trial
+        except Exception as caught:
+            traceback.print_exc()
+            error = f"{type(caught).__name__}: {caught}".splitlines()[0]
+        self._agree(name, error)
+
+    def _agree(self, name: str, error: str) -> None:
+        """All ranks drop a contender that failed on any of them."""
+        for problem in gathered(error):
+            if problem:
+                self.failed[name] = problem
+                self.trials.pop(name, None)
+                return
+
+    def prepare(self) -> tuple[float, Sequence[Record]]:
+        """Compile the reference; its compute alone in ns and the collectives of its step."""
+        self.compile(REFERENCE)
+        if REFERENCE in self.failed:
+            raise RankFailed(self.failed[REFERENCE])
+        self.note("compute alone", REFERENCE)
+        alone = compute_alone(self.trials[REFERENCE], max(3, self.job.rounds))
+        return median(slowest([s.virtual_ns for s in alone])), alone[-1].records
+
+    def set_rate(self, name: str, compute_ns: float, records: Sequence[Record]) -> dict[str, Any]:
+        """Set the link's rate and calibrate the cost profile at it."""
+        rate = RATES[name]
+        latency_ns, bytes_per_s = gathered(tuned(records, compute_ns, rate))[0]
+        emulated_link.set_rate(latency_ns, bytes_per_s)
+        self.note("calibrating", REFERENCE)
+        profile = calibrate(
+            self.trials[REFERENCE].groups,
+            dtypes=[torch.float32],
+            repeats=5,
+            ranks_per_host=emulated_link.ranks_per_host() or dist.get_world_size(),
+            name="emulated link",
+            timed=emulated_link.timed,
+        )
+        if self.rank == 0:
+            profile.save(self.job.file("profile.json"))
+        dist.barrier()
+        known = {"rate": name, "ratio": rate.ratio, "latency_ns": latency_ns, "bytes_per_s": bytes_per_s}
+        return {**known, "profile_hash": profile.hash()}
+
+    def replace_planned(self) -> None:
+        """Compile the contenders: those that a cost profile steers again for every rate, the others once."""
+        for name in [name for name, trial in self.trials.items() if trial.contender.planned]:
+            del self.trials[name]
+        for name in self.job.contenders:
+            if name not in self.trials and name not in self.failed:
+                self.compile(name)
+        # Interleaved in the order of the command line, whatever was compiled first.
+        self.trials = {name: self.trials[name] for name in self.job.contenders if name in self.trials}
+
+    def measure(self, latency_ns: int, bytes_per_s: float) -> None:
+        """Interleaved rounds of every contender, and of the reference on an infinitely fast link (compute
+        alone).
+
+        A recompilation is an error from here on.
+        """
+        self.steps = {name: [] for name in self.trials}
+        self.compute_alone, self.communication_alone = [], []
+        torch.compiler.set_stance("fail_on_recompile")
+        for _ in range(self.job.rounds):
+            self.note("measuring", REFERENCE)
+            self.compute_alone.extend(compute_alone(self.trials[REFERENCE], 1))
+            emulated_link.set_rate(latency_ns, bytes_per_s)
+            for name, trial in self.trials.items():
+                self.note("measuring", name)
+                self.steps[name].append(trial.timed_step())
+            records = self.steps[REFERENCE][-1].records
+            self.communication_alone.append(communication_alone(records))
+        torch.compiler.set_stance("default")
+
+    def parameter_wire_bytes(self) -> int:
+        """What a rank sends to gather, or to reduce, every parameter once."""
+        shards = [local(p) for p in self.trials[REFERENCE].model.parameters()]
+        return (dist.get_world_size() - 1) * sum(s.numel() * s.element_size() for s in shards)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One record per contender, times of each step taken from its slowest rank."""
+        reference = self.trials[REFERENCE].losses
+        result = []
+        for name, trial in self.trials.items():
+            self.note("memory", name)
+            steps = self.steps[name]
+            peak = max(gathered(trial.peak_bytes()))
+            first = steps[0]
+            result.append(
+                {
+                    "name": name,
+                    "title": trial.contender.title,
+                    "family": trial.contender.family,
+                    "virtual_ns": slowest([s.virtual_ns for s in steps]),
+                    "wall_ns": slowest([s.wall_ns for s in steps]),
+                    "cpu_ns": slowest([s.cpu_ns for s in steps]),
+                    "exposed_ns": slowest([s.exposed_ns for s in steps]),
+                    "exposed_wall_ns": slowest([s.exposed_wall_ns for s in steps]),
+                    "violations": sum(gathered(sum(s.violations for s in steps))),
+                    "counts": first.counts(),
+                    "steady": all(gathered(all(s.counts() == first.counts() for s in steps))),
+                    "wire_bytes": wire_by_kind(first),
+                    "traffic": judged(gathered(trial.census())) if self.layout.sharded else None,
+                    "peak_bytes": peak,
+                    "losses": [x if math.isfinite(x) else None for x in trial.losses[: len(reference)]],
+                    "worst_loss_difference": max(gathered(_difference(trial.losses, reference))),
+                }
+            )
+        return result
+
+
+def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Largest relative difference of the first ``COMPARED_STEPS`` losses."""
+    return max(_relative(a, b) for a, b in zip(losses[:COMPARED_STEPS], reference[:COMPARED_STEPS]))
+
+
+def _relative(loss: float, expected: float) -> float:
+    if loss == expected:
+        return 0.0
+    found = abs(loss - expected) / max(abs(expected), sys.float_info.min)
+    # JSON has no NaN, and a comparison with it is never an error.
+    return found if math.isfinite(found) else sys.float_info.max
+
+
+def wire_by_kind(step: StepTime) -> dict[str, int]:
+    """Bytes that a rank sent, by kind of collective."""
+    result: dict[str, int] = {}
+    for record in step.records:
+        if record.wire_bytes:
+            result[record.kind] = result.get(record.kind, 0) + record.wire_bytes
+    return dict(sorted(result.items()))
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's ``value``, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def slowest(values: Sequence[int]) -> list[int]:
+    """Element by element the largest over ranks."""
+    return [max(column) for column in zip(*gathered(list(values)))]
+
+
+def run(job: Job, say: Say = silent) -> list[dict[str, Any]]:
+    """The whole benchmark on this rank; one result per rate, the same on every rank."""
+    bench = Bench(job, say)
+    compute_ns, records = bench.prepare()
+    results = []
+    for name in job.rates:
+        rate = bench.set_rate(name, compute_ns, records)
+        bench.replace_planned()
+        bench.measure(rate["latency_ns"], rate["bytes_per_s"])
+        results.append({**rate, **_result(bench)})
+    return results
+
+
+def _result(bench: Bench) -> dict[str, Any]:
+    """What was measured at one rate."""
+    head, tail = head_and_tail_ns(bench.steps[REFERENCE][0].records) if bench.layout.sharded else (0, 0)
+    sizes = {name: getattr(bench.config, name) for name in ("layers", "dim", "hidden", "batch", "seq")}
+    return {
+        "layout": bench.layout.name,
+        "title": bench.layout.title,
+        "sharded": bench.layout.sharded,
+        "sizes": sizes,
+        "rounds": bench.job.rounds,
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "compute_alone_ns": median(slowest([s.virtual_ns for s in bench.compute_alone])),
+        "compute_alone_wall_ns": median(slowest([s.wall_ns for s in bench.compute_alone])),
+        "communication_alone_ns": median(slowest([s.virtual_ns for s in bench.communication_alone])),
+        "communication_alone_wall_ns": median(slowest([s.wall_ns for s in bench.communication_alone])),
+        "parameter_wire_bytes": bench.parameter_wire_bytes(),
+        "head_ns": head,
+        "tail_ns": tail,
+        "rows": bench.rows(),
+        "failed": dict(bench.failed),
+    }
+
+
+def join() -> None:
+    """Join the emulated process group from torchrun's environment."""
+    torch.set_num_threads(1)
+    emulated_link.register()
+    dist.init_process_group(emulated_link.BACKEND, timeout=timedelta(minutes=10))
+
+
+def main() -> None:
+    """Entry point under torchrun; the argument is the job's folder."""
+    job = Job.load(sys.argv[1])
+    join()
+    results = run(job)
+    if dist.get_rank() == 0:
+        job.file("results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
+    leave()
+
+
+if __name__ == "__main__":
+    main()
