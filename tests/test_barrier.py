@@ -62,8 +62,8 @@ def functions_of(call: Callable[[], Any]) -> list[Function]:
     return list(found)
 
 
-def broken(call: Callable[[], Any], victim: Function) -> tuple[Any, bool]:
-    """The result of a call during which a function raises the first time that it is entered, and whether it was."""
+def broken(call: Callable[[], Any], victim: Function) -> bool:
+    """Make a call during which a function raises the first time that it is entered; whether it was entered."""
     hit = False
 
     def watch(frame: types.FrameType, event: str, _: Any) -> None:
@@ -75,9 +75,10 @@ def broken(call: Callable[[], Any], victim: Function) -> tuple[Any, bool]:
 
     sys.setprofile(watch)
     try:
-        return call(), hit
+        call()
     finally:
         sys.setprofile(None)
+    return hit
 
 
 def layers(group: str, ranks: int) -> torch.fx.GraphModule:
@@ -104,13 +105,17 @@ SETTINGS = (
 )
 
 
-def planned(gm: torch.fx.GraphModule, settings: PassConfig) -> torch.fx.GraphModule:
+def planned(
+    gm: torch.fx.GraphModule, settings: PassConfig, watched: Callable[[Callable[[], Any]], Any]
+) -> tuple[torch.fx.GraphModule, Any]:
+    """A planned copy, and what ``watched`` returns for the call that Inductor would make."""
     copy = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
     output = copy.graph.graph_copy(gm.graph, {})
     copy.graph.output(output)
+    hook = GraphPass(settings)
     with collect():
-        GraphPass(settings)(copy.graph, True)
-    return copy
+        seen = watched(lambda: hook(copy.graph, True))
+    return copy, seen
 
 
 @pytest.fixture
@@ -134,12 +139,11 @@ def test_whatever_fails_while_a_graph_is_planned_the_graph_is_right(quiet: None)
         expected = run_ranks(gm, inputs)
         right = {str(gm.graph)}
         for settings in SETTINGS:
-            call = functools.partial(planned, gm, settings)
-            entered = functions_of(call)
+            _, entered = planned(gm, settings, functions_of)
             for victim in [f for f in entered if f not in done and not _is_outside(f)]:
                 done.add(victim)
                 try:
-                    found, hit = broken(call, victim)
+                    found, hit = planned(gm, settings, functools.partial(broken, victim=victim))
                 except Exception as error:
                     raised.append(f"{victim[2]} ({victim[0]}:{victim[1]}): {type(error).__name__}: {error}")
                     continue

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import inductor_passes
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
+from tests.support.hugging_face import tiny_llama
 from tests.support.parity import whole
 from tests.support.ranks import Ranks
 
@@ -25,21 +26,7 @@ def pool(two_ranks: Ranks) -> Ranks:
 
 def tiny() -> nn.Module:
     """The same weights on every rank; (input_ids, labels) -> output with a loss."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    model: nn.Module = LlamaForCausalLM(config).double()
+    model: nn.Module = tiny_llama(attn_implementation="sdpa").double()
     return model
 
 

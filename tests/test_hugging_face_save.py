@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from inductor_passes.simple_fsdp import MissingRanksError, ShardedValueError, arrival, simple_fsdp
+from tests.support.hugging_face import tiny_llama
 from tests.support.ranks import Ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -23,27 +24,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
-    with Ranks(2, env={"HF_HUB_OFFLINE": "1"}) as ranks:
+    with Ranks(2) as ranks:
         yield ranks
 
 
 def tiny(tied: bool) -> Any:
-    """The same weights on every rank."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        use_cache=False,
-        tie_word_embeddings=tied,
-    )
-    return LlamaForCausalLM(config)
+    return tiny_llama(tie_word_embeddings=tied)
 
 
 def managed(world_size: int, tied: bool) -> Any:

@@ -162,6 +162,7 @@ from inductor_passes._torch.symmetric import (
     symmetric_op,
 )
 from inductor_passes._torch.tracing import (
+    compilation,
     compile_id,
     compile_span,
     trace_artifact,
@@ -186,6 +187,7 @@ __all__ = [
     "call_collective",
     "changes_metadata",
     "collective_op",
+    "compilation",
     "compile_aot_eager",
     "compile_cache_dir",
     "compile_fx",

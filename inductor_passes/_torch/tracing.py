@@ -39,6 +39,16 @@ def compile_id() -> str:
     return "" if current is None else str(current)
 
 
+def compilation() -> object | None:
+    """What stands for the compilation that runs on this thread, forward and backward; None where there is none.
+
+    One object for each attempt: a compile id comes again. It can be referred to weakly.
+    """
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get()
+
+
 @contextlib.contextmanager
 def compile_span(name: str) -> Iterator[Callable[..., None]]:
     """A span in the compile-time trace (chromium events); yields a function that attaches ``key=value`` to it.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +16,7 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import identity
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.waiting import Waiting
 from inductor_passes.groups import availability
 from inductor_passes.ir.groups import Group
 from inductor_passes.ir.view import GraphView
@@ -29,10 +28,8 @@ NAME = "agreement"
 META_KEY = "inductor_passes_agreement"
 #: Settings that name files of one rank, say what is written where, or are compared by their content.
 _OWN = ("cost_profile", "plan", "dump_plan", "dump_problem", "estimator", "rank_check", "rank_agreement")
-#: Verdicts that wait for their forward graph; older ones belong to compilations that failed.
-_MAX_WAITING = 64
-_waiting: OrderedDict[str, list[Agreement]] = OrderedDict()
-_lock = threading.Lock()
+#: Verdicts on graphs that are not compiled themselves.
+_waiting: Waiting[Agreement] = Waiting()
 
 
 def reach(
@@ -100,19 +97,14 @@ def report_of(found: Agreement) -> PassReport | None:
 
 def remember(found: Agreement) -> None:
     """Keep the verdict on a graph that is not compiled itself for the graphs that are made of it."""
-    if found.claim is None:
-        return
-    with _lock:
-        _waiting.setdefault(_torch.compile_id(), []).append(found)
-        while len(_waiting) > _MAX_WAITING:
-            _waiting.popitem(last=False)
+    if found.claim is not None:
+        _waiting.put(found)
 
 
 def attach(graph: torch.fx.Graph, found: Agreement) -> None:
     """Leave with a graph what its generated code has to ask when it comes out of a cache."""
     module: Any = graph.owning_module
-    with _lock:
-        all_found = [*_waiting.pop(_torch.compile_id(), []), found]
+    all_found = [*_waiting.take(), found]
     if module is not None:
         module.meta[META_KEY] = tuple(filter(None, map(agreement.statement, all_found)))
 

@@ -49,7 +49,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     if step is not None and step.keep is not None:
         report.passes.append(step.keep)
     if phase != "backward":
-        report.passes.extend(joint.taken(report.compile_id))
+        report.passes.extend(joint.REPORTS.take())
     collectives = pins.described(view)
     agreed = agreeing.reach(view, settings, profile, phase, step)
     agreeing.attach(graph, agreed)

@@ -6,9 +6,6 @@ order of rows (R9) must change their readers in backward too, and only the joint
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-
 import torch.fx
 
 from inductor_passes import _torch
@@ -17,16 +14,15 @@ from inductor_passes.engine import agreeing, garbage, identity
 from inductor_passes.engine.barrier import unharmed
 from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.engine.waiting import Waiting
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import PassReport
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 
 #: Rewrites that profit from seeing both directions.
 ONLY = ("R9",)
-#: Reports that wait for their forward graph; older ones belong to compilations that failed.
-_MAX_WAITING = 64
-_waiting: OrderedDict[str, list[PassReport]] = OrderedDict()
-_lock = threading.Lock()
+#: Reports for the forward graph.
+REPORTS: Waiting[PassReport] = Waiting()
 
 
 def wanted(settings: PassConfig) -> bool:
@@ -48,7 +44,7 @@ class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
 
 @garbage.paused()
 def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
-    """Rewrite one joint graph; what happened waits for :func:`taken`."""
+    """Rewrite one joint graph; what happened waits in :data:`REPORTS`."""
     view = GraphView(graph)
     if not wanted(settings) or not view.collectives:
         return
@@ -57,13 +53,4 @@ def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
     found = agreeing.reach(view, settings, profile, "joint")
     agreeing.remember(found)
     done = run_passes(graph, passes, settings, profile, known=Known("joint", agreed=found.agreed), view=view)
-    with _lock:
-        _waiting[_torch.compile_id()] = done.report.passes
-        while len(_waiting) > _MAX_WAITING:
-            _waiting.popitem(last=False)
-
-
-def taken(compile_id: str) -> list[PassReport]:
-    """The reports of a compilation's joint graph, once."""
-    with _lock:
-        return _waiting.pop(compile_id, [])
+    REPORTS.put(*done.report.passes)

@@ -140,7 +140,7 @@ class Ranks:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     pass_fds=[theirs.fileno()],
-                    env=environment(**_ENVIRONMENT, **self._env),
+                    env=environment(**{**_ENVIRONMENT, **self._env}),
                     start_new_session=True,
                 )
             theirs.close()

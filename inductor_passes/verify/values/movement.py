@@ -221,7 +221,8 @@ ALIASES = frozenset(
         "_c10d_functional::wait_tensors",
         *(f"aten::{name}" for name in _IN_ORDER if name not in ("reshape", "flatten", "ravel", "reshape_as")),
         *(f"aten::{name}" for name in ("alias", "detach", "permute", "t", "transpose", "slice", "narrow", "select")),
-        *(f"aten::{name}" for name in ("unbind", "split", "split_with_sizes", "chunk", "tensor_split", "expand")),
+        *(f"aten::{name}" for name in _LISTS),
+        *(f"aten::{name}" for name in ("unbind", "expand")),
         *(f"aten::{name}" for name in ("as_strided", "view_as_real", "view_as_complex", "lift_fresh")),
         "prims::view_of",
     }
