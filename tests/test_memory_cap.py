@@ -21,6 +21,7 @@ from inductor_passes.authoring import (
     run_passes,
     simulate,
 )
+from inductor_passes.engine import pipeline
 from inductor_passes.problems.fx import kept_by_caller
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.memory import peak_of
@@ -115,6 +116,8 @@ def test_the_verifier_is_told_the_cap(budget: str, monkeypatch: pytest.MonkeyPat
         return check(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(verify, "check", listening)
+    # Alternatives are tried under lower caps.
+    monkeypatch.setattr(pipeline, "ALTERNATIVES_NODES", 0)
     with mesh_world((2, 4)) as mesh:
         done, _ = compiled(random_layers(3, mesh), memory_budget=budget)
     assert told and told[-1] == done.cap.limit_bytes

@@ -35,8 +35,9 @@ from inductor_passes.trace import spans
 from inductor_passes.trace.artifacts import emit_failure
 
 log = logging.getLogger("inductor_passes")
-#: How many nodes may be planned in all while alternatives are tried: 8 of a graph of 400 nodes.
-ALTERNATIVES_NODES = 3200
+#: How many nodes may be planned in all while alternatives are tried: 4 times a graph of 200 nodes, none above 800.
+#: On larger graphs each try doubles the time of planning, and on models it finds nothing.
+ALTERNATIVES_NODES = 800
 #: A plan within this part of what no order can beat is good enough not to look for one that uses less memory.
 CLOSE = 100
 #: How often one pass may ask to be run again on the graph as it was.
@@ -72,10 +73,14 @@ def run_passes(
     known = known or Known(phase_of(graph, is_inference=False))
     report = report or new_report(graph, known.phase, config, profile)
     compilation = Compilation(config, profile, report, known, pins=known.pins)
-    run = _Run(graph, compilation, view or GraphView(graph), passes)
+    view = view or GraphView(graph)
+    tries = ALTERNATIVES_NODES // max(1, len(view.nodes)) if known.pins is None and known.agreed else 0
+    came = _copied(graph) if tries else None
+    run = _Run(graph, compilation, view, passes)
     run.rest()
     _settle(run)
-    _compare(run)
+    if came is not None:
+        _compare(run, _Run(came, compilation, GraphView(came), passes), tries)
     compilation.cap = run.cap
     for step in run.steps:
         report.passes.append(step.report)
@@ -94,23 +99,35 @@ def _of_cap(outcome: Outcome, cap: Cap) -> Outcome:
     return dataclasses.replace(outcome, scheduled=dataclasses.replace(found, plan=plan, record=record))
 
 
-def _compare(run: _Run) -> None:
+def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A graph to try things on, with the names of the original."""
+    copy = torch.fx.Graph(owning_module=graph.owning_module)
+    nodes: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in graph.nodes:
+        args, kwargs = (torch.fx.node.map_arg(a, nodes.__getitem__) for a in (node.args, node.kwargs))
+        new = nodes[node] = copy.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        new.meta = dict(node.meta)
+    return copy
+
+
+def _compare(done: _Run, run: _Run, tries: int) -> None:
     """Try what else there is: fewer passes, and less memory than is allowed; for as long as that is cheap.
 
     So no pass makes a small graph slower than it is with that pass switched off, and a larger budget does not make it
     slower than one of ``judge.RUNGS`` below it. On larger graphs passes are held to what is known of the graph before.
+
+    Args:
+        done: what was made of the graph. It is made anew in the best way that is found.
+        run: the same passes over a copy of the graph as it came.
     """
-    tries = ALTERNATIVES_NODES // max(1, run.about.nodes)
-    if run.facts.pins is not None:
-        return
-    if run.scheduled() is None or not run.facts.ranks_agree:
-        return  # nothing says in which order the graph will run, or the order is not ours to choose
+    if done.scheduled() is None:
+        return  # nothing says in which order the graph will run
     try:
-        best, least, bound = run.tried, run.standing(), run.bound_ns()
+        best, least, bound = done.tried, done.standing(), done.bound_ns()
         for cap in (run.cap, *judge.lower(run.cap, run.config)):
             if cap != run.cap and least[1] <= bound + bound // CLOSE:
                 break
-            left_out: list[frozenset[int]] = [frozenset()] if cap != run.cap else _combinations(run)
+            left_out: list[frozenset[int]] = [frozenset()] if cap != run.cap else _combinations(done)
             while left_out and tries:
                 tries -= 1
                 one = left_out.pop(0)
@@ -122,8 +139,8 @@ def _compare(run: _Run) -> None:
                     best, least, bound = run.tried, run.standing(), run.bound_ns()
     except NoHintError:
         return
-    if best != run.tried or len(run.steps) < len(run.passes):
-        run.again(*best)
+    if best != done.tried:
+        done.again(*best)
 
 
 def _combinations(run: _Run) -> list[frozenset[int]]:
@@ -205,7 +222,8 @@ class _Run:
             beat_ns: stop before the last pass, and return False, where no order can be faster than that.
         """
         self.tried = cap, without
-        self.back_to(0)
+        if self.steps:
+            self.back_to(0)
         self.facts = dataclasses.replace(self.facts, cap=cap)
         if beat_ns is not None:
             self.rest(until=len(self.passes) - 1)
