@@ -31,7 +31,7 @@ def programs():
 
 
 def test_there_are_enough_kinds():
-    assert len(MUTATIONS) >= 25 and len({m.name for m in MUTATIONS}) == len(MUTATIONS)
+    assert len(MUTATIONS) >= 60 and len({m.name for m in MUTATIONS}) == len(MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
