@@ -6,8 +6,11 @@ below, with the reason.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import gc
+import inspect
 import sys
 import types
 import warnings
@@ -18,16 +21,22 @@ from typing import Any
 import pytest
 import torch
 import torch.fx
+from torch._inductor.utils import IndentedBuffer
+from torch._inductor.virtualized import V
+from torch.distributed._functional_collectives import all_gather_tensor
 
 import inductor_passes
+from inductor_passes import verify
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import pipeline
-from inductor_passes.engine.hooks import GraphPass
+from inductor_passes.engine.graph import META_KEY
+from inductor_passes.engine.hooks import GraphPass, SchedulerHook
 from inductor_passes.schedule import local_search
 from inductor_passes.schedule import plan as planner
 from inductor_passes.trace.collector import collect
 from tests.support.async_tp_programs import run_ranks
 from tests.support.bucket_graphs import assert_same_bits
+from tests.support.compiled import without_kernels
 from tests.support.graphs import GraphBuilder, aten, c10d
 from tests.support.world import fake_world
 
@@ -36,6 +45,9 @@ Function = tuple[str, int, str]
 #: Outside of the barrier: the hooks themselves, and the barrier.
 OUTSIDE = {
     "GraphPass.__call__": "the hook that Inductor calls",
+    "SchedulerHook.__call__": "the hook that Inductor calls",
+    "when_generated.<locals>._Witness.codegen": "the line that Inductor generates",
+    "_watch.<locals>.generated": "what it calls, a row of guarded steps",
     "unharmed": "the barrier",
     "guarded": "the barrier",
 }
@@ -113,7 +125,10 @@ def _calling(fail: Callable[[], None], original: types.CodeType) -> types.CodeTy
     def stub(*args: Any, **kwargs: Any) -> Any:
         return "fail".__call__()  # type: ignore[attr-defined]
 
-    code = stub.__code__
+    def lazy(*args: Any, **kwargs: Any) -> Any:
+        yield "fail".__call__()  # type: ignore[attr-defined]
+
+    code = (lazy if original.co_flags & inspect.CO_GENERATOR else stub).__code__
     constants = tuple(fail if one == "fail" else one for one in code.co_consts)
     return code.replace(co_consts=constants, co_freevars=original.co_freevars)
 
@@ -180,13 +195,13 @@ def planned(
     gm: torch.fx.GraphModule, settings: PassConfig, watched: Callable[[Callable[[], Any]], Any]
 ) -> tuple[torch.fx.GraphModule, Any]:
     """A planned copy, and what ``watched`` returns for the call that Inductor would make."""
-    copy = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
-    output = copy.graph.graph_copy(gm.graph, {})
-    copy.graph.output(output)
+    other = torch.fx.GraphModule(torch.nn.Module(), torch.fx.Graph())
+    output = other.graph.graph_copy(gm.graph, {})
+    other.graph.output(output)
     hook = GraphPass(settings)
     with collect():
-        seen = watched(lambda: hook(copy.graph, True))
-    return copy, seen
+        seen = watched(lambda: hook(other.graph, True))
+    return other, seen
 
 
 @pytest.fixture
@@ -194,10 +209,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _is_outside(victim: Function) -> bool:
-    return victim[2].partition(".<locals>")[0] in OUTSIDE
 
 
 def test_whatever_fails_while_a_graph_is_planned_the_graph_is_right(
@@ -214,7 +225,7 @@ def test_whatever_fails_while_a_graph_is_planned_the_graph_is_right(
         for settings, alternatives in SETTINGS:
             monkeypatch.setattr(pipeline, "ALTERNATIVES_NODES", alternatives)
             _, entered = planned(gm, settings, functions_of)
-            victims = objects_of([f for f in entered if f not in done and not _is_outside(f)])
+            victims = objects_of([f for f in entered if f not in done and f[2] not in OUTSIDE])
             for victim, functions in victims.items():
                 done.add(victim)
                 try:
@@ -235,3 +246,85 @@ def test_whatever_fails_while_a_graph_is_planned_the_graph_is_right(
     assert not raised and not wrong, "\n".join([*raised, "wrong:", *wrong])
     assert len(done) > 800
     assert missed < len(done) / 10, "caches may spare a function its second call, not many"
+
+
+def result_of_broken(call: Callable[[], Any], victim: Function, functions: Sequence[types.FunctionType]) -> Any:
+    """What a call returns during which a function raises."""
+    found: list[Any] = []
+    broken(lambda: found.append(call()), victim, functions)
+    return found[0]
+
+
+class Experiment(SchedulerHook):
+    """In the place of the scheduler hook: each function that ordering one graph's kernels enters raises once.
+
+    Then the same while the code is generated.
+    """
+
+    def __init__(self, hook: SchedulerHook) -> None:
+        super().__init__(hook.settings)
+        self.hook = hook
+        self.done: set[Function] = set()
+        self.raised: list[str] = []
+        self.illegal: list[str] = []
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        module, lines = V.graph.module, V.graph.wrapper_code.lines
+        handed_on = module.meta[META_KEY]
+
+        def ordered() -> list[Any]:
+            fresh = dataclasses.replace(handed_on, report=copy.deepcopy(handed_on.report))
+            module.meta[META_KEY] = fresh
+            return self.hook(list(nodes))
+
+        def attempt(call: Callable[[], Any]) -> None:
+            length = len(lines)
+            found = call()
+            del lines[length:]
+            if found is not None and verify.check_snodes(found, nodes):
+                self.illegal.append(f"{[n.get_name() for n in found]}")
+
+        self._all(ordered, attempt)
+        found = ordered()
+        (witness,) = [line for line in lines if type(line).__name__ == "_Witness"]
+        generate = witness.codegen
+
+        def generated(text: Any) -> None:
+            self._all(lambda: generate(IndentedBuffer()), lambda call: call())
+            generate(text)
+
+        witness.codegen = generated
+        return found
+
+    def _all(self, call: Callable[[], Any], attempt: Callable[[Callable[[], Any]], None]) -> None:
+        entered: list[Function] = []
+        attempt(lambda: entered.extend(functions_of(call)))
+        victims = objects_of([f for f in entered if f not in self.done and f[2] not in OUTSIDE])
+        for victim, functions in victims.items():
+            self.done.add(victim)
+            trial = functools.partial(result_of_broken, call, victim, functions)
+            try:
+                attempt(trial)
+            except Exception as error:
+                self.raised.append(f"{victim[2]} ({victim[0]}:{victim[1]}): {type(error).__name__}: {error}")
+
+
+def test_whatever_fails_while_kernels_are_ordered_the_order_is_legal(quiet: None) -> None:
+    torch._dynamo.reset()
+    with fake_world(2) as group, without_kernels(), collect():
+        options = inductor_passes.options(rank_check="warn")
+        name = "reorder_for_compute_comm_overlap_passes"
+        (hook,) = options[name]
+        experiment = Experiment(hook)
+        options[name] = [experiment]
+
+        def program(x: torch.Tensor, *shards: torch.Tensor) -> torch.Tensor:
+            for shard in shards:
+                x = (x @ all_gather_tensor(shard, 0, group)).relu()
+            return x
+
+        inputs = torch.randn(8, 8), *(torch.randn(4, 8) for _ in range(3))
+        with torch._inductor.config.patch(force_disable_caches=True):
+            torch.compile(program, fullgraph=True, options=options)(*inputs)
+    assert not experiment.raised and not experiment.illegal, "\n".join([*experiment.raised, *experiment.illegal])
+    assert len(experiment.done) > 150

@@ -54,12 +54,13 @@ def add_module_statement(statement: str) -> None:
     V.graph.wrapper_code.header.writeline(statement)
 
 
-def when_generated(callback: Callable[[list[tuple[str, tuple[str, ...]]]], str]) -> bool:
+def when_generated(callback: Callable[[Iterator[tuple[str, tuple[str, ...]]]], str]) -> bool:
     """Call ``callback`` with the emitted statements when the wrapper of the current graph is generated.
 
     The statements are those that run something: ``(kind, buffer names)`` where kind is ``extern`` (one kernel, its
-    output buffer) or ``kernel`` (a generated kernel, the buffers among its arguments). The text that ``callback``
-    returns becomes a comment in the wrapper. Returns False where this torch has no such place.
+    output buffer) or ``kernel`` (a generated kernel, the buffers among its arguments). They are read while ``callback``
+    asks for them, so that it can handle an error of reading. The text that it returns becomes a comment in the wrapper.
+    Returns False where this torch has no such place.
     """
     try:
         from torch._inductor.codegen import wrapper as w
@@ -75,7 +76,7 @@ def when_generated(callback: Callable[[list[tuple[str, tuple[str, ...]]]], str])
             self.wrapper = code
 
         def codegen(self, text: Any) -> None:
-            for line in callback(list(_emitted(w, code.lines))).splitlines():
+            for line in callback(_emitted(w, code.lines)).splitlines():
                 text.writeline(f"# {line}")
 
         @staticmethod

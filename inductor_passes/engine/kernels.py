@@ -8,7 +8,7 @@ it again, and the emitted statements are compared with the plan for every graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from inductor_passes import _torch, verify
@@ -114,9 +114,9 @@ def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation) -> No
     def finish() -> None:
         publish(graph, problem, ordered.plan.order, ordered.before, ordered.after, compilation.graphs)
 
-    def generated(statements: Sequence[tuple[str, tuple[str, ...]]]) -> str:
+    def generated(statements: Iterator[tuple[str, tuple[str, ...]]]) -> str:
         with guarded("comparing the generated code with the plan", "it is not compared"):
-            graph.order_check = order_check.compare(planned, statements)
+            graph.order_check = order_check.compare(planned, list(statements))
             if not graph.order_check.startswith((order_check.CONFIRMED, order_check.UNCHECKED)):
                 warn_once(f"inductor_passes: the generated code is not in the planned order: {graph.order_check}")
         with guarded("storing the report in the generated code", "a warm cache has no report"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,8 @@ def lower(gm: torch.fx.GraphModule, hook: Callable[[list[Any]], list[Any]]) -> S
     fake_mode = detect_fake_mode(values)
 
     def last_hook(nodes: list[Any]) -> list[Any]:
-        def stop(statements: Statements) -> str:
-            raise Generated(statements)
+        def stop(statements: Iterator[tuple[str, tuple[str, ...]]]) -> str:
+            raise Generated(list(statements))
 
         order = hook(nodes)
         assert _torch.when_generated(stop)
