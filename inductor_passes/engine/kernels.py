@@ -8,7 +8,7 @@ it again, and the emitted statements are compared with the plan for every graph.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from inductor_passes import _torch, verify
