@@ -214,86 +214,88 @@ class PassConfig:
     """
 
     memory_budget: str = _doc(
-        "Cap on the peak memory of a planned graph, relative to the peak of the graph that came in: "
+        "Cap on the peak memory of a planned graph, relative to the peak of the original graph: "
         '"0" (never above it), "+5%", "2GiB" (on top of it) or "unlimited". A plan above the cap is not used.',
         "+5%",
     )
-    schedule: Switch = _doc("Reorder collectives around compute.", "on")
+    schedule: Switch = _doc("Reorder collectives around compute on the FX graph.", "on")
     effort: Effort = _doc(
-        'How hard the planner tries to find the order: "high" searches eight times longer, "exact" then also solves '
-        "parts of the order by constraint programming, which takes up to half a minute per graph and level and needs "
-        "OR-Tools of the same version on every rank. More effort never gives a slower plan.",
+        'How long the planner searches for an order: "high" searches eight times longer, "exact" then also solves '
+        "parts of the order by constraint programming. That takes up to half a minute each time that a graph is "
+        "planned (on FX and on fused kernels) and needs OR-Tools of the same version on every rank. More effort never "
+        "gives a slower plan.",
         "normal",
     )
     redistribute: str = _doc(
-        "Rewrite collectives that DTensor's one-dimension-at-a-time planning wastes: "
-        '"exact" applies what keeps every bit, "reassociate" also what adds in another order (fewer all-reduces in '
-        'tensor parallel backwards, hybrid-shard gradients reduced at shard size), "off" nothing. '
-        'With ",error-above:64MiB" behind it, compilation fails where an operator redistributes more than that per '
-        "rank without having been asked to; the error names the source line.",
+        "Remove redundant collectives and copies, which DTensor inserts because it plans one mesh dimension at a time: "
+        '"exact" applies rewrites that keep every bit, "reassociate" also those that sum in another order (fewer '
+        'all-reduces in tensor parallel backwards, hybrid-shard gradients reduced at shard size), "off" none. '
+        'With ",error-above:64MiB" appended, compilation fails where an operator implicitly redistributes more than '
+        "that per rank; the error names the source line. See [redistributions](redistribute.md).",
         "exact",
     )
     async_tp: AsyncTp = _doc(
         "Cut matmuls and the collectives next to them into parts that overlap: "
         '"auto" where the cost model says that it pays, "force" wherever it is legal, "off" nowhere. '
-        "Sums over a cut contraction are added in another order.",
+        "A matmul that is cut along its contracted dimension sums in another order. See [async TP](async_tp.md).",
         "off",
     )
     async_tp_lowering: AsyncTpLowering = _doc(
-        'What becomes of a matmul and its collectives: "decompose" cuts them into graph nodes that the planner '
-        'schedules, on any backend; "op" makes one operator on point-to-point messages; "symm_mem" uses torch\'s '
-        'operators on CUDA symmetric memory, "kernels" our Triton kernels. "auto" takes the cheapest one that fits; '
-        "where another one does not fit, the region is decomposed and the decision says why. All but "
-        '"decompose" and "op" need `inductor_passes.prepare_groups` before compilation.',
+        'How `async_tp` carries out the parts: "decompose" makes graph nodes that the planner schedules, on any '
+        'backend; "op" makes one operator on point-to-point messages; "symm_mem" uses torch\'s operators on CUDA '
+        'symmetric memory, "kernels" our Triton kernels. "auto" takes the cheapest of "decompose", "kernels" and '
+        '"symm_mem" that fits. If the one that you choose does not fit, "decompose" is used and the decision says why. '
+        '"symm_mem" and "kernels" need `inductor_passes.prepare_groups` before compilation.',
         "auto",
     )
     async_tp_groups: str = _doc(
         "Modes of `async_tp` for process groups by name or description (a mesh dimension `tp` makes `mesh_tp`); they "
-        "go before `async_tp_sizes`. Empty: none.",
+        "take precedence over `async_tp_sizes`. Empty: none.",
         "",
     )
     async_tp_sizes: str = _doc(
-        "Modes of `async_tp` for collectives whose full message has at least so many bytes; the largest size that "
+        "Modes of `async_tp` for collectives whose full message has at least the given bytes; the largest size that "
         "fits counts. Empty: none.",
         "",
     )
     async_tp_parts: str = _doc(
-        "Into how many parts `async_tp` may cut; the cost model chooses. A dimension that none of them divides is cut "
-        "into its least divisor up to the largest.",
+        "Into how many parts `async_tp` may cut; the cost model chooses. If none of them divides a dimension, its "
+        "smallest divisor is used, unless that is above the largest of them.",
         "2,4,8",
     )
     bucket: Switch = _doc(
-        "Merge collectives of one process group into fewer, larger ones where the planner finds that this pays, "
-        "copies charged and memory budget kept.",
+        "Merge collectives of one process group into fewer, larger ones where that makes the planned step shorter, "
+        "copies included, within the memory budget. See [bucketing](bucketing.md).",
         "on",
     )
     unpack: Unpack = _doc(
-        "What takes a merged message apart where matmuls, attention or results of the graph read its members: "
-        '"inductor" makes a copy kernel per member, "kernel" one launch per message (GPUs only; not yet timed on one).',
+        "How a merged message is copied into separate tensors where matmuls, attention or the graph's output read "
+        'them: "inductor" makes a copy kernel per tensor, "kernel" one launch per message (GPUs only; not yet timed on '
+        "one).",
         "inductor",
     )
     replay: Switch = _doc(
         "Plan again on Inductor's fused kernels and make the generated code run in that order. "
-        "Off leaves the order to Inductor, which moves waits back next to their starts.",
+        '"off" leaves the order to Inductor, which moves waits back next to their starts.',
         "on",
     )
     verify: Verify = _doc(
-        'Verification always runs. "on" restores the graph and warns once when it finds something; "strict" raises.',
+        'Verification always runs. When it finds something, "on" restores the graph and warns once; "strict" raises.',
         "on",
     )
     rank_agreement: str = _doc(
         "How long a graph's ranks wait for each other, before anything is changed, to find out whether they all "
-        'compile the same graph: "10s", through the default group\'s store, never by a collective. Where they do not, '
-        "or one does not answer in time, collectives stay as they are, in their order, and a warning says why. "
-        '"trust" asks nobody: for programs that are known to be the same on all ranks; where they are not, they hang '
-        "or compute wrong numbers. See [agreement](agreement.md).",
+        "compile the same graph. They use the default group's store, never a collective. If they do not compile the "
+        "same graph, or one does not answer in time, collectives stay as they are and a warning says why. "
+        '"trust" asks nobody: if the programs of the ranks then differ, they hang or compute wrong numbers. '
+        "See [agreement](agreement.md).",
         "10s",
     )
     rank_check: RankCheck = _doc(
         "Compare the planned collectives of every graph with the other ranks of each process group when it is "
-        "compiled, through the group's store and with a timeout, never by a collective. On a difference, which is "
-        'shown with both ranks\' source lines, warn or raise an error ("error"). A rank that does not answer within '
-        "30 s is a warning only.",
+        "compiled, through the store and with a timeout, never by a collective. On a difference, which is shown with "
+        'both ranks\' source lines, "warn" warns and "error" raises an error. A rank that does not answer within 30 s '
+        "is only a warning.",
         "off",
     )
     codegen: Codegen = _doc(
@@ -312,19 +314,20 @@ class PassConfig:
         "error",
     )
     estimator: Callable[[Any], float | None] | None = _doc(
-        "Own durations: a function from an FX node to nanoseconds, or None for the built-in estimate. It must be "
-        "deterministic and have an `inductor_passes_uuid` attribute (a string that changes with its behaviour), "
-        "else compiled graphs are not cached.",
+        "A function of your own from an FX node to its duration in nanoseconds, or to None for the built-in estimate. "
+        "It must be deterministic. Without an `inductor_passes_uuid` attribute (a string that changes with its "
+        "behaviour) compiled graphs are not cached. See [costs](costs.md#your-own-durations).",
         None,
     )
     plan: str = _doc(
-        "Path of a plan file, or of a directory of them: graphs that it knows get the buckets and orders written "
-        "there, verified like any plan. Every rank must load the same file. Empty: everything is planned.",
+        "Path of a plan file, or of a directory of them: graphs that it describes get the buckets and orders written "
+        "there, verified like any plan. Every rank must load the same file. Empty: everything is planned. "
+        "See [plans as files](trace.md#plans-as-files).",
         "",
     )
     plan_mismatch: PlanMismatch = _doc(
-        "What to do with a pinned plan that does not fit its graph any more or asks for what is not allowed: raise an "
-        'error that names the difference ("error"), or warn and plan the graph anew ("replan").',
+        "What to do when a plan file does not fit its graph any more or asks for what is not allowed: raise an error "
+        'that names the difference ("error"), or warn and plan the graph anew ("replan").',
         "error",
     )
     dump_plan: str = _doc(
@@ -332,7 +335,7 @@ class PassConfig:
         "",
     )
     dump_problem: str = _doc(
-        "Directory into which every planned graph writes its scheduling problem as JSON, for "
+        "Directory into which the scheduling problem of every planned graph is written as JSON, for "
         "`inductor-passes simulate`. Empty: none.",
         "",
     )

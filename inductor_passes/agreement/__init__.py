@@ -1,9 +1,9 @@
 """Agreement: whether all ranks that take part in a graph's collectives compile the same graph.
 
-Rewrites and orders of collectives are only right when every rank of a process group takes the same decision. Each rank
-sees its own graph. :func:`reach` tells, before anything is decided, whether the others have the same one; only then is
-anything done that depends on it. :func:`statement` and :func:`loaded` do the same for code that comes out of a cache.
-:func:`session_of` and :func:`bounded` are the protocol itself, for code that compares something else.
+Each rank sees only its own graph, but a rewrite or order of collectives is right only when every rank of a process
+group decides the same. :func:`reach` asks the other ranks, before anything is decided, whether they have the same
+graph. :func:`statement` and :func:`loaded` do the same for code that comes out of a cache. :func:`session_of` and
+:func:`bounded` are the protocol itself, for code that compares something else.
 """
 
 from inductor_passes.agreement.asking import bounded, explaining, forget, session_of

@@ -1,7 +1,7 @@
-"""Asking the other ranks, once per graph and process.
+"""Asks the other ranks, once per graph and process.
 
-Answers are kept for the life of the process, also after the end of a process group. Compiled code is kept as well, and
-code that is compiled later must get the same answer.
+Answers are kept for the life of the process, also after the end of a process group: compiled code is kept too, and code
+that is compiled later must get the same answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Verdicts of graphs that come out of a cache.
 
-Generated code is right only under the verdict that it was compiled under. So it carries a statement that runs first
-when the code is loaded: the rank asks the others as if it compiled the graph (they may be compiling it, and wait for
-this rank's vote). Where the verdict is another one now, loading raises the error of a missing file. Torch takes that
-for a cache miss and compiles the graph anew.
+Generated code is right only under the verdict that it was compiled under. So it starts with a statement that runs when
+the code is loaded: the rank asks the others as if it compiled the graph, because they may be compiling it and waiting
+for this rank's vote. If the verdict is now different, loading raises the error of a missing file. Torch takes that for
+a cache miss and compiles the graph again.
 """
 
 from __future__ import annotations

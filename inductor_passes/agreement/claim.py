@@ -1,5 +1,5 @@
-"""What a rank says of one graph, as plain data: it is asked for when the graph is compiled and again when its code is
-loaded from a cache, by processes that no longer have the graph.
+"""What a rank states about one graph, as plain data. It is used when the graph is compiled, and again when its code is
+loaded from a cache, by processes that do not have the graph.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
-"""One verdict on one graph by all ranks of a set, through a store, without a collective and within a stated time.
+"""One verdict on one graph by all ranks of a set, through a store, without a collective and within a bounded time.
 
-Each rank gives one vote for the digest of its graph. The one whose vote is the last of all writes "agreed"; a rank
-that has waited long enough writes that it is alone. The first writer wins (the store compares and sets), and every rank
-takes what is stored. So:
+Each rank votes once for the digest of its graph. The rank with the last vote writes "agreed". A rank that has waited
+long enough writes that it is alone. The first writer wins (the store compares and sets), and every rank takes what is
+stored. So:
 
-- No two ranks take different verdicts on one digest: there is one place for it, and it is written once.
-- "Agreed" means that every rank of the set has voted for this digest: votes are counted under a token that only ranks
-  of this set and this life of the process group know (``session``), and no rank votes twice.
+- No two ranks take different verdicts on one digest, because it is stored under one key and written once.
+- "Agreed" means that every rank of the set has voted for this digest. Votes are counted under a token that only ranks
+  of this set and of this life of the process group know (``session``), and no rank votes twice.
 - A verdict stands for as long as the process group does. A rank that asks again, or asks after the others have
   given up, gets the same answer at once.
-- A rank that dies, before or after its vote, is one that the others wait for in vain: they are alone.
+- If a rank dies, before or after its vote, the others wait in vain and then count as alone.
 
-Open numbers (``literals``) are compared before the vote: the corners of the grid write theirs down, and every rank
-votes only when its own fit to these.
+Open numbers (``literals``) are compared before the vote: the corners of the grid write theirs down, and a rank votes
+only if its own numbers fit to them.
 
-What no protocol over a store that can fail excludes: a rank loses the store after its vote and before it has read the
+One case cannot be excluded with a store that can fail: a rank loses the store after its vote and before it has read the
 verdict. It keeps trying for ``IN_DOUBT_S``, then goes on alone and says so.
 
-A rank that has waited for a moment also writes down, under the name of the graph (compile id and phase), which digest
-it has. Whoever finds another one there knows that the graphs differ: it ends the wait of both and shows the first line
-in which they do.
+A rank that has waited for a moment also writes down which digest it has, under the name of the graph (compile id and
+phase). A rank that finds another digest there knows that the graphs differ. It ends the wait of both and shows the
+first line in which they differ.
 
-Operations: one vote, one or two looks at the verdict, and with open numbers a few more for each rank, however many
+Operations: one vote, one or two reads of the verdict, and with open numbers a few more for each rank, however many
 ranks there are.
 """
 

@@ -1,6 +1,6 @@
-"""The first difference between what two ranks say of a graph, shown in one sentence.
+"""The first difference between the descriptions that two ranks give of a graph, shown in one sentence.
 
-Lines of another rank come out of the store: they are data, limited in size, and only ever compared and shown.
+Lines of another rank come out of the store. They are data of limited size, and are only compared and shown.
 """
 
 from __future__ import annotations

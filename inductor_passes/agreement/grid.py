@@ -1,11 +1,11 @@
-"""Who has to agree: the smallest set of ranks that a graph's process groups never leave.
+"""Which ranks have to agree: the smallest set of ranks that a graph's process groups never leave.
 
-A rank knows its own groups only. Where they are the lines of a grid through that rank, as those of a device mesh are,
-the grid is the set: :func:`participants`. Why it suffices that every member comes to the same set by itself:
+A rank knows only its own groups. Where these are the lines of a grid through that rank, as those of a device mesh are,
+the set is the whole grid: :func:`participants`. It suffices that every member computes the same set by itself:
 
     Let every member of P have computed P from its own groups, all of which lie inside P by construction. Then every
-    group that any member uses for this graph lies inside P: no collective of the graph has a participant outside of P.
-    If one answer is given to all of P, it is given to all ranks of every group involved.
+    group that any member uses for this graph lies inside P, so no collective of the graph has a participant outside
+    of P. If all of P get one answer, all ranks of every group involved get it.
 
 A rank that computes another set asks under another key. No other rank votes there, so it gets no agreement. The others
 do not get one either, because they wait for its vote. So a wrong guess costs time, never correctness.

@@ -1,13 +1,14 @@
-"""A graph as lines of text that are equal on ranks whose decisions about it are equal.
+"""A graph as lines of text. If two ranks have equal lines, they take equal decisions about the graph.
 
-Everything that a decision may depend on is in it: facts that the caller names (settings, versions, costs), the process
-groups, and one line per node in graph order with its operator, operands by their place in this list, literals, dtypes,
-sizes, strides, and what of the user's program it was traced from. Collectives are nodes like others: their operand says
-which tensor they move. Graphs inside of higher-order operators are written out where they are first used.
+The lines hold everything that a decision may depend on: facts that the caller names (settings, versions, costs), the
+process groups, and one line per node in graph order. A node's line has its operator, operands by their place in this
+list, literals, dtypes, sizes, strides, and what of the user's program it was traced from. Collectives are nodes like
+others: their operand says which tensor they move. Graphs inside of higher-order operators are written out where they
+are first used.
 
-Left out, because ranks with one program may differ in it: names of nodes and groups, indices of devices, the padding of
-uneven shards (``uneven``), which of several equal device meshes is meant, the peer of a point-to-point message (it is a
-fence, whoever it is), and open numbers (``literals``), which ranks compare apart.
+Left out is what may differ between ranks with one program: names of nodes and groups, indices of devices, the padding
+of uneven shards (``uneven``), which of several equal device meshes is meant, the peer of a point-to-point message
+(which is a fence, whoever the peer is), and open numbers (``literals``), which ranks compare separately.
 """
 
 from __future__ import annotations

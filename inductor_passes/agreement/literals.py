@@ -1,17 +1,17 @@
-"""Numbers in a graph that may differ between ranks because they say which piece is the rank's own.
+"""Numbers in a graph that may differ between ranks because they say which piece of a tensor is the rank's own.
 
 A rank's graph holds them as plain integers: the piece that DTensor keeps of a replicated tensor, the first row of a
-sharded embedding. One graph alone does not tell them from numbers that are the same everywhere: piece 0 of 2 is
-rank 0's own, and also the first half of a rotary embedding on every rank. So a digest leaves them open, and the ranks
-compare them with what the *corners* of their grid (``Grid.corners``) have. A number has to be one of
+sharded embedding. One graph alone does not tell them from numbers that are the same everywhere: piece 0 of 2 may be
+rank 0's own, or the first half of a rotary embedding on every rank. So the digest leaves such numbers *open*, and the
+ranks compare them with those of the *corners* of their grid (``Grid.corners``). An open number has to be one of
 
-- the same on all ranks, but not where a rewrite could take it for a rank's own piece (``Kind.NEAR``): then it is that
-  on one rank and not on the others;
+- the same on all ranks. This is not allowed where a rewrite could take it for a rank's own piece (``Kind.NEAR``),
+  because then it would be the own piece on one rank and not on the others;
 - a piece: the rank's own position in one process group of the graph;
-- an offset, where ``c`` is that position: ``c * s`` or ``(c + 1) * s`` with one ``s`` for all ranks.
+- an offset: ``c * s`` or ``(c + 1) * s``, where ``c`` is that position and ``s`` is the same for all ranks.
 
-Anything else, as pieces that ranks take in another order, is a difference between the graphs. What a number turns out
-to be is part of the answer: ``Reading.roles``.
+Anything else, such as pieces that ranks take in another order, is a difference between the graphs. The answer says what
+each number turned out to be: ``Reading.roles``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which numbers of a graph are left open: those that may say which piece of a tensor is the rank's own.
+"""Which numbers of a graph are left open (``literals``): those that may say which piece of a tensor is the rank's own.
 
-The criterion must come out alike on ranks whose numbers differ only in that. A cut out of a dimension is left open when
-it is the k-th stretch of its length with k below the size of the largest process group; so is the index of a selected
-row or of a piece of a split; so are whole numbers that are compared with, added to or taken off whole-number tensors.
+Ranks whose numbers differ only in that must leave the same ones open. These are: a cut out of a dimension, if it is the
+k-th stretch of its length with k below the size of the largest process group; the index of a selected row or of a piece
+of a split; integers that are compared with, added to or subtracted from integer tensors.
 """
 
 from __future__ import annotations

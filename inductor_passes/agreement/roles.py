@@ -1,4 +1,4 @@
-"""Process groups as other ranks have them too: by what they are in the grid, not by their names."""
+"""Names for process groups that are equal on all ranks: by their place in the grid, since their own names differ."""
 
 from __future__ import annotations
 

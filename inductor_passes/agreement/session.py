@@ -1,15 +1,15 @@
 """A fresh name space in the store for one set of ranks and one life of the default process group.
 
-A store may outlive the process group: agents keep theirs over restarts, and a program may destroy its group and make
-another one over the same store. What an earlier life left there must not count. So the ranks of a set first find a
+A store may outlive the process group: launchers keep theirs over restarts, and a program may destroy its group and
+make another one over the same store. What an earlier life left there must not count. So the ranks of a set first find a
 token that no earlier life can know:
 
-1. Every rank writes down a random number of its own, made for this life.
+1. Every rank writes down a random number, made for this life.
 2. When all have, the first rank answers each with that number and one random token.
-3. A rank takes the token when the answer has its own number in it.
+3. A rank takes the token when the answer contains its own number.
 
-An answer to an old number is ignored; the first rank sees the new number when it appears and answers again. Everything
-after that lies under the token. A constant number of operations for each rank but the first, once per set and life.
+An answer to an old number is ignored. The first rank sees the new number when it appears and answers again. All later
+keys contain the token. Every rank but the first needs a constant number of operations, once per set and life.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What uneven shards make different between ranks, so that it does not count: see ``ir.canonical``.
+"""What uneven shards make different between ranks, so that it does not count as a difference: see ``ir.canonical``.
 
-A rank with a smaller shard pads it before the gather and trims its share behind the reduction. Nodes that only do that
-are left out of a graph's description; what else prepares a message or follows a reduction on its way out (a cast, a
-scaling) is described without sizes, and so are the shards themselves.
+A rank with a smaller shard pads it before the gather and trims its share after the reduction. Nodes that only do that
+are left out of a graph's description. Other nodes that prepare a message or follow a reduction (a cast, a scaling) are
+described without sizes, and so are the shards themselves.
 """
 
 from __future__ import annotations

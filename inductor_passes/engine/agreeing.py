@@ -1,4 +1,4 @@
-"""Asking the other ranks about a graph, and the statements by which code from a cache asks again."""
+"""Asks the other ranks about a graph, and writes the statement with which generated code from a cache asks again."""
 
 from __future__ import annotations
 

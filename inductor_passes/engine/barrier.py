@@ -1,8 +1,8 @@
 """Errors in our code do not fail a compilation: torch calls us only through this module.
 
-Every hook of Inductor that we serve runs behind :func:`guarded`. What goes wrong there is warned about once, and torch
-gets what it would have had without us. Two kinds of error pass: what the user asked to be told as an error
-(:data:`MEANT`), and anything under ``verify="strict"``.
+Every hook of Inductor that we serve runs inside :func:`guarded`. An error there becomes one warning, and torch goes on
+as if our hook were not there. Two kinds of errors are raised: those that a setting of the user asks for
+(:data:`MEANT`), and all errors under ``verify="strict"``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """No cyclic garbage collection while a graph is planned.
 
-A graph of 10,000 nodes with its problem and orders is millions of live objects and hardly any garbage; the collector
-walks all of them again and again, which is a good part of the planning time.
+A graph of 10,000 nodes with its problem and orders is millions of live objects and hardly any garbage. The collector
+would walk all of them again and again, which takes a good part of the planning time.
 """
 
 from __future__ import annotations

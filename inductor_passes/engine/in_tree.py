@@ -1,4 +1,4 @@
-"""Inductor's own communication passes: two schedulers on one graph undo each other, so we do not combine."""
+"""Inductor's own communication passes. We do not combine with them: two schedulers on one graph undo each other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rewrites that need to see forward and backward at once, before AOTAutograd separates them.
+"""Rewrites that need forward and backward in one graph, before AOTAutograd separates them.
 
-What forward saves for backward is a result of the forward graph: a rewrite that leaves saved activations in another
-order of rows (R9) must change their readers in backward too, and only the joint graph has both.
+What forward saves for backward is a result of the forward graph. A rewrite that saves activations in another order of
+rows (R9) must change their readers in backward too, and only the joint graph has both.
 """
 
 from __future__ import annotations

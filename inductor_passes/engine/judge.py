@@ -1,7 +1,7 @@
 """Whether the outcome of a pass may be kept, and the memory cap that all passes share.
 
-The cap is computed once, from the graph that came in, and holds for what comes out of each pass: in the order in which
-the pass left the graph, or in the order that the planner finds for it.
+The cap is computed once, from the original graph. After each pass it is checked in the order in which the pass left the
+graph, or in the order that the planner finds for it.
 """
 
 from __future__ import annotations

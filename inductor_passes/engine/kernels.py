@@ -1,8 +1,8 @@
 """One graph's fused kernels: planned, checked, put into order, and compared with the generated code.
 
-The order of collectives was decided on FX and is kept by Inductor's own dependencies; here starts and waits find their
-place among the real kernels under the memory cap. What leaves the hook is what is generated: no pass of Inductor moves
-it again, and the emitted statements are compared with the plan for every graph.
+The order of collectives was decided on FX, and Inductor's own dependencies keep it. Here starts and waits get their
+places among the fused kernels, under the memory cap. Inductor generates code in the order that this hook returns. The
+generated statements of every graph are compared with the plan.
 """
 
 from __future__ import annotations

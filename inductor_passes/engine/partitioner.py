@@ -1,8 +1,7 @@
-"""Our place between forward and backward: a partitioner around Inductor's (or the user's own).
+"""A partitioner around Inductor's (or the user's own), which separates the joint graph into forward and backward.
 
 It decides which gathered parameters are kept for backward, where ``simple_fsdp(reshard_after_forward="auto")`` leaves
-that to us, and tells both graphs how much memory the step as a whole takes. The partitioner
-underneath decides what else is saved.
+that to us, and tells both graphs the peak memory of the whole step. The inner partitioner decides what else is saved.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Ordered passes over one graph: run, verify, hold to the cap, keep or drop, report.
+"""Ordered passes over one graph: run, verify, check the cap, keep or drop, report.
 
-A pass changes the graph and returns an :class:`~inductor_passes.rewriting.contract.Outcome`. The pipeline alone takes
-snapshots and restores them. It keeps an outcome as a whole or drops it as a whole (``engine.judge`` says why). A
-dropped pass leaves the graph as it was, with the reason in the report, and compilation goes on. Findings and exceptions
-are warned about once; with ``verify="strict"`` they raise.
+A pass changes the graph and returns an :class:`~inductor_passes.rewriting.contract.Outcome`. Only the pipeline takes
+snapshots and restores them. It keeps an outcome as a whole or drops it as a whole (``engine.judge`` decides). If a pass
+is dropped, the graph is restored, the report says why, and compilation goes on. Findings and exceptions are warned
+about once; with ``verify="strict"`` they raise.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Puts our passes into Inductor's process-wide configuration, and takes them out again.
 
-What is put there stands for our hooks until Inductor calls one. It is there in every process that imports Inductor's
-configuration with ``INDUCTOR_PASSES=1``, and most of those never compile a graph: our passes are imported at the first
-call. Each object behaves, keys of caches included, as the hook that it stands for.
+With ``INDUCTOR_PASSES=1`` every process that imports Inductor's configuration gets our objects, and most of these
+processes never compile a graph. So the objects are light placeholders of our hooks: the passes are imported when
+Inductor first calls one. Each placeholder behaves as its hook, also in cache keys.
 
-``switch`` imports this module, by name, once Inductor's configuration is imported. One module and not several:
-importing it imports that configuration, and what ``switch`` does then has to wait until this module has told it what
-it can do.
+``switch`` imports this module, by name, once Inductor's configuration is imported. It is one module and not several,
+because importing it imports that configuration, and ``switch`` cannot act before this module has registered its
+functions.
 """
 
 from __future__ import annotations

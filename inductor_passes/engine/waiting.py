@@ -1,7 +1,7 @@
-"""What is found on a graph that is not compiled itself waits for the graphs that are made of it.
+"""Keeps what is found on a graph that is not compiled itself (the joint graph) for the graphs that are made of it.
 
-Kept per compilation, not per compile id: the same id comes again after ``torch._dynamo.reset()`` and when a compilation
-that failed is tried again, and what the first one found is not true of the second.
+Kept per compilation, not per compile id: the same id is used again after ``torch._dynamo.reset()`` and when a failed
+compilation is repeated, and what was found the first time may be wrong the second time.
 """
 
 from __future__ import annotations

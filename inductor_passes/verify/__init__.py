@@ -1,6 +1,6 @@
 """Independent checks of graphs and schedules: waits, buffers in flight, effects, order across groups, memory, ranks.
 
-Nothing here imports a pass or the planner: every answer is derived again from the graph.
+Nothing here imports a pass or the planner: every answer is derived from the graph itself.
 """
 
 from inductor_passes.verify.agreement import RanksDifferError, compare_digests

@@ -1,9 +1,10 @@
-"""Do the ranks of a group hold the same plan: digests compared through the store, by the protocol of ``agreement``.
+"""Whether the ranks of a group hold the same plan: digests are compared through the store, by the protocol of
+``agreement``.
 
-Never a collective: a rank that is not there cannot hang the others. What comes from the store is data: size-limited,
-checked, and only ever compared and shown.
+This is never a collective, so a missing rank cannot hang the others. What comes from the store is data of limited size
+that is checked, compared and shown.
 
-A rank that does not answer in time (it compiles another stage of a pipeline) is reported and never an error: only a
+A rank that does not answer in time (it may compile another stage of a pipeline) is reported and never an error. Only a
 digest that differs is one.
 """
 

@@ -1,7 +1,7 @@
-"""What a rewrite says that it did, in a form the verifier can hold against the graph.
+"""What a rewrite states that it did, in a form that the verifier can check against the graph.
 
 A pass that only reorders needs no certificate. A pass that removes, adds or rewires nodes hands in one certificate
-per rewrite that it applied; whatever differs from the reference and is not named in one is a finding.
+per applied rewrite. Every difference from the reference that no certificate names is a finding.
 """
 
 from __future__ import annotations

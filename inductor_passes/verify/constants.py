@@ -1,8 +1,8 @@
-"""Literals of a graph as text: equal texts, equal values.
+"""Literals of a graph as text: equal texts mean equal values.
 
-Numbers are exact (``-0.0`` and ``nan`` are what they are, ``1`` is not ``True``). Tensors are compared by content up to
-``MAX_TENSOR_BYTES``; larger ones, and fake ones, by dtype, shape and being the same memory at the same version. Objects
-that do not say what they are count as equal to themselves only.
+Numbers are exact (``-0.0`` differs from ``0.0``, ``nan`` equals ``nan``, ``1`` differs from ``True``). Tensors are
+compared by content up to ``MAX_TENSOR_BYTES``. Larger ones, and fake ones, are equal if they have one dtype and shape
+and are the same memory at the same version. Objects of unknown kinds are equal only to themselves.
 """
 
 from __future__ import annotations

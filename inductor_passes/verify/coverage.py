@@ -1,7 +1,7 @@
 """What certificates may cover: data movement, casts, computation and collectives, and nothing that has an effect.
 
-A fence, a random draw, an assert, an input, an output or a write to memory that was there before stays as it was
-whatever a certificate says. Who reads an input or the result of an effect goes on reading it.
+A fence, a random draw, an assert, an input, an output or a write to memory that the graph had before must stay,
+whatever a certificate says. Whoever reads an input or the result of an effect must go on reading it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A certificate that no order of events can hang the ranks.
+"""A certificate that the ranks cannot hang, whatever the order of events.
 
 Collectives and transfers are *instances* shared by ranks: the n-th collective of a group, the n-th transfer between
-two ranks. If one rank must finish instance a before it can join b, a precedes b. When precedence over all ranks has no
+two ranks. If one rank must finish instance a before it can join b, a precedes b. If precedence over all ranks has no
 cycle, some instance is always ready on all of its ranks, so the programs run to the end.
 
-What a rank must finish before it joins an instance depends on the backend: each group runs its own instances in
-order; a wait blocks everything after it; and where only ``max_in_flight`` collectives run at a time (hardware queues,
-thread pools), an issue may have to wait for earlier ones of other groups. With a limit the certificate asks for the
-strongest form, a launch order over all groups without a cycle; without one, only for groups and waits.
+What a rank must finish before it joins an instance depends on the backend. Each group runs its own instances in order.
+A wait blocks everything after it. Where only ``max_in_flight`` collectives run at the same time (hardware queues,
+thread pools), an issue may have to wait for earlier ones of other groups. So with a limit the certificate requires a
+launch order over all groups without a cycle. Without a limit it requires that for groups and waits only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a graph does that other ranks can notice, in program order: the part of it that ranks must agree on."""
+"""What a graph does that other ranks notice, in program order. On this the ranks must agree."""
 
 from __future__ import annotations
 

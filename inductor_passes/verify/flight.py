@@ -1,7 +1,7 @@
-"""What is in flight along an order of scheduler nodes: waits complete, no read before the wait, no write meanwhile.
+"""What is in flight along an order of scheduler nodes: results are waited for, not read before, and not overwritten.
 
-A collective's results are being written from its start until the wait for each; what it reads is being read until its
-last wait. Results of a coalesced collective are taken out of its list first; each stays in flight on its own.
+A collective writes its results from its start until the wait for each, and reads its inputs until its last wait.
+Results of a coalesced collective are taken out of its list first; each of them is in flight separately.
 """
 
 from __future__ import annotations

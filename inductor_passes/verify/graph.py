@@ -1,13 +1,12 @@
 """What any single FX graph must satisfy; O(nodes + edges).
 
-A buffer is *in flight* from the start of a collective until the waits of all its results: its inputs are being read
-by the link, its results (and the memory an in-place or out variant was given) are being written. While in flight an
-input must not be written and a result must neither be read nor written, through any chain of views.
+A buffer is *in flight* from the start of a collective until the waits of all its results. Meanwhile the link reads its
+inputs and writes its results (and the memory that an in-place or out variant was given). While in flight an input must
+not be written, and a result must neither be read nor written, through any chain of views.
 
-Waits: every result of a start is waited exactly where the graph says so, on straight-line FX code the only path;
-bodies of higher-order ops are checked as graphs of their own and must wait for what they start. A result that is
-returned without a wait is ``unwaited-output``: torch can wait for it outside, so a caller that knows that its
-reference did the same passes the reference, and the finding is not held against the graph twice.
+Every result of a start must be waited for. Bodies of higher-order ops are checked as graphs of their own and must wait
+for what they start. A result that is returned without a wait is ``unwaited-output``. Torch can wait for it outside of
+the graph. So if a reference is given that returns it unwaited too, there is no finding.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 ``{"schema_version": 1, "groups": {name: [ranks]}, "nodes": [...], "bodies": {attribute: graph}}``. A node has
 ``name``, ``op``, ``target``, ``args``, ``kwargs``, and where known ``value`` (dtypes and shapes of its result) and
 ``source`` (file:line). Targets are names of registered operators, looked up in torch's registry, or of a few Python
-operators; whatever is not found there becomes an op that does nothing and that the verifier treats as unknown.
-Graphs inside higher-order ops are separate ``bodies``. Symbolic sizes are stored at their hints.
+operators. Any other target becomes an op that does nothing and that the verifier treats as unknown. Graphs inside
+higher-order ops are separate ``bodies``. Symbolic sizes are stored at their hints.
 """
 
 from __future__ import annotations

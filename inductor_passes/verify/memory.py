@@ -1,8 +1,9 @@
-"""Peak memory of an FX graph by storage-level replay in graph order; O(nodes + edges).
+"""Peak memory of an FX graph: storages are allocated and released in graph order; O(nodes + edges).
 
-Storages, not allocator reserve: views share, an in-place op adds nothing, the inputs of a collective or a transfer live
-until the last of its waits, graph inputs and attributes belong to the caller and stay for the whole call unless they
-are named as donated, outputs live to the end. A node's results are allocated before its operands are released.
+Counted are storages, not the allocator's reserve. Views share a storage, and an in-place op adds none. The inputs of a
+collective or a transfer live until the last of its waits. Graph inputs and attributes belong to the caller and live for
+the whole call unless they are named as donated. Outputs live to the end. A node's results are allocated before its
+operands are released.
 """
 
 from __future__ import annotations

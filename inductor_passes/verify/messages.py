@@ -1,8 +1,8 @@
-"""What the ranks of an exchange with unequal parts say that they send each other.
+"""What the ranks of an all_to_all with unequal parts state that they send each other.
 
-A rank's graph holds what it sends, not what arrives. Whoever emits such an exchange attaches the whole traffic to its
-start. The verifier shows that this rank sends what it says and takes from the peers what they are said to send. That
-peers say the same is an assumption: the traffic has to be a function of the two ranks alone.
+A rank's graph shows what it sends, not what arrives. A pass that emits such a collective attaches all ranks' traffic to
+its start. The verifier proves that this rank sends what is stated, and assumes it of the peers. That the peers state
+the same is an assumption too: the traffic has to be a function of the two ranks alone.
 """
 
 from __future__ import annotations

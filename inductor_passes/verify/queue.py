@@ -1,9 +1,9 @@
-"""Execution of the programs of all ranks against queues: what a certificate promises, played through.
+"""Executes the programs of all ranks against queues, to test what a deadlock certificate promises.
 
 Each rank has one queue per process group, run in order, and issues events in program order. A collective runs when it
-is at the head of its group's queue on every member; members that bring different collectives are a mismatch. A wait
+is at the head of its group's queue on every member. Members that bring different collectives are a mismatch. A wait
 blocks the rank; so does an issue while ``max_in_flight`` collectives of the rank are not done. Nothing here looks
-ahead or builds a graph: a program that cannot go on is stuck because no event of any rank can happen.
+ahead or builds a graph: programs are stuck when no event of any rank can happen.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Do the ranks of every group that a graph uses issue the same collectives: the opt-in check at compile time.
+"""Whether the ranks of every group that a graph uses issue the same collectives: the opt-in check at compile time.
 
-Compared per process group: the collectives in the order that the FX passes decided (code generation keeps it), as every
-rank of the group has to see them, each with the tensor that it moves. A rank that compiles waits for the others for a
-limited time; one that takes the graph from a cache compares beside the program. Never a collective, and a rank that
-stays silent is a warning only.
+Compared per process group: the collectives in the order that the FX passes decided (code generation keeps it), each
+with the tensor that it moves. A rank that compiles waits for the others for a limited time. A rank that takes the graph
+from a cache compares in a background thread. This is never a collective, and a rank that does not answer is only a
+warning.
 
-What is compared here is the plan. Whether ranks have the same graph in the first place is asked before anything is
-planned, always (``agreement``); this check does not trust it.
+This check compares the plan. Whether ranks have the same graph is asked always, before anything is planned
+(``agreement``); this check does not rely on that.
 """
 
 from __future__ import annotations

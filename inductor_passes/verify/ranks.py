@@ -1,8 +1,8 @@
-"""Do the programs of several ranks fit together: same collectives in the same order on every group, transfers paired.
+"""Whether the programs of several ranks fit together: same collectives in the same order per group, transfers paired.
 
-On each process group all members must issue the same sequence: kind, dtypes, sizes, reduce op, source rank, and of the
-same tensor; an all-to-all's splits must mirror each other. Every send needs its receive: same pair of ranks, tag, dtype
-and size, in the same order.
+On each process group all members must issue the same sequence: kind, dtypes, sizes, reduce op, source rank, and the
+same tensor. The splits of an all-to-all must mirror each other. Every send needs its receive: same pair of ranks, tag,
+dtype and size, in the same order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A graph against the graph that it was made from: nothing lost, duplicated, changed or reordered that matters.
+"""A graph against the graph that it was made from: nothing that matters is lost, duplicated, changed or reordered.
 
 Nodes are matched by name, and by structure (same op on the same inputs) where a pass gave a new name. A matched node
-must be the same op with the same arguments; operands may change only where a certificate says so. This is a proof by
-induction that every kept value is what it was, provided that writes to memory keep their order, which is checked per
-storage: whoever touches a storage that is written to must see the same last writer as before.
+must be the same op with the same arguments; operands may change only where a certificate says so. By induction every
+matched node has the value that it had, provided that writes to memory keep their order. That is checked per storage:
+whoever touches a storage that is written to must see the same last writer as before.
 
 Literals, constants and the graphs that higher-order operators run are compared whatever certificates say.
 """

@@ -1,4 +1,4 @@
-"""A graph as plain data, taken before a pass, so that what came out can be held against it without a graph copy."""
+"""A graph as plain data, taken before a pass, to compare the result with; no copy of the graph is needed."""
 
 from __future__ import annotations
 

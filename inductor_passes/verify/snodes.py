@@ -1,9 +1,9 @@
 """An order of Inductor's scheduler nodes against the order that it was made from; O(nodes + dependencies).
 
-Inductor runs whatever order its last hook returns without a look. So: the same nodes, every dependency that it keeps
-(artificial ones included) honoured, and, derived again from buffers instead of dependencies, the rules that hold on
-FX: no read of a result before its wait, no write to a buffer in flight, waits complete, order per process group,
-nothing that communicates across a fence, random draws and asserts in order, memory within budget.
+Inductor does not check the order that its last hook returns. So this module does: the same nodes, and every dependency
+that Inductor keeps (artificial ones included). From buffers, without these dependencies, it derives again the rules
+that hold on FX: no read of a result before its wait, no write to a buffer in flight, waits complete, order per process
+group, no collective across a fence, random draws and asserts in order, memory within budget.
 
 Buffers that share memory (mutations, aliases) are followed to the buffer that owns it, the *root*.
 """

@@ -1,4 +1,4 @@
-"""What a report says about one optimised graph: which properties were shown, which are assumed."""
+"""What a report says about one optimised graph: which properties were proven, which are assumed."""
 
 from __future__ import annotations
 

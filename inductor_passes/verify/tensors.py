@@ -1,9 +1,9 @@
 """Which tensor a collective moves: an identity that is equal on ranks that run matching programs.
 
-Derived from the expression that makes the tensor: operators, literals, inputs by their order. Left out is what ranks
-may have otherwise: names, sizes (a shard may be smaller on one rank), padding, and the numbers of pieces. Those next to
-a collective are kept apart (:attr:`Tensor.pieces`), to be compared with what other ranks have: a piece is the same one
-everywhere, or each rank's own.
+Derived from the expression that computes the tensor: operators, literals, inputs by their order. What may differ
+between ranks is left out: names, sizes (a shard may be smaller on one rank), padding, and the numbers of pieces. Pieces
+next to a collective are kept separately (:attr:`Tensor.pieces`) and compared with those of other ranks: a piece must be
+the same on all ranks, or each rank's own.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ PAGE = ROOT / "docs" / "configuration.md"
 
 HEAD = f"""# Configuration
 
-After this page you can set every setting in any of four ways. [Tuning](tuning.md) says which ones to try.
+After this page you know every setting and can set it in any of four ways. [Tuning](tuning.md) says which ones to try.
 
-All ways end in one frozen `PassConfig`. An unknown name or a bad value raises an error that names it and says what is
-allowed. Settings are part of the compile cache's key.
+An unknown name or a bad value raises an error that names it and says what is allowed. Settings are part of the cache
+key.
 
 | way | form |
 |---|---|
@@ -27,11 +27,11 @@ allowed. Settings are part of the compile cache's key.
 | every later compilation | `inductor_passes.config.enabled = True`, `inductor_passes.config.memory_budget = "+5%"` |
 | environment | `{ENV}=1` enables, `{ENV}_MEMORY_BUDGET=+5%` sets |
 
-`import torch` reads the variable. `{ENV}` takes 0 or 1 (also off/on, false/true, no/yes). Any other value leaves the
-passes off: `import torch` goes on and says so on stderr, and using this package raises an error. Programs that set
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0` have to import `inductor_passes.config` for the variable to count.
+`{ENV}` takes 0 or 1 (also off/on, false/true, no/yes) and is read by `import torch`. Any other value leaves the passes
+off: `import torch` succeeds and warns on stderr, and using this package raises an error. Programs that set
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` must import `inductor_passes.config` for the variable to take effect.
 
-Enabling costs almost no time at import: our passes are imported at the first compilation.
+Enabling costs almost no import time, because the passes are imported at the first compilation.
 
 This page is generated from the fields of `PassConfig` by `tools/gen config_docs`.
 """

@@ -1,8 +1,8 @@
-"""Which operators communicate, told by their names and by what they take.
+"""Which operators communicate, derived from their names and arguments.
 
-A functional collective is named ``<kind><form>``: the form says whether its results are new memory, the operands
-(``_``), or a buffer that is handed in (``_out``), and whether it takes several tensors (``_coalesced``). An operator
-that takes a process group and is none of these communicates in a way of its own.
+A functional collective is named ``<kind><form>``. The form says whether its results are new memory, the operands
+(``_``), or a buffer that is passed in (``_out``), and whether it takes several tensors (``_coalesced``). Any other
+operator that takes a process group communicates in an unknown way.
 """
 
 from __future__ import annotations

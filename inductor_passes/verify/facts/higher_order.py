@@ -1,7 +1,7 @@
 """Higher-order operators, by what they run: bodies, or an operator found among their arguments.
 
-A body is looked into: whether it communicates, draws, checks, writes to what it is given or returns it. What cannot be
-looked into (an operator of a name that we do not know, a body that is no graph) has unknown effects.
+Of a body it is found out whether it communicates, draws random numbers, asserts, and writes to its arguments or returns
+them. What cannot be inspected (an operator of an unknown name, a body that is no graph) has unknown effects.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What one node does: its role, its effects, which memory it writes to, whose memory its results are.
 
-Unknown means fence, as for the passes: what cannot be run without data waits for them, what is not trusted or not known
-may do anything, what neither returns nor writes anything is there for something that we do not see.
+Unknown means fence, as for the passes. An operator that cannot be run without data counts as waiting for data. One that
+is not trusted or not known may do anything. One that neither returns nor writes anything has an effect that we do not
+see.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a call to an operator overload does: seen by running it once per signature.
+"""What a call to an operator overload does, found out by running it once per signature.
 
-A signature is the overload with its literal arguments and the dtypes, sizes and strides of its tensors, by hint. What
-``_torch.observe`` saw for one is kept for the process. Writes are also taken from torch's own reading of the schema
-(``SchemaInfo``), because a custom operator's fake kernel need not write.
+A signature is the overload with its literal arguments and the dtypes, sizes and strides of its tensors, by hint. The
+result of ``_torch.observe`` for a signature is kept for the process. Writes are also taken from torch's own reading of
+the schema (``SchemaInfo``), because a custom operator's fake kernel need not write.
 """
 
 from __future__ import annotations

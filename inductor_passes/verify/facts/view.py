@@ -1,7 +1,7 @@
-"""The verifier's own look at a graph: roles and effects of nodes, blocks of memory, collectives with their waits.
+"""The verifier's own view of a graph: roles and effects of nodes, blocks of memory, collectives with their waits.
 
-A wait belongs to the collective that last wrote to the memory that is waited for; whoever waits for what has been
-waited for already (a wait of a wait) belongs to none.
+A wait belongs to the collective that last wrote to the memory that it waits for. A wait for memory that has been waited
+for already belongs to none.
 """
 
 from __future__ import annotations

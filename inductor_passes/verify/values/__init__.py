@@ -1,6 +1,6 @@
-"""Rewrites validated by value: what a changed graph computes is shown to be what it computed before.
+"""Rewrites validated by value: a changed graph is proven to compute what it computed before.
 
-``check`` is the entry; ``proof`` compares two values; ``movement``, ``joining``, ``bytes``, ``strided``,
+``check`` is the entry point; ``proof`` compares two values; ``movement``, ``joining``, ``bytes``, ``strided``,
 ``communication``, ``signatures`` and ``definitions`` say what operators do; ``terms`` and ``matching`` compare sums.
 Nothing here imports a pass or shares a helper with one.
 """

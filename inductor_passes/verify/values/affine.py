@@ -1,10 +1,10 @@
-"""Integer functions ``c + k1 v1 + k2 v2 + ...`` of loop variables, and the cuts that keep them so.
+"""Integer functions ``c + k1 v1 + k2 v2 + ...`` of loop variables, and the cuts that keep functions of this form.
 
-An index into a tensor, and a rank, is such a function of variables that each run from 0 to an extent. Taking a tensor
-apart or folding its dimensions needs quotients, remainders and case distinctions, which are such functions only on
-parts of the variables' ranges. Where one is not, :class:`Cut` says which variable to replace by what: into digits (one
-variable becomes an outer and an inner one) or into ranges (one case becomes several). Whoever owns the variable cuts
-and asks again. Ranks of a group, members of a bucket and rows thus stay one variable for as long as they behave alike.
+An index into a tensor, and a rank, is such a function of variables that each run from 0 to an extent. Splitting a
+tensor or folding its dimensions needs quotients, remainders and case distinctions. These are such functions only on
+parts of the variables' ranges. :class:`Cut` then says how to replace a variable: by digits (one variable becomes an
+outer and an inner one) or by ranges (one case becomes several). The caller that introduced the variable cuts it and
+asks again. So ranks of a group, members of a bucket and rows stay one variable for as long as they behave alike.
 """
 
 from __future__ import annotations

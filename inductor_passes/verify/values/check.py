@@ -1,10 +1,9 @@
-"""What a pass changed, value by value: the induction over the nodes that both graphs keep.
+"""What a pass changed, value by value, by induction over the nodes that both graphs have.
 
 A node of both graphs that calls the same operator on equal values has an equal value. So it is enough to prove, in the
-order of the new graph, for every kept node that computes, has an effect or returns, each operand that was put in the
-place of another one. Nodes that only move elements, and collectives, are looked through: their readers are proven.
-Certificates excuse nothing here. They are a hint at most: a node that one says was edited is taken for a new one, whose
-readers are proven instead.
+order of the new graph, each operand that was replaced, for every matched node that computes, has an effect or returns.
+Nodes that only move elements, and collectives, are not proven themselves; instead their readers are. Certificates
+excuse nothing. A node that a certificate says was edited is treated as a new one, whose readers are proven instead.
 """
 
 from __future__ import annotations

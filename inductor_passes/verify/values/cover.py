@@ -1,4 +1,4 @@
-"""Whether parts make up a whole: boxes in a space, each point in exactly one of them."""
+"""Whether parts make up a whole: boxes in a space that contain each point exactly once."""
 
 from __future__ import annotations
 

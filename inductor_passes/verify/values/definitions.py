@@ -1,10 +1,10 @@
 """What fused operators compute, in primitive operators: this table is their specification.
 
 Each entry gives, for one result of a node, a chain of steps that has the same value. The steps are read like nodes of
-the graph. Written from the operators' documentation; nothing here calls them.
+the graph. They are written from the operators' documentation, and nothing here calls the operators.
 
-``rounds_freely`` marks steps of an operator that is documented to skip the roundings between them (a norm of a sum that
-was not rounded before); everywhere else each step rounds to its type.
+``rounds_freely`` marks steps of an operator that is documented not to round between them (such as a norm of a sum that
+was not rounded before). Everywhere else each step rounds to its type.
 """
 
 from __future__ import annotations

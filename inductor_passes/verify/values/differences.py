@@ -1,4 +1,4 @@
-"""What a proof ends with when it does not go through, in words for a report."""
+"""Why a proof failed, in words for a report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Operators that skip roundings between their steps: an all-reduce, a residual and a norm in one.
+"""Operators that do not round between their steps: an all-reduce, a residual and a norm in one.
 
-Here, and nowhere else, casts do not count: what the operator computes in float32 throughout the graph before computed
-with a rounding here and there. Factors of a product and terms of a sum may come in any order; everything else must be
-the same steps, down to the operands, which must be equal as usual.
+Only here casts do not count: the operator computes in float32 throughout what the graph before computed with roundings
+in between. Factors of a product and terms of a sum may come in any order. Everything else must be the same steps, down
+to the operands, which must be equal as usual.
 """
 
 from __future__ import annotations

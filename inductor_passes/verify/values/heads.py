@@ -1,8 +1,8 @@
-"""What a read comes to when everything that only moves elements is followed back: its *head*.
+"""What a read leads to when all operators that only move elements are followed back: its *head*.
 
-A head is a number, an element of a node that computes or comes from outside, a cast of such an element, or a reduction
-over ranks. Casts collapse: to a type that holds every value exactly and back is nothing, and a rounding after such a
-cast is that rounding alone.
+A head is a number, an element of a node that computes or of a graph input, a cast of such an element, or a reduction
+over ranks. Casts collapse: a cast to a type that holds every value exactly, followed by the cast back, is no cast, and
+a rounding after such a cast is that rounding alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``cat`` and ``stack``: which of the joined tensors an element is in.
+"""``cat`` and ``stack``: which of the joined tensors an element comes from.
 
-Pieces of one tensor that are joined in regular order (what unpacking a gather along another dimension does) are one
-case for all of them, however many ranks there are.
+If pieces of one tensor are joined in regular order (as when a gather along another dimension is unpacked), all of them
+are one case, however many ranks there are.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Two sums have the same terms: each family of the one is found, piece by piece, among those of the other.
+"""Two sums have the same terms: each family of one sum is found, piece by piece, among those of the other.
 
-A term is recognised by its *anchor*: following first operands down to a value that both graphs keep, and where that is
-read. The anchor's address, as a function of what a family runs over, is a numeral in mixed radix; solving it for the
-variables of the other graph's family says which of its terms each term is. Then the pieces have to cover the family
-exactly, and each has to be the same value, which are further questions.
+A term is recognised by its *anchor*: the value that both graphs have and that is reached by following first operands,
+and the place where it is read. The anchor's address, as a function of the family's variables, is a numeral in mixed
+radix. Solving it for the variables of the other graph's family says which of its terms each term is. Then the pieces
+have to cover the family exactly, and each has to be the same value, which the proof is asked next.
 """
 
 from __future__ import annotations

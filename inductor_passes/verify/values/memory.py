@@ -1,7 +1,7 @@
 """Which values share memory that the graph writes to, and who wrote it last before it is read.
 
-Almost all of a functional graph is never written to; then there is nothing to ask. Where it is, a value is what its
-definition says only until the first write. Whose memory a value is and who writes to it, the verifier's facts say.
+Almost no memory of a functional graph is written to. Where it is, a value is what its definition says only until the
+first write. The verifier's facts say whose memory a value is and who writes to it.
 """
 
 from __future__ import annotations

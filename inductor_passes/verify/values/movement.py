@@ -1,7 +1,7 @@
 """Operators that only move elements: for each, which element of its operand an element of its result is.
 
-Written down from the operators' documentation. Memory layout plays no part: elements are counted by logical index,
-except where an operator reads memory as such (``as_strided``, views as another dtype).
+Written from the operators' documentation. Elements are counted by logical index, not by memory layout, except where an
+operator reads memory as such (``as_strided``, views as another dtype).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Pieces that are each rank's own, and values that ranks hold alike: what DTensor wrote into the graph.
+"""Pieces that are each rank's own, and values that are equal on all ranks: what DTensor wrote into the graph.
 
-A graph has the rank's index baked in. Where a value is read on another rank, a slice at this rank's index has to be
-taken at that rank's. Which slice is one cannot be read off one rank's numbers (on rank 0 every first piece looks like
-it), so the evidence is where it comes from: a split of which one piece is used, traced from one of DTensor's
-conversions, into as many pieces as exactly one of this process's groups has ranks, at this rank's position in it.
+A graph contains the rank's index as a constant. If a value is read on another rank, a slice at this rank's index has to
+be taken at that rank's. One rank's numbers do not show which slices these are (on rank 0 every first piece looks like
+one). So the evidence is the origin: a split of which one piece is used, traced from one of DTensor's conversions, into
+as many pieces as exactly one of this process's groups has ranks, at this rank's position in it.
 
-DTensor slices so what is replicated along that group. That its replicas are equal is DTensor's contract with the
-program; it is taken from there and is an assumption of the proof.
+DTensor slices in this way what is replicated along that group. It is an assumption of the proof, taken from DTensor,
+that the replicas are equal.
 """
 
 from __future__ import annotations

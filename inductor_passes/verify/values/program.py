@@ -1,7 +1,7 @@
-"""A graph as records that outlive it: a pass edits nodes in place, and what they were must still be there to compare.
+"""A graph as records that outlive it: a pass edits nodes in place, and their former state is needed for the comparison.
 
-Capturing keeps each node's target, arguments and fake value by reference, O(nodes); everything else is worked out for
-the few nodes that a proof looks at. Symbolic sizes count at their hints.
+Capturing keeps each node's target, arguments and fake value by reference, O(nodes). Everything else is computed for the
+few nodes that a proof looks at. Symbolic sizes count at their hints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a proof asks, and what those who answer a part of it need of the proof."""
+"""What a proof asks, and what the modules that answer a part of it need from the proof."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Replica groups as arithmetic on global ranks: which ranks a rank talks to, and where it stands among them.
 
 The ranks of a group, in order, are read as digits: position ``p`` has digits ``p_j`` below ``n_j``, and its rank is
-``first + sum(stride_j * p_j)``. A rank's own position are those digits of its number, and the members of *its* group
-are what one gets by putting in others. So the group of another rank is this rank's group translated, which is how a
-mesh lays out ranks. That a flat group is the product of two others is then nothing but equal ranks.
+``first + sum(stride_j * p_j)``. A rank's own position is given by those digits of its number, and other digits in their
+place give the other members of its group. So the group of another rank is this rank's group translated, as a mesh lays
+out ranks. Then a flat group is the product of two others exactly if the ranks are equal.
 
 A group whose ranks are no such digits, or which this process cannot look up (it is a node of the graph), gets a
-coordinate of its own: positions in it are related to no other group. Where even this process's position is not known,
-it is a variable, and what is shown holds for every position.
+coordinate of its own: positions in it are related to no other group. If even this process's position is unknown, it is
+a variable, and what is proven holds for every position.
 """
 
 from __future__ import annotations

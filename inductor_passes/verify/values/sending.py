@@ -1,4 +1,4 @@
-"""An exchange with unequal parts sends what it says that it sends, see :mod:`inductor_passes.verify.messages`."""
+"""Proves that an all_to_all with unequal parts sends what is stated, see :mod:`inductor_passes.verify.messages`."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Each dimension of result and operands gets a letter. A dimension of the result whose letter operands share is *mapped*:
 element by element, in any number of pieces. A *whole* letter has to be there completely and in order (a row that is
-normed, the keys of an attention), a *summed* one completely but in any order. That is all that a proof needs to know of
-an operator that computes; one that is not in the tables has whole letters only.
+normed, the keys of an attention), a *summed* one completely but in any order. A proof needs to know no more of an
+operator that computes. An operator that is not in the tables has whole letters only.
 """
 
 from __future__ import annotations

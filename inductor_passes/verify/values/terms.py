@@ -1,6 +1,6 @@
-"""Sums taken apart: what is added up in the end, over which ranks, rows and columns, with which factor.
+"""Sums split into terms: what is added up in the end, over which ranks, rows and columns, with which factor.
 
-``add``, ``sum``, ``mean``, a matrix product, a reduction over ranks, and a sum that is carried in a wider type and
+``add``, ``sum``, ``mean``, a matrix product, a reduction over ranks, and a sum that is computed in a wider type and
 rounded once, are all sums. Nested ones flatten into terms: a factor, variables that run over everything that is added,
 and what is read for each of their values. ``min`` and ``max`` flatten likewise.
 """

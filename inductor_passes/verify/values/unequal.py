@@ -1,7 +1,7 @@
-"""Exchanges with unequal parts: what arrives is what the peers are said to send.
+"""An all_to_all with unequal parts: what arrives is what the peers are stated to send.
 
-See :mod:`inductor_passes.verify.messages`; that this rank sends what it says, ``sending`` shows. An exchange without
-such a statement is not looked into.
+See :mod:`inductor_passes.verify.messages`; ``sending`` proves that this rank sends what is stated. Without such a
+statement nothing is known about what arrives.
 """
 
 from __future__ import annotations
