@@ -28,7 +28,7 @@ from inductor_passes import _torch
 from inductor_passes.cost.communication import Layout, message_bytes, wire_bytes
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, ProfileError
-from inductor_passes.cost.roofline import measure, synchronize
+from inductor_passes.cost.roofline import Roofline, measure, synchronize
 from inductor_passes.cost.specs import lookup
 
 #: Bytes of the full message.
@@ -74,8 +74,7 @@ def calibrate(
         repeats: samples per size.
         ranks_per_host: which global ranks share a host; default: as host names say.
         name: the profile's; default: made of device, world size and backend.
-        timed: runs a collective on all ranks of the default group together and returns how long it took in
-            ns;
+        timed: runs a collective on all ranks of the default group together and returns how long it took in ns;
             default: a barrier of the group and the wall clock.
         progress: called with the name of each thing that is about to be measured.
 
@@ -93,20 +92,13 @@ def calibrate(
     for group in groups if groups is not None else [dist.group.WORLD]:
         layout = Layout.of(tuple(dist.get_process_group_ranks(group)), per_host)
         backends[layout] = str(dist.get_backend(group))
-        if layout.ranks > 1:
-            for kind in _RUNNERS:
-                progress(f"{kind} on {layout.ranks} ranks")
-                mine.extend(_measure_kind(kind, group, layout, device, sizes, repeats, crowded, timed))
+        for kind in _RUNNERS if layout.ranks > 1 else ():
+            progress(f"{kind} on {layout.ranks} ranks")
+            mine.extend(_measure_kind(kind, group, layout, device, sizes, repeats, crowded, timed))
     progress("compute")
     roofline = measure(device, dtypes, repeats)
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, (mine, roofline, backends))
-    samples = [sample for rank in everything for sample in rank[0]]
-    shared = everything[0][1]
+    samples, shared, merged = _gathered(mine, roofline, backends)
     spec = lookup(_device_name(device))
-    merged: dict[Layout, str] = {}
-    for rank in everything:
-        merged.update(rank[2])
     return CostProfile(
         name=name or f"{spec.name}, {dist.get_world_size()} ranks, {', '.join(sorted(set(merged.values())))}",
         device=spec.name,
@@ -118,6 +110,18 @@ def calibrate(
         groups=group_costs(samples, merged),
         shapes=shared.shapes,
     )
+
+
+def _gathered(
+    samples: list[Sample], roofline: Roofline, backends: dict[Layout, str]
+) -> tuple[list[Sample], Roofline, dict[Layout, str]]:
+    """All ranks' samples and backends, and the first rank's roofline; all ranks call it together."""
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (samples, roofline, backends))
+    merged: dict[Layout, str] = {}
+    for _, _, of_rank in everything:
+        merged.update(of_rank)
+    return [sample for of_rank, _, _ in everything for sample in of_rank], everything[0][1], merged
 
 
 def group_costs(samples: Sequence[Sample], backends: dict[Layout, str]) -> tuple[GroupCost, ...]:
