@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-_MAX_TEXT = 1 << 22
+_MAX_VALUES_TEXT = 1 << 22
 
 
 class Kind(str, Enum):
@@ -88,7 +88,7 @@ def _offset(own: int, at: Sequence[int], there: Sequence[int]) -> int | None:
 
 def parsed(text: bytes, count: int) -> tuple[int, ...] | None:
     """Another rank's values out of the store; None when that is not what they are."""
-    if len(text) > _MAX_TEXT:
+    if len(text) > _MAX_VALUES_TEXT:
         return None
     parts = text.split(b",") if text else []
     if len(parts) != count or any(len(part) > 20 for part in parts):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from inductor_passes import _torch
-from inductor_passes.cost.communication import Layout, message_bytes, wire_bytes
+from inductor_passes.cost.communication import GroupLayout, message_bytes, wire_bytes
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, ProfileError
 from inductor_passes.cost.roofline import Roofline, measure, synchronize
@@ -39,7 +39,7 @@ SIZES = tuple(1 << power for power in range(12, 23, 2))
 class Sample:
     """A collective's medians on one rank: ``link_ns`` after the host's work, ``host_ns`` of the compute thread."""
 
-    layout: Layout
+    layout: GroupLayout
     kind: str
     input_bytes: int
     output_bytes: int
@@ -88,9 +88,9 @@ def calibrate(
     per_host = ranks_per_host if ranks_per_host is not None else hosts_from_names()
     crowded = device.type == "cpu" and per_host * torch.get_num_threads() >= (os.cpu_count() or 1)
     mine: list[Sample] = []
-    backends: dict[Layout, str] = {}
+    backends: dict[GroupLayout, str] = {}
     for group in groups if groups is not None else [dist.group.WORLD]:
-        layout = Layout.of(tuple(dist.get_process_group_ranks(group)), per_host)
+        layout = GroupLayout.of(tuple(dist.get_process_group_ranks(group)), per_host)
         backends[layout] = str(dist.get_backend(group))
         for kind in _RUNNERS if layout.ranks > 1 else ():
             progress(f"{kind} on {layout.ranks} ranks")
@@ -113,18 +113,18 @@ def calibrate(
 
 
 def _gathered(
-    samples: list[Sample], roofline: Roofline, backends: dict[Layout, str]
-) -> tuple[list[Sample], Roofline, dict[Layout, str]]:
+    samples: list[Sample], roofline: Roofline, backends: dict[GroupLayout, str]
+) -> tuple[list[Sample], Roofline, dict[GroupLayout, str]]:
     """All ranks' samples and backends, and the first rank's roofline; all ranks call it together."""
     everything: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everything, (samples, roofline, backends))
-    merged: dict[Layout, str] = {}
+    merged: dict[GroupLayout, str] = {}
     for _, _, of_rank in everything:
         merged.update(of_rank)
     return [sample for of_rank, _, _ in everything for sample in of_rank], everything[0][1], merged
 
 
-def group_costs(samples: Sequence[Sample], backends: dict[Layout, str]) -> tuple[GroupCost, ...]:
+def group_costs(samples: Sequence[Sample], backends: dict[GroupLayout, str]) -> tuple[GroupCost, ...]:
     """Lines fitted to all ranks' samples: the slowest rank's time per layout, kind and size."""
     result = []
     for layout in sorted({s.layout for s in samples}):
@@ -168,7 +168,7 @@ def hosts_from_names() -> int:
 def _measure_kind(
     kind: str,
     group: dist.ProcessGroup,
-    layout: Layout,
+    layout: GroupLayout,
     device: torch.device,
     sizes: Sequence[int],
     repeats: int,
