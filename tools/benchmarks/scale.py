@@ -188,14 +188,19 @@ def predict(model: str, graphs: Graphs, world: int, assumptions: Assumptions) ->
                 if row.error:
                     errors[contender] = row.error
     full = MODELS[model].full_layers
+
+    def sums_at(at: dict[int, list[float]]) -> tuple[float, float, float]:
+        step, exposed, bound = (line(DEPTHS, [at[depth][k] for depth in DEPTHS], full) for k in range(3))
+        return step, exposed, bound
+
     return [
         Cell(
             model,
             world,
             assumptions,
             contender,
-            *(line(DEPTHS, [at[depth][k] for depth in DEPTHS], full) for k in range(3)),
-            error=errors.get(contender, ""),
+            *sums_at(at),
+            errors.get(contender, ""),
         )
         for contender, at in totals.items()
     ]
