@@ -244,49 +244,38 @@ def test_a_difference_is_shown_on_both_sides_and_ends_the_wait() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "agreed"),
+    ("kind", "values", "agreed"),
     [
-        ([(0,), (0,), (0,)], True),
-        ([(0,), (1,), (2,)], True),
-        ([(5,), (5,), (5,)], True),
-        ([(0,), (2,), (1,)], False),
-        ([(2,), (1,), (0,)], False),
-        ([(0,), (1,), (1,)], False),
-        ([(0,), (0,), (2,)], False),
+        # A piece is the same everywhere, or each rank's own.
+        ("p", [0, 0, 0], True),
+        ("p", [0, 1, 2], True),
+        ("p", [5, 5, 5], True),
+        ("p", [0, 2, 1], False),
+        ("p", [2, 1, 0], False),
+        ("p", [0, 1, 1], False),
+        ("p", [0, 0, 2], False),
+        # Where a rewrite could take a piece for one rank's own, it must be every rank's own.
+        ("n", [0, 1, 2], True),
+        ("n", [0, 0, 0], False),
+        ("n", [1, 1, 1], False),
+        # Offsets grow with a rank's own position.
+        ("o", [0, 32, 64], True),
+        ("o", [32, 64, 96], True),
+        ("o", [7, 7, 7], True),
+        ("o", [3, 7, 11], False),
+        ("o", [0, 32, 96], False),
+        ("o", [64, 32, 0], False),
+        ("o", [0, -32, -64], True),
     ],
 )
-def test_pieces_are_the_same_everywhere_or_each_ranks_own(values: list[tuple[int, ...]], agreed: bool) -> None:
-    literals = [Literals(value, "p", ((rank, 0, 1),), (1,)) for rank, value in enumerate(values)]
+def test_an_open_number_is_the_same_everywhere_or_follows_a_ranks_position(
+    kind: str, values: list[int], agreed: bool
+) -> None:
+    literals = [Literals((value,), kind, ((rank, 0, 1),), (1,)) for rank, value in enumerate(values)]
     outcomes, _ = observed([ballot("a", one) for one in literals])
     assert [outcome.agreed for outcome in outcomes] == [agreed] * 3
     if not agreed:
         assert all("a number on rank" in o.why and "<graph a> (model.py:7)" in o.why for o in outcomes)
-
-
-@pytest.mark.parametrize(("values", "agreed"), [([(0,), (1,), (2,)], True), ([(0,)] * 3, False), ([(1,)] * 3, False)])
-def test_a_piece_that_is_one_ranks_own_must_be_every_ranks_own(values: list[tuple[int, ...]], agreed: bool) -> None:
-    """Where a rewrite could take it for that."""
-    literals = [Literals(value, "n", ((rank, 0, 1),), (1,)) for rank, value in enumerate(values)]
-    outcomes, _ = observed([ballot("a", one) for one in literals])
-    assert [outcome.agreed for outcome in outcomes] == [agreed] * 3
-    assert all(outcome.roles == ((0,) if agreed else ()) for outcome in outcomes)
-
-
-@pytest.mark.parametrize(
-    ("values", "agreed"),
-    [
-        ([(0,), (32,), (64,)], True),
-        ([(32,), (64,), (96,)], True),
-        ([(7,), (7,), (7,)], True),
-        ([(3,), (7,), (11,)], False),
-        ([(0,), (32,), (96,)], False),
-        ([(64,), (32,), (0,)], False),
-        ([(0,), (-32,), (-64,)], True),
-    ],
-)
-def test_offsets_grow_with_a_ranks_own_position(values: list[tuple[int, ...]], agreed: bool) -> None:
-    literals = [Literals(value, "o", ((rank, 0, 1),), (1,)) for rank, value in enumerate(values)]
-    assert [o.agreed for o in observed([ballot("a", one) for one in literals])[0]] == [agreed] * 3
 
 
 def test_a_position_may_be_one_of_several_groups() -> None:

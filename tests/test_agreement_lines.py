@@ -39,7 +39,7 @@ def fit(descriptions: list[Description]) -> bool:
     if len({d.digest for d in descriptions}) != 1:
         return False
     corners = [descriptions[rank].literals.values for rank in descriptions[0].grid.corners]
-    return all(d.literals.read(corners).misfit is None for d in descriptions)
+    return all(d.literals.misfit(corners) is None for d in descriptions)
 
 
 def both(fn: Callable[[int], Callable[..., Any]], *shapes: tuple[int, ...]) -> bool:

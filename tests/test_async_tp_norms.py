@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import inductor_passes
-from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.groups.availability import Availability, record
 from inductor_passes.report import Reason, Verdict
@@ -107,7 +107,7 @@ NOT = (_over_columns, _root_read, _sum_read_before, _other_value, _matrix_weight
 def priced(world: int, ns_per_byte: float, alpha_ns: float) -> CostProfile:
     """The test link for a world of any size."""
     profile = link(ns_per_byte, alpha_ns)
-    group = replace(profile.groups[0], layout=Layout(world, 1, world))
+    group = replace(profile.groups[0], layout=GroupLayout(world, 1, world))
     return replace(profile, ranks_per_host=world, groups=(group,))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.async_tp.slab import Slab, through_view
 from inductor_passes.config import ConfigError, PassConfig
-from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
@@ -37,7 +37,7 @@ def link(ns_per_byte: float, alpha_ns: float = 1_000.0) -> CostProfile:
         matmul=(MatmulPoint("float32", 1e3, 1e3), MatmulPoint("float32", 1e9, 1e9)),
         memory_bytes_per_s=1e11,
         kernel_ns=10.0,
-        groups=(GroupCost(Layout(2, 1, 2), "test", "wire", costs),),
+        groups=(GroupCost(GroupLayout(2, 1, 2), "test", "wire", costs),),
     )
 
 

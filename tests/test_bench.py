@@ -13,7 +13,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CostProfile
 from tests.support.processes import LIMIT_S, environment
 from tools.benchmarks import async_tp as bench_async_tp
@@ -127,9 +127,9 @@ def test_async_tp_rows() -> None:
 @pytest.mark.parametrize("world", [8, 64, 512, 4096])
 def test_groups_grow_with_the_cluster(world: int) -> None:
     profile = ClusterProfile.of(world, Assumptions())
-    assert profile.layout(WORLD) == Layout(world, world // 8, 8)
-    assert profile.layout(ACROSS) == Layout(world // 8, world // 8, 1)
-    assert profile.layout(WITHIN) == Layout(8, 1, 8)
+    assert profile.layout(WORLD) == GroupLayout(world, world // 8, 8)
+    assert profile.layout(ACROSS) == GroupLayout(world // 8, world // 8, 1)
+    assert profile.layout(WITHIN) == GroupLayout(8, 1, 8)
 
 
 def test_a_captured_collective_costs_what_it_would_in_the_cluster() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from inductor_passes.cli.calibrate import app
 from inductor_passes.cost.calibrate import Sample, calibrate, group_costs
-from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.emulation import link as emulated_link
@@ -61,7 +61,7 @@ def test_fit_refuses_nonsense() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    layout = Layout(2, 1, 2)
+    layout = GroupLayout(2, 1, 2)
     samples = [
         Sample(layout, "all_gather", size, 2 * size, link, 10.0)
         for size in (100, 1_000)
@@ -103,7 +103,7 @@ def test_calibration_finds_the_emulated_link(ranks: Ranks) -> None:
     assert mine == theirs and mine.hash() == theirs.hash()
     assert mine.measured and mine.name == "known" and mine.ranks_per_host == 2
     (group,) = mine.groups
-    assert group.layout == Layout(2, 1, 2) and group.backend == "emulated"
+    assert group.layout == GroupLayout(2, 1, 2) and group.backend == "emulated"
     assert [c.kind for c in group.costs] == [
         "all_gather",
         "reduce_scatter",

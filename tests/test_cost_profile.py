@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from inductor_passes.cost.communication import (
     KINDS,
-    Layout,
+    GroupLayout,
     communication_estimate,
     message_bytes,
     wire_bytes,
@@ -41,7 +41,7 @@ def calibrated() -> CostProfile:
         matmul=(MatmulPoint("float32", 1e6, 1e5), MatmulPoint("float32", 1e8, 2e6)),
         memory_bytes_per_s=4e9,
         kernel_ns=1_000.0,
-        groups=(GroupCost(Layout(2, 1, 2), "gloo", "loopback", (cost,)),),
+        groups=(GroupCost(GroupLayout(2, 1, 2), "gloo", "loopback", (cost,)),),
         shapes=(
             ShapeRate("matmul", "float32", 64, 0.08),
             ShapeRate("matmul", "float32", 256, 0.02),
@@ -77,14 +77,14 @@ def test_lookup(reported: str, expected: str) -> None:
 
 
 def test_layout() -> None:
-    assert Layout.of((0, 1, 2, 3), 8) == Layout(4, 1, 4)
-    assert Layout.of((0, 8, 16), 8) == Layout(3, 3, 1)
-    assert Layout.of((6, 7, 8), 8) == Layout(3, 2, 2)
-    assert Layout.of((2, 3), 2).link == "intra" and Layout.of((1, 2), 2).link == "inter"
+    assert GroupLayout.of((0, 1, 2, 3), 8) == GroupLayout(4, 1, 4)
+    assert GroupLayout.of((0, 8, 16), 8) == GroupLayout(3, 3, 1)
+    assert GroupLayout.of((6, 7, 8), 8) == GroupLayout(3, 2, 2)
+    assert GroupLayout.of((2, 3), 2).link == "intra" and GroupLayout.of((1, 2), 2).link == "inter"
     with pytest.raises(ValueError, match="ranks_per_host is 0"):
-        Layout.of((0, 1), 0)
+        GroupLayout.of((0, 1), 0)
     with pytest.raises(ValueError, match="without ranks"):
-        Layout.of((), 1)
+        GroupLayout.of((), 1)
 
 
 def test_bytes_on_the_wire() -> None:
@@ -102,20 +102,20 @@ def test_bytes_on_the_wire() -> None:
 
 def test_large_messages_run_at_link_speed() -> None:
     gathered = 8 * 10**9
-    ns, algorithm = communication_estimate("all_gather", gathered // 8, gathered, Layout(8, 1, 8), H100_SXM)
+    ns, algorithm = communication_estimate("all_gather", gathered // 8, gathered, GroupLayout(8, 1, 8), H100_SXM)
     assert math.isclose(ns, gathered * 7 / 8 / 450e9 * 1e9, rel_tol=0.01), algorithm
-    ns, _ = communication_estimate("all_gather", gathered // 16, gathered, Layout(16, 16, 1), H100_SXM)
+    ns, _ = communication_estimate("all_gather", gathered // 16, gathered, GroupLayout(16, 16, 1), H100_SXM)
     assert math.isclose(ns, gathered * 15 / 16 / 50e9 * 1e9, rel_tol=0.01)
     # Eight ports of a host together are not slower than its internal link.
-    ns, _ = communication_estimate("all_gather", gathered // 16, gathered, Layout(16, 2, 8), H100_SXM)
+    ns, _ = communication_estimate("all_gather", gathered // 16, gathered, GroupLayout(16, 2, 8), H100_SXM)
     assert math.isclose(ns, gathered * 15 / 16 / 400e9 * 1e9, rel_tol=0.01)
 
 
 def test_algorithm_changes_with_size() -> None:
-    layout = Layout(64, 8, 8)
+    layout = GroupLayout(64, 8, 8)
     assert communication_estimate("all_reduce", 1024, 1024, layout, H100_SXM)[1] == "tree"
     assert communication_estimate("all_reduce", 10**10, 10**10, layout, H100_SXM)[1] == "ring"
-    assert communication_estimate("all_reduce", 1024, 1024, Layout(8, 1, 8), H100_SXM)[1] == "one-shot"
+    assert communication_estimate("all_reduce", 1024, 1024, GroupLayout(8, 1, 8), H100_SXM)[1] == "one-shot"
 
 
 @settings(max_examples=200, deadline=None)
@@ -151,7 +151,7 @@ def test_calibrated_collective() -> None:
     # Not measured: another kind, and another host's link.
     assert (
         profile.communication_ns("all_reduce", MB, MB, (0, 1))
-        == communication_estimate("all_reduce", MB, MB, Layout(2, 1, 2), CPU)[0]
+        == communication_estimate("all_reduce", MB, MB, GroupLayout(2, 1, 2), CPU)[0]
     )
     assert profile.communication_estimate("all_gather", MB, 2 * MB, (0, 2))[1] not in ("measured", "scaled")
     assert profile.link((0, 2)) == "inter"
@@ -245,7 +245,7 @@ def _with(path: str, value: object) -> dict[str, object]:
         ("groups.0.costs.0.alpha_ns", float("nan"), "groups[0].costs[0].alpha_ns is nan"),
         ("groups.0.costs.0.alpha_ns", 10**400, "groups[0].costs[0].alpha_ns is 1000"),
         ("groups.0.costs.0.beta_ns_per_byte", "fast", "groups[0].costs[0].beta_ns_per_byte is 'fast'"),
-        ("groups.0.layout.hosts", 3, "groups[0].layout: Layout(ranks=2, hosts=3"),
+        ("groups.0.layout.hosts", 3, "groups[0].layout: GroupLayout(ranks=2, hosts=3"),
         ("groups.0.layout", [], "groups[0].layout is []; expected an object"),
         ("matmul.1.flops", 1e5, "matmul points of float32 must rise"),
         ("matmul.0.ns", 0, "matmul[0].ns is 0; expected a finite number above 0"),

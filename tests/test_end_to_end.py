@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import inductor_passes
-from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.simple_fsdp import simple_fsdp
@@ -85,7 +85,7 @@ def slow_scatters(ranks: int) -> CostProfile:
     """A measured link on which a reduce_scatter takes twice an exchange's time."""
     rates = {"all_gather": 20.0, "all_to_all": 20.0, "reduce_scatter": 40.0, "all_reduce": 40.0}
     costs = tuple(CollectiveCost(kind, 50_000.0, rate, 1_000.0, 0.0) for kind, rate in rates.items())
-    group = GroupCost(Layout(ranks, 1, ranks), "test", "wire", costs)
+    group = GroupCost(GroupLayout(ranks, 1, ranks), "test", "wire", costs)
     return replace(CostProfile.default("cpu", ranks), measured=True, groups=(group,))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from inductor_passes.cost.communication import Layout, wire_bytes
+from inductor_passes.cost.communication import GroupLayout, wire_bytes
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.emulation import link as emulated_link
 from inductor_passes.emulation.link_model import Message, Record
@@ -144,7 +144,7 @@ def _profile(exchange_ns_per_byte: float) -> CostProfile:
     """A measured link on which a reduce_scatter takes 10 ns per byte."""
     per_byte = {"all_gather": 10.0, "reduce_scatter": 10.0, "all_to_all": exchange_ns_per_byte}
     costs = tuple(CollectiveCost(kind, 1_000.0, ns, 100.0, 0.0) for kind, ns in per_byte.items())
-    group = GroupCost(Layout(RANKS, 1, RANKS), "test", "wire", costs)
+    group = GroupCost(GroupLayout(RANKS, 1, RANKS), "test", "wire", costs)
     return replace(CostProfile.default("cpu", RANKS), measured=True, groups=(group,))
 
 

@@ -11,7 +11,7 @@ import torch.fx
 from expecttest import assert_expected_inline
 
 from inductor_passes.config import PassConfig
-from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Reason, Verdict
@@ -28,7 +28,7 @@ def link(ranks: int, scatter: float, exchange: float | None) -> CostProfile:
         for kind, per_byte in (("reduce_scatter", scatter), ("all_to_all", exchange))
         if per_byte is not None
     )
-    group = GroupCost(Layout(ranks, 1, ranks), "test", "wire", costs)
+    group = GroupCost(GroupLayout(ranks, 1, ranks), "test", "wire", costs)
     return replace(CostProfile.default("cpu", ranks), measured=True, groups=(group,))
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from inductor_passes.records.convert import plain
 from inductor_passes.report import GraphReport, PassReport, Reason
 from inductor_passes.schedule.problem import Kind, Problem
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace import artifacts
 from inductor_passes.trace.chrome import chrome_trace
-from inductor_passes.trace.payload import dumps, finite
+from inductor_passes.trace.payload import dumps
 from inductor_passes.trace.reader import TraceError, read_trace
 from inductor_passes.trace.spans import span
 from inductor_passes.trace.tlparse import TlparseError, run_tlparse
@@ -239,7 +240,7 @@ def test_no_nan_and_no_infinity_reach_json(in_memory: dict[str, tuple[str, str]]
     summary = strict(in_memory["inductor_passes_summary_forward_0"][1])
     jsonschema.validate(summary, schema("summary"))
     assert summary["schedules"][0]["gap"] is None and summary["passes"][0]["metrics"]["ratio"] is None
-    assert finite([float("-inf"), 1.5, Reason.HEAD]) == [None, 1.5, Reason.HEAD.value]
+    assert plain([float("-inf"), 1.5, Reason.HEAD]) == [None, 1.5, Reason.HEAD.value]
     assert json.loads(dumps({"a": object}))["a"]
 
 

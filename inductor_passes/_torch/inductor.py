@@ -69,7 +69,10 @@ def inductor_config() -> Any:
 
 def inductor_option_names() -> frozenset[str]:
     """All keys that ``torch.compile(options=...)`` accepts for Inductor."""
-    return frozenset(inductor_config().shallow_copy_dict())
+    config = inductor_config()
+    # torch deprecates the older name; a torch without the newer one would still have it.
+    copy = getattr(config, "get_config_copy", None) or config.shallow_copy_dict
+    return frozenset(copy())
 
 
 def inductor_option(name: str, default: Any = None) -> Any:

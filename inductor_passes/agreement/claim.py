@@ -17,7 +17,7 @@ from inductor_passes.agreement.literals import Literals
 
 #: Lines travel in generated code to show a difference; a beginning of this many characters, compressed, will do.
 _MAX_LINES = 1 << 15
-_MAX_TEXT = 1 << 22
+_MAX_CLAIM = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Claim:
         """
         try:
             stream = zlib.decompressobj()
-            data = stream.decompress(b85decode(text), _MAX_TEXT)
+            data = stream.decompress(b85decode(text), _MAX_CLAIM)
             if stream.unconsumed_tail:
-                raise ValueError(f"it is larger than {_MAX_TEXT} bytes")
+                raise ValueError(f"it is larger than {_MAX_CLAIM} bytes")
             return _checked(json.loads(data))
         except (zlib.error, json.JSONDecodeError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"no claim: {type(error).__name__}: {error}") from None

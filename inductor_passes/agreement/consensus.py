@@ -65,12 +65,10 @@ class Outcome:
 
     Attributes:
         why: one sentence, "" when all agree.
-        roles: what the open numbers are, see ``literals.Reading``; empty when nobody agrees.
     """
 
     kind: Kind
     why: str = ""
-    roles: tuple[int, ...] = ()
 
     @property
     def agreed(self) -> bool:
@@ -130,7 +128,6 @@ class _Talk:
         self._ballot = ballot
         self._deadline = deadline
         self._voted = False
-        self._roles: tuple[int, ...] = ()
         # Graphs of equal digest and other open numbers are told apart by their order.
         self._number = session.number(ballot.digest, ballot.literals.values)
         self._name = f"{ballot.name} {session.number('name ' + ballot.name, ballot.digest)}"
@@ -170,9 +167,8 @@ class _Talk:
         values = [parsed(text, len(ballot.literals.values)) for text in self._board.read(keys)]
         if any(value is None for value in values):
             return self._decide(Kind.LITERAL, "0")
-        reading = ballot.literals.read([value for value in values if value is not None])
-        self._roles = reading.roles
-        return None if reading.misfit is None else self._decide(Kind.LITERAL, str(reading.misfit))
+        misfit = ballot.literals.misfit([value for value in values if value is not None])
+        return None if misfit is None else self._decide(Kind.LITERAL, str(misfit))
 
     def _vote(self) -> Outcome:
         # From here on the others may count on this rank, also if what comes back is an error.
@@ -209,7 +205,7 @@ class _Talk:
             # Nobody can have counted a vote that was not given.
             if not self._voted:
                 return Outcome(Kind.TROUBLE, "somebody voted in this rank's place")
-            return Outcome(kind, roles=self._roles)
+            return Outcome(kind)
         if kind is Kind.UNANSWERED:
             count = f"{detail} of {len(self._session.ranks)}" if detail.isdecimal() else "not all"
             return Outcome(kind, f"rank {rank} waited in vain: {count} ranks answered in time")

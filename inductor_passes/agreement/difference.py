@@ -11,7 +11,7 @@ from base64 import b85decode, b85encode
 from collections.abc import Sequence
 
 _MAX_PACKED = 1 << 20
-_MAX_TEXT = 1 << 24
+_MAX_UNPACKED = 1 << 24
 _MAX_SHOWN = 300
 SOURCE = " | "
 
@@ -32,7 +32,7 @@ def unpacked(text: bytes) -> list[str] | None:
         return None
     try:
         stream = zlib.decompressobj()
-        data = stream.decompress(b85decode(text), _MAX_TEXT)
+        data = stream.decompress(b85decode(text), _MAX_UNPACKED)
         lines = None if stream.unconsumed_tail else json.loads(data)
     except (ValueError, zlib.error, RecursionError):
         return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.fx
@@ -48,16 +48,11 @@ class Description:
         lines: in order; the user's source line is behind a bar and does not count.
         literals: the numbers that are left open in them.
         grid: the ranks that have to say the same.
-        open_nodes: per open number the node that has it, and in how many equal pieces that cuts its source (0 where it
-            does not).
-        groups: per role of the literals the name of this rank's process group.
     """
 
     lines: tuple[str, ...]
     literals: Literals
     grid: Grid
-    open_nodes: tuple[tuple[torch.fx.Node, int], ...] = field(default=(), compare=False)
-    groups: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -91,15 +86,14 @@ def describe(
     body = list(writer.graph(view.graph))
     head = [f"fact {name}: {value}" for name, value in sorted(facts.items())]
     head += roles.lines
-    positions = roles.positions() if writer.open else {}
+    positions = roles.positions() if writer.open else []
     literals = Literals(
         tuple(one.value for one in writer.open),
         "".join(one.kind.value for one in writer.open),
-        tuple(positions.values()),
+        tuple(positions),
         tuple(len(head) + one.line for one in writer.open),
     )
-    nodes = tuple((one.node, one.pieces) for one in writer.open)
-    return Description((*head, *body), literals, grid, nodes, tuple(positions))
+    return Description((*head, *body), literals, grid)
 
 
 def used_groups(view: GraphView) -> list[Group]:
@@ -123,8 +117,6 @@ class _Open:
     kind: Kind
     value: int
     line: int
-    node: torch.fx.Node
-    pieces: int
 
 
 class _Writer:
@@ -200,7 +192,7 @@ class _Writer:
         else:
             arguments = {**{str(i): value for i, value in enumerate(node.args)}, **node.kwargs}
         found: pieces.Found = []
-        near, count = self._piece(node, arguments)
+        near = self._is_near_piece(node, arguments)
         if name.startswith("higher_order::triton_kernel_wrapper"):
             arguments = self._triton(arguments)
         elif pieces.is_piece_of_split(node):
@@ -211,7 +203,7 @@ class _Writer:
         written, more = pieces.opened(node, name, arguments, self._largest)
         for kind, value in (*found, *more):
             kind = Kind.NEAR if near and kind is Kind.PIECE else kind
-            self.open.append(_Open(kind, value, self._lines, node, count))
+            self.open.append(_Open(kind, value, self._lines))
         sizes = node not in self._ragged.sizeless
         shown = ", ".join(f"{key}={self._texts.argument(key, value, sizes)}" for key, value in written.items())
         called = _torch.traced_call(node)
@@ -228,15 +220,13 @@ class _Writer:
             raise IncomparableError("a Triton kernel is not in torch's table")
         return {**arguments, "kernel_idx": kernel, "constant_args_idx": constants}
 
-    def _piece(self, node: torch.fx.Node, arguments: Mapping[str, object]) -> tuple[bool, int]:
+    def _is_near_piece(self, node: torch.fx.Node, arguments: Mapping[str, object]) -> bool:
         """Whether a node takes the only piece that is read, next to a collective over as many ranks as there are
-        pieces, so that a rewrite may take it for the rank's own; and the number of pieces (0: not the only one).
+        pieces, so that a rewrite may take it for the rank's own.
         """
         count = pieces.only_piece(node, arguments)
-        if count is None:
-            return False, 0
         near = self._near.get(node, 0)
-        return any(near >> k & 1 and group.size == count for k, group in enumerate(self._near_groups)), count
+        return any(near >> k & 1 and group.size == count for k, group in enumerate(self._near_groups))
 
 
 def _near_groups(view: GraphView) -> tuple[dict[torch.fx.Node, int], list[Group]]:

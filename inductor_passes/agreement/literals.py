@@ -10,8 +10,7 @@ ranks compare them with those of the *corners* of their grid (``Grid.corners``).
 - a piece: the rank's own position in one process group of the graph;
 - an offset: ``c * s`` or ``(c + 1) * s``, where ``c`` is that position and ``s`` is the same for all ranks.
 
-Anything else, such as pieces that ranks take in another order, is a difference between the graphs. The answer says what
-each number turned out to be: ``Reading.roles``.
+Anything else, such as pieces that ranks take in another order, is a difference between the graphs.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-_MAX_TEXT = 1 << 22
-#: In place of a role: the number is the same on all ranks.
-CONSTANT = -1
+_MAX_VALUES_TEXT = 1 << 22
 
 
 class Kind(str, Enum):
@@ -32,20 +29,6 @@ class Kind(str, Enum):
     NEAR = "n"
     """a piece next to a collective, the only one that is read, of as many as the collective has ranks"""
     OFFSET = "o"
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What open numbers turned out to be.
-
-    Attributes:
-        misfit: index of the first one that is nothing of what the module's docstring lists, None when all fit.
-        roles: per number the role by whose position it is given, :data:`CONSTANT` for one that is the same on all
-            ranks; up to the misfit.
-    """
-
-    misfit: int | None
-    roles: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -70,25 +53,25 @@ class Literals:
         """The values, for the store."""
         return ",".join(map(str, self.values))
 
-    def read(self, corners: Sequence[Sequence[int]]) -> Reading:
-        """What the values are, given those of each corner: the same on all ranks that find no misfit."""
-        found: list[int] = []
-        for index, (own, kind) in enumerate(zip(self.values, self.kinds)):
-            role, expected = self._role(Kind(kind), [values[index] for values in corners])
-            if own != expected:
-                return Reading(index, tuple(found))
-            found.append(role)
-        return Reading(None, tuple(found))
+    def misfit(self, corners: Sequence[Sequence[int]]) -> int | None:
+        """The first value that is nothing of what the module's docstring lists, given those of each corner.
 
-    def _role(self, kind: Kind, there: Sequence[int]) -> tuple[int, int | None]:
-        """The role of a value that the corners have, and what this rank must have; None where it is nothing allowed."""
+        None where all fit, on all ranks then.
+        """
+        for index, (own, kind) in enumerate(zip(self.values, self.kinds)):
+            if own != self._expected(Kind(kind), [values[index] for values in corners]):
+                return index
+        return None
+
+    def _expected(self, kind: Kind, there: Sequence[int]) -> int | None:
+        """What this rank must have where the corners have ``there``; None where that is nothing allowed."""
         if len(set(there)) == 1:
-            return CONSTANT, None if kind is Kind.NEAR else there[0]
-        for role, (own, *at) in enumerate(self.roles):
+            return None if kind is Kind.NEAR else there[0]
+        for own, *at in self.roles:
             expected = _offset(own, at, there) if kind is Kind.OFFSET else own if list(there) == at else None
             if expected is not None:
-                return role, expected
-        return CONSTANT, None
+                return expected
+        return None
 
 
 def _offset(own: int, at: Sequence[int], there: Sequence[int]) -> int | None:
@@ -105,7 +88,7 @@ def _offset(own: int, at: Sequence[int], there: Sequence[int]) -> int | None:
 
 def parsed(text: bytes, count: int) -> tuple[int, ...] | None:
     """Another rank's values out of the store; None when that is not what they are."""
-    if len(text) > _MAX_TEXT:
+    if len(text) > _MAX_VALUES_TEXT:
         return None
     parts = text.split(b",") if text else []
     if len(parts) != count or any(len(part) > 20 for part in parts):

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-
-import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.agreement.asking import ask, is_mixed, nobody_to_ask
 from inductor_passes.agreement.claim import Claim, packed_lines
 from inductor_passes.agreement.lines import Description, describe, used_groups
-from inductor_passes.agreement.literals import CONSTANT, Kind
 from inductor_passes.agreement.roles import IncomparableError
 from inductor_passes.ir.groups import Group
 from inductor_passes.ir.view import GraphView
@@ -40,9 +37,6 @@ class Agreement:
             cannot be compared.
         mixed: ranks agree on some graphs of the function that is being compiled and not on others. What becomes of the
             collectives of the two kinds of graphs may differ: ranks must not run them at the same time.
-        own_pieces: nodes that take this rank's own piece of a tensor (a slice, a selected row, a piece of a split) ->
-            name of the process group in which the piece is the rank's position. Every participant has the same ones; a
-            piece that is the same on all ranks is none of them. Where nobody is asked, it is told by the number alone.
         waited_ns / operations: what it took, the description of the graph not included.
         described_ns: time to describe the graph.
         claim: what goes into generated code, None for a graph that concerns no other rank.
@@ -53,7 +47,6 @@ class Agreement:
     digest: str
     participants: tuple[int, ...]
     mixed: bool = False
-    own_pieces: Mapping[torch.fx.Node, str] = field(default_factory=dict, repr=False)
     waited_ns: int = 0
     operations: int = 0
     described_ns: int = 0
@@ -115,7 +108,6 @@ def reach(
         digest=claim.digest,
         participants=claim.participants,
         mixed=is_mixed(claim),
-        own_pieces=_own_pieces(description, outcome.roles) if session is not None else _guessed_pieces(description),
         waited_ns=_since(asked),
         operations=session.board.operations if session is not None else 0,
         described_ns=described_ns,
@@ -142,28 +134,6 @@ def _claim(
         timeout_s=timeout_s,
         agreed=agreed,
     )
-
-
-def _own_pieces(found: Description, roles: Sequence[int]) -> dict[torch.fx.Node, str]:
-    """What the ranks found out about the open numbers of a graph."""
-    kinds = (Kind.PIECE.value, Kind.NEAR.value)
-    return {
-        node: found.groups[role]
-        for (node, _), kind, role in zip(found.open_nodes, found.literals.kinds, roles)
-        if role != CONSTANT and kind in kinds
-    }
-
-
-def _guessed_pieces(found: Description) -> dict[torch.fx.Node, str]:
-    """Only pieces that are read whose number is the rank's position in the one group of as many ranks."""
-    sizes = {name: len(ranks) for name, ranks in _torch.group_layout().items()}
-    guessed = {}
-    for (node, count), value in zip(found.open_nodes, found.literals.values):
-        roles = zip(found.groups, found.literals.roles)
-        fitting = [name for name, role in roles if sizes.get(name) == count and role[0] == value]
-        if count and len(fitting) == 1:
-            guessed[node] = fitting[0]
-    return guessed
 
 
 def _since(began_ns: int) -> int:

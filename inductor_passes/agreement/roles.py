@@ -51,17 +51,17 @@ class Roles:
             self.lines.append(f"group {self._number[group.name]}: {self._definition(group)}")
         return self._number[group.name]
 
-    def positions(self) -> dict[str, tuple[int, ...]]:
+    def positions(self) -> list[tuple[int, ...]]:
         """Per group the position of this rank in its own, and of each corner of the grid in its own; where known."""
         grid = self._grid
-        found: dict[str, tuple[int, ...]] = {}
+        found: list[tuple[int, ...]] = []
         for group in self.groups:
             if grid is None or self._rank not in group.ranks or not set(group.ranks) <= set(grid.ranks):
                 continue
             row = [group.ranks.index(self._rank), *(grid.alike(group.ranks, corner) for corner in grid.corners)]
             known = [position for position in row if position is not None]
             if len(known) == len(row):
-                found[group.name] = tuple(known)
+                found.append(tuple(known))
         return found
 
     def _definition(self, group: Group) -> str:

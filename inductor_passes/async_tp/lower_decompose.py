@@ -25,18 +25,17 @@ import torch
 import torch.fx
 
 from inductor_passes.async_tp import matmul
-from inductor_passes.async_tp.order import Key
+from inductor_passes.async_tp.order import OrderKey
 from inductor_passes.async_tp.region import Region, is_layout
 from inductor_passes.async_tp.rules import rule_of
 from inductor_passes.async_tp.slab import Partial, Slab, Uniform, assemble, scattered, take
 from inductor_passes.async_tp.timeline import Instance
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
-from inductor_passes.rewriting.emit import Emitter
+from inductor_passes.rewriting.emit import NARROW, Emitter
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 
@@ -49,7 +48,7 @@ class Lowered:
         replaced: (old, new) names of nodes whose users read the new one now.
     """
 
-    keys: dict[torch.fx.Node, Key] = field(default_factory=dict)
+    keys: dict[torch.fx.Node, OrderKey] = field(default_factory=dict)
     replaced: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -120,7 +119,7 @@ class _Lowering:
         self._redirect()
         return self.result
 
-    def _key(self, node: torch.fx.Node, part: int) -> Key:
+    def _key(self, node: torch.fx.Node, part: int) -> OrderKey:
         rank = self.rank[node, part]
         if node in self.roots:
             return (self.position[node], 0, rank)
@@ -157,7 +156,7 @@ class _Lowering:
 
         args, kwargs = torch.fx.node.map_arg((args, kwargs), operand)
         made = emit.call(node.target, *args, **kwargs)
-        if isinstance(cut, Partial) and made.meta["val"].dtype in _NARROW:
+        if isinstance(cut, Partial) and made.meta["val"].dtype in NARROW:
             made = emit.call(prims.convert_element_type.default, made, torch.float32)
         return made
 
@@ -172,7 +171,7 @@ class _Lowering:
         total = pieces[0]
         for piece in pieces[1:]:
             total = emit.call(aten.add.Tensor, total, piece)
-        if value.dtype in _NARROW:
+        if value.dtype in NARROW:
             total = emit.call(prims.convert_element_type.default, total, value.dtype)
         return total
 

@@ -10,11 +10,11 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 
 #: (position of a node of the original graph, before (0) or behind (1) it, rank among equals)
-Key = tuple[int, int, int]
+OrderKey = tuple[int, int, int]
 
 
 def legal_order(
-    graph: torch.fx.Graph, keys: dict[torch.fx.Node, Key], position: dict[torch.fx.Node, int]
+    graph: torch.fx.Graph, keys: dict[torch.fx.Node, OrderKey], position: dict[torch.fx.Node, int]
 ) -> list[torch.fx.Node]:
     """The graph's nodes in a legal order that follows ``keys`` (new nodes) and ``position`` (old ones).
 

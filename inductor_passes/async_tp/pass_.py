@@ -26,7 +26,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.async_tp import norms
 from inductor_passes.async_tp.lower_decompose import Lowered
-from inductor_passes.async_tp.order import Key, legal_order
+from inductor_passes.async_tp.order import OrderKey, legal_order
 from inductor_passes.async_tp.selection import Selection, refused
 from inductor_passes.config import AsyncTp, AsyncTpLowering, ConfigError
 from inductor_passes.ir import ops
@@ -205,7 +205,7 @@ def _lower(graph: torch.fx.Graph, selection: Selection) -> tuple[list[Lowered], 
     chosen = selection.choose()
     starts = {n.name for n in graph.nodes if ops.role(n) is Role.START}
     position = dict(selection.view.position)
-    keys: dict[torch.fx.Node, Key] = {}
+    keys: dict[torch.fx.Node, OrderKey] = {}
     moved: dict[torch.fx.Node, torch.fx.Node] = {}
     lowered: list[Lowered] = []
     for priced in chosen:

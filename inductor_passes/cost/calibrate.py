@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from inductor_passes import _torch
-from inductor_passes.cost.communication import Layout, message_bytes, wire_bytes
+from inductor_passes.cost.communication import GroupLayout, message_bytes, wire_bytes
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, ProfileError
-from inductor_passes.cost.roofline import measure, synchronize
+from inductor_passes.cost.roofline import Roofline, measure, synchronize
 from inductor_passes.cost.specs import lookup
 
 #: Bytes of the full message.
@@ -39,7 +39,7 @@ SIZES = tuple(1 << power for power in range(12, 23, 2))
 class Sample:
     """A collective's medians on one rank: ``link_ns`` after the host's work, ``host_ns`` of the compute thread."""
 
-    layout: Layout
+    layout: GroupLayout
     kind: str
     input_bytes: int
     output_bytes: int
@@ -74,8 +74,7 @@ def calibrate(
         repeats: samples per size.
         ranks_per_host: which global ranks share a host; default: as host names say.
         name: the profile's; default: made of device, world size and backend.
-        timed: runs a collective on all ranks of the default group together and returns how long it took in
-            ns;
+        timed: runs a collective on all ranks of the default group together and returns how long it took in ns;
             default: a barrier of the group and the wall clock.
         progress: called with the name of each thing that is about to be measured.
 
@@ -89,24 +88,17 @@ def calibrate(
     per_host = ranks_per_host if ranks_per_host is not None else hosts_from_names()
     crowded = device.type == "cpu" and per_host * torch.get_num_threads() >= (os.cpu_count() or 1)
     mine: list[Sample] = []
-    backends: dict[Layout, str] = {}
+    backends: dict[GroupLayout, str] = {}
     for group in groups if groups is not None else [dist.group.WORLD]:
-        layout = Layout.of(tuple(dist.get_process_group_ranks(group)), per_host)
+        layout = GroupLayout.of(tuple(dist.get_process_group_ranks(group)), per_host)
         backends[layout] = str(dist.get_backend(group))
-        if layout.ranks > 1:
-            for kind in _RUNNERS:
-                progress(f"{kind} on {layout.ranks} ranks")
-                mine.extend(_measure_kind(kind, group, layout, device, sizes, repeats, crowded, timed))
+        for kind in _RUNNERS if layout.ranks > 1 else ():
+            progress(f"{kind} on {layout.ranks} ranks")
+            mine.extend(_measure_kind(kind, group, layout, device, sizes, repeats, crowded, timed))
     progress("compute")
     roofline = measure(device, dtypes, repeats)
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, (mine, roofline, backends))
-    samples = [sample for rank in everything for sample in rank[0]]
-    shared = everything[0][1]
+    samples, shared, merged = _gathered(mine, roofline, backends)
     spec = lookup(_device_name(device))
-    merged: dict[Layout, str] = {}
-    for rank in everything:
-        merged.update(rank[2])
     return CostProfile(
         name=name or f"{spec.name}, {dist.get_world_size()} ranks, {', '.join(sorted(set(merged.values())))}",
         device=spec.name,
@@ -120,7 +112,19 @@ def calibrate(
     )
 
 
-def group_costs(samples: Sequence[Sample], backends: dict[Layout, str]) -> tuple[GroupCost, ...]:
+def _gathered(
+    samples: list[Sample], roofline: Roofline, backends: dict[GroupLayout, str]
+) -> tuple[list[Sample], Roofline, dict[GroupLayout, str]]:
+    """All ranks' samples and backends, and the first rank's roofline; all ranks call it together."""
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (samples, roofline, backends))
+    merged: dict[GroupLayout, str] = {}
+    for _, _, of_rank in everything:
+        merged.update(of_rank)
+    return [sample for of_rank, _, _ in everything for sample in of_rank], everything[0][1], merged
+
+
+def group_costs(samples: Sequence[Sample], backends: dict[GroupLayout, str]) -> tuple[GroupCost, ...]:
     """Lines fitted to all ranks' samples: the slowest rank's time per layout, kind and size."""
     result = []
     for layout in sorted({s.layout for s in samples}):
@@ -164,7 +168,7 @@ def hosts_from_names() -> int:
 def _measure_kind(
     kind: str,
     group: dist.ProcessGroup,
-    layout: Layout,
+    layout: GroupLayout,
     device: torch.device,
     sizes: Sequence[int],
     repeats: int,

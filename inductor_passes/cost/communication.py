@@ -28,7 +28,7 @@ INTER = "inter"
 
 
 @dataclass(frozen=True, order=True)
-class Layout:
+class GroupLayout:
     """What the model needs to know of a group; equal for groups that differ only in which hosts they use.
 
     Attributes:
@@ -47,8 +47,8 @@ class Layout:
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def of(ranks: tuple[int, ...], ranks_per_host: int) -> Layout:
-        """Layout of a group of global ranks when host ``h`` holds ranks ``h * ranks_per_host`` and following.
+    def of(ranks: tuple[int, ...], ranks_per_host: int) -> GroupLayout:
+        """The layout of a group of global ranks when host ``h`` holds ranks ``h * ranks_per_host`` and following.
 
         Raises:
             ValueError: no ranks, or ``ranks_per_host`` below 1.
@@ -61,7 +61,7 @@ class Layout:
         for rank in ranks:
             host = rank // ranks_per_host
             on_host[host] = on_host.get(host, 0) + 1
-        return Layout(len(ranks), len(on_host), max(on_host.values()))
+        return GroupLayout(len(ranks), len(on_host), max(on_host.values()))
 
     @property
     def link(self) -> str:
@@ -111,7 +111,7 @@ class Path:
     ns_per_byte: float
 
 
-def path_of(spec: DeviceSpec, layout: Layout) -> Path:
+def path_of(spec: DeviceSpec, layout: GroupLayout) -> Path:
     """The path of a group of ``layout`` over the links of ``spec``.
 
     Between hosts every rank of a host has its own port, so a ring that enters a host once per port is limited
@@ -194,7 +194,7 @@ ALGORITHMS: dict[CollectiveKind, dict[str, Algorithm]] = {
 
 
 def communication_estimate(
-    kind: str, input_bytes: int, output_bytes: int, layout: Layout, spec: DeviceSpec
+    kind: str, input_bytes: int, output_bytes: int, layout: GroupLayout, spec: DeviceSpec
 ) -> tuple[int, str]:
     """Duration in ns on the link, and the name of the algorithm that it belongs to.
 
@@ -220,7 +220,7 @@ def communication_estimate(
     return round(duration), name
 
 
-def default_issue_ns(kind: str, input_bytes: int, output_bytes: int, layout: Layout, spec: DeviceSpec) -> int:
+def default_issue_ns(kind: str, input_bytes: int, output_bytes: int, layout: GroupLayout, spec: DeviceSpec) -> int:
     """Host time in ns to issue the collective: constant on accelerators, plus one copy of the message on a
     CPU.
 

@@ -16,6 +16,7 @@ rate (an assumption; the measured ratio is what ``tools/bench gpu`` prints).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -102,57 +103,48 @@ def operator_ns(node: torch.fx.Node, profile: CostProfile) -> int | None:
     arguments = torch.fx.node.map_arg(_torch.op_arguments(node), lambda n: n.meta.get("val"))
     # Of a group that is not known no more is known than that the operator is there.
     ranks = groups.resolve(arguments["group_name"]).ranks or (0,)
-    return price(node, arguments, facts, ranks, profile)
+    return price(_Call(node, arguments, ranks), facts, profile)
 
 
-def _matmul_ns(
-    node: torch.fx.Node,
-    arguments: Mapping[str, Any],
-    facts: OperatorFacts,
-    ranks: tuple[int, ...],
-    profile: CostProfile,
-) -> int:
+@dataclass(frozen=True)
+class _Call:
+    """One call of an operator: its node, its arguments' values by name, the ranks that take part."""
+
+    node: torch.fx.Node
+    arguments: Mapping[str, Any]
+    ranks: tuple[int, ...]
+
+
+def _matmul_ns(call: _Call, facts: OperatorFacts, profile: CostProfile) -> int:
     assert facts.matmul is not None and facts.kind is not None
-    left, rights = arguments[facts.matmul.left], arguments[facts.matmul.right]
+    left, rights = call.arguments[facts.matmul.left], call.arguments[facts.matmul.right]
     rights = list(rights) if isinstance(rights, (list, tuple)) else [rights]
     gathers = facts.kind.facts.input_share
     size, rows = value_bytes(left), _torch.size_hint(left.shape[0]) or 0
-    products = [product_size(left, right, rows * len(ranks) if gathers else rows) for right in rights]
+    products = [product_size(left, right, rows * len(call.ranks) if gathers else rows) for right in rights]
     if gathers:
-        moved = (size, size * len(ranks))
+        moved = (size, size * len(call.ranks))
     else:
         whole = rows * (_torch.size_hint(rights[0].shape[1]) or 0) * left.element_size()
-        moved = (whole, whole // len(ranks))
-    parts = int(arguments.get("parts", 1))
-    return fused_ns(facts.matmul.style, profile, facts.kind, moved, products, dtype_name(left), ranks, parts)
+        moved = (whole, whole // len(call.ranks))
+    parts = int(call.arguments.get("parts", 1))
+    return fused_ns(facts.matmul.style, profile, facts.kind, moved, products, dtype_name(left), call.ranks, parts)
 
 
-def _norm_ns(
-    node: torch.fx.Node,
-    arguments: Mapping[str, Any],
-    facts: OperatorFacts,
-    ranks: tuple[int, ...],
-    profile: CostProfile,
-) -> int:
-    x = arguments["x"]
-    return norm_ns(profile, value_bytes(x), x.element_size(), ranks, bool(arguments["two_shot"]))
+def _norm_ns(call: _Call, facts: OperatorFacts, profile: CostProfile) -> int:
+    x = call.arguments["x"]
+    return norm_ns(profile, value_bytes(x), x.element_size(), call.ranks, bool(call.arguments["two_shot"]))
 
 
-def _blocking_link_ns(
-    node: torch.fx.Node,
-    arguments: Mapping[str, Any],
-    facts: OperatorFacts,
-    ranks: tuple[int, ...],
-    profile: CostProfile,
-) -> int:
+def _blocking_link_ns(call: _Call, facts: OperatorFacts, profile: CostProfile) -> int:
     assert facts.kind is not None
-    sent = sum(value_bytes(n.meta.get("val")) for n in node.all_input_nodes)
-    received = value_bytes(node.meta.get("val"))
-    copies = profile.compute_ns(0, sent + received, dtype_name(node.meta.get("val")), 1)
-    return copies + profile.communication_ns(facts.kind, sent, received, ranks)
+    sent = sum(value_bytes(n.meta.get("val")) for n in call.node.all_input_nodes)
+    received = value_bytes(call.node.meta.get("val"))
+    copies = profile.compute_ns(0, sent + received, dtype_name(call.node.meta.get("val")), 1)
+    return copies + profile.communication_ns(facts.kind, sent, received, call.ranks)
 
 
-_Price = Callable[[torch.fx.Node, Mapping[str, Any], OperatorFacts, "tuple[int, ...]", CostProfile], int]
+_Price = Callable[[_Call, OperatorFacts, CostProfile], int]
 _PRICES: Mapping[Price, _Price] = MappingProxyType(
     {Price.MATMUL: _matmul_ns, Price.NORM: _norm_ns, Price.BLOCKING_LINK: _blocking_link_ns}
 )

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 from inductor_passes.cost.communication import (
     KINDS,
-    Layout,
+    GroupLayout,
     communication_estimate,
     default_issue_ns,
     message_bytes,
@@ -95,13 +95,13 @@ class GroupCost:
     """Measured collectives of every group with ``layout``.
 
     Attributes:
-        layout: see :class:`Layout`.
+        layout: see :class:`GroupLayout`.
         backend: e.g. ``gloo``, ``nccl``; for people.
         link: name of the physical link; groups with equal links do not transfer at the same time.
         costs: at most one per kind.
     """
 
-    layout: Layout
+    layout: GroupLayout
     backend: str
     link: str
     costs: tuple[CollectiveCost, ...]
@@ -236,9 +236,9 @@ class CostProfile:
                 return low.ns + (flops - low.flops) / (high.flops - low.flops) * (high.ns - low.ns)
         return flops / points[-1].flops * points[-1].ns
 
-    def layout(self, ranks: tuple[int, ...]) -> Layout:
-        """Layout of a group of global ranks on this profile's hosts."""
-        return Layout.of(ranks, self.ranks_per_host)
+    def layout(self, ranks: tuple[int, ...]) -> GroupLayout:
+        """The layout of a group of global ranks on this profile's hosts."""
+        return GroupLayout.of(ranks, self.ranks_per_host)
 
     def link(self, ranks: tuple[int, ...]) -> str:
         """Name of the physical link that the group uses; equal names exclude each other."""
@@ -300,7 +300,7 @@ class CostProfile:
         full = message_bytes(kind, input_bytes, output_bytes, layout.ranks)
         return round(cost.issue_ns + cost.issue_ns_per_byte * full)
 
-    def _measured(self, kind: str, layout: Layout) -> tuple[CollectiveCost | None, float]:
+    def _measured(self, kind: str, layout: GroupLayout) -> tuple[CollectiveCost | None, float]:
         """The measurement that serves ``kind`` on ``layout``, and what to multiply its alpha with.
 
         The same layout first; else another layout on the same kind of link, its latency scaled by the hops of

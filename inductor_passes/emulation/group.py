@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
 from inductor_passes import _torch
-from inductor_passes.cost.communication import KINDS, Layout, wire_bytes
+from inductor_passes.cost.communication import KINDS, GroupLayout, wire_bytes
 from inductor_passes.emulation.link_model import GroupTables, Link, Message, Rate, Record, VirtualClock
 
 BACKEND = "emulated"
@@ -144,7 +144,7 @@ class EmulatedGroup(dist.ProcessGroup):
         self._state = state
         self._rank, self._size, self._name = rank, size, name
         self._gloo = _torch.gloo_group(store, rank, size, timeout)
-        layout = Layout.of(tuple(ranks), state.ranks_per_host or max(ranks) + 1)
+        layout = GroupLayout.of(tuple(ranks), state.ranks_per_host or max(ranks) + 1)
         self._link = state.links[layout.link]
         self._number = 0
         self._tables = _shared_tables(store, rank, size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.fx
@@ -20,9 +19,10 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
 from inductor_passes.ir.canonical import COPIES, shards
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.view import Collective, GraphView
-from inductor_passes.problems.graph_memory import GraphMemory, NoHintError, is_backward, kept_by_caller
-from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
+from inductor_passes.ir.view import GraphView
+from inductor_passes.problems.builder import Builder, NoHintError
+from inductor_passes.problems.graph_memory import GraphMemory, is_backward, kept_by_caller
+from inductor_passes.schedule.problem import Problem
 
 __all__ = ["FxProblem", "NoHintError", "build", "is_backward", "kept_by_caller"]
 
@@ -76,10 +76,12 @@ def build(
     Raises:
         NoHintError: a collective or a storage has a symbolic size without a hint.
     """
-    return _Builder(view, profile, name, estimator, agreed).build()
+    return _Reader(view, profile, name, estimator, agreed).read()
 
 
-class _Builder:
+class _Reader:
+    """Puts the nodes of a graph into tasks."""
+
     def __init__(
         self,
         view: GraphView,
@@ -89,25 +91,17 @@ class _Builder:
         agreed: bool,
     ) -> None:
         self.view = view
-        self.profile = profile
-        self.name = name
         self.costs = ComputeCosts(view, profile, estimator)
-        self.estimator = estimator
         self.shards = shards(view)
         self.ranks_agree = agreed and self.shards.ranks_agree
         self.owner = self.shards.owner
-        self.attached = [n for n in view.nodes if n in self.owner]
+        self.builder = Builder(profile, estimator, name=name, hold_unknown=True)
         self.task_of: dict[torch.fx.Node, int] = {}
-        self.tasks: list[Task] = []
         self.members: list[list[torch.fx.Node]] = []
-        self.preds: list[set[int]] = []
         self.prefix: list[torch.fx.Node] = []
         self.suffix: list[torch.fx.Node] = []
-        self.lanes: dict[str, int] = {}
-        self.lane_list: list[Lane] = []
-        self.waits_of: dict[int, list[int]] = {}
 
-    def build(self) -> FxProblem:
+    def read(self) -> FxProblem:
         waiting: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         for node in self.view.nodes:
             owner = self.owner.get(node)
@@ -116,15 +110,9 @@ class _Builder:
                 continue
             self._place(node, waiting.get(node, []))
         self._ordering()
-        problem = Problem(
-            tasks=tuple(self.tasks),
-            preds=tuple(tuple(sorted(p)) for p in self.preds),
-            lanes=tuple(self.lane_list),
-            storages=tuple(self._memory().storages()),
-            name=self.name,
-        )
+        self._memory()
         members = tuple(tuple(m) for m in self.members)
-        return FxProblem(problem, members, tuple(self.prefix), tuple(self.suffix), self.ranks_agree)
+        return FxProblem(self.builder.problem(), members, tuple(self.prefix), tuple(self.suffix), self.ranks_agree)
 
     def _place(self, node: torch.fx.Node, preparation: list[torch.fx.Node]) -> None:
         role = self.view.role(node)
@@ -147,97 +135,57 @@ class _Builder:
                 self.prefix.append(node)
             return
         if role is Role.START:
-            self._add_start(self.view.by_start[node], preparation, preds)
+            # Padding costs nothing here: not every rank has something to pad.
+            copied = any(_torch.op_name(n.target) in COPIES for n in preparation)
+            start = self.builder.start(node.name, self.view.by_start[node], preds, copied=copied)
+            self._enter(start, [*preparation, node])
         elif role is Role.WAIT and self.view.collectives_of_wait.get(node):
-            self._add_wait(node, preds)
+            self._wait(node, preds)
         else:
-            fence = role in (Role.FENCE, Role.WAIT)
-            duration = self.costs.duration_ns(node)
-            label = ops.label(node)
-            self._add(Task(node.name, Kind.COMPUTE, duration, label=label, source=ops.source_line(node), fence=fence),
-                      [node], preds)
+            task = self.builder.compute(
+                node.name,
+                self.costs.duration_ns(node),
+                preds,
+                label=ops.label(node),
+                source=ops.source_line(node),
+                fence=role in (Role.FENCE, Role.WAIT),
+            )
+            self._enter(task, [node])
 
     def _attach(self, node: torch.fx.Node, task: int) -> None:
         self.members[task].append(node)
         self.task_of[node] = task
 
-    def _add(self, task: Task, members: list[torch.fx.Node], preds: set[int]) -> int:
-        index = len(self.tasks)
-        self.tasks.append(task)
+    def _enter(self, task: int, members: list[torch.fx.Node]) -> None:
+        """Note what a new task stands for."""
         self.members.append(members)
-        self.preds.append(preds)
         for member in members:
-            self.task_of[member] = index
-        return index
+            self.task_of[member] = task
 
-    def _lane(self, collective: Collective) -> int:
-        group = collective.group
-        if group.name not in self.lanes:
-            self.lanes[group.name] = len(self.lane_list)
-            known = bool(group.ranks)
-            link = self.profile.link(group.ranks) if known else f"unknown:{group.name}"
-            self.lane_list.append(Lane(group.name, link, fixed_order=not known))
-        return self.lanes[group.name]
-
-    def _add_start(self, collective: Collective, preparation: list[torch.fx.Node], preds: set[int]) -> None:
-        if collective.input_bytes is None or collective.output_bytes is None:
-            raise NoHintError(f"{collective.start.name} has a symbolic size without a hint")
-        input_bytes = collective.input_bytes
-        arguments = (collective.kind, input_bytes, collective.output_bytes, collective.group.ranks or (0,))
-        duration = self.estimator(collective.start) if self.estimator is not None else None
-        task = Task(
-            collective.start.name,
-            Kind.START,
-            self.profile.communication_ns(*arguments) if duration is None else max(0, round(duration)),
-            lane=self._lane(collective),
-            issue_ns=self.profile.issue_ns(*arguments) + self._preparation_ns(preparation, input_bytes),
-            size_bytes=max(collective.input_bytes, collective.output_bytes),
-            label=collective.label,
-            source=ops.source_line(collective.start),
-        )
-        self._add(task, [*preparation, collective.start], preds)
-
-    def _preparation_ns(self, preparation: list[torch.fx.Node], input_bytes: int) -> int:
-        """Time to cast or pack a message. Padding is left out: not every rank has something to pad."""
-        if any(_torch.op_name(node.target) in COPIES for node in preparation):
-            return self.profile.compute_ns(0, 2 * input_bytes, "float32", 1)
-        return 0
-
-    def _add_wait(self, node: torch.fx.Node, preds: set[int]) -> None:
-        previous = -1
-        collectives = self.view.collectives_of_wait[node]
-        for position, collective in enumerate(collectives):
-            start = self.task_of[collective.start]
-            last = position == len(collectives) - 1
-            repeated = len(collective.waits) > 1 and collective.waits[0] is not node
-            label = "" if repeated else "W" + collective.label
-            task = Task(
-                node.name if last else f"{node.name}.{position}",
-                Kind.WAIT,
-                lane=self.tasks[start].lane,
-                start=start,
-                label=label,
-                source=ops.source_line(node),
-            )
-            own = {start} | (preds if last else set()) | ({previous} if previous >= 0 else set())
-            previous = self._add(task, [node] if last else [], own)
-            self.waits_of.setdefault(start, []).append(previous)
+    def _wait(self, node: torch.fx.Node, preds: set[int]) -> None:
+        """One task per collective that the node waits for, in a row; the node belongs to the last."""
+        *before, last = (self.task_of[collective.start] for collective in self.view.collectives_of_wait[node])
+        previous: set[int] = set()
+        for position, start in enumerate(before):
+            needs = {start} | previous
+            task = self.builder.wait(f"{node.name}.{position}", start, needs, source=ops.source_line(node))
+            self._enter(task, [])
+            previous = {task}
+        needs = {last} | preds | previous
+        self._enter(self.builder.wait(node.name, last, needs, source=ops.source_line(node)), [node])
 
     def _ordering(self) -> None:
         for before, after in self.view.ordering_edges():
             b, a = self.task_of.get(before), self.task_of.get(after)
-            if b is None or a is None or a == b:
-                continue
-            if b > a:
-                # A preparation that sits inside its start may come later than it did: the start is what counts.
-                continue
-            self.preds[a].add(b)
+            # A preparation that sits inside its start may come later than it did: the start is what counts.
+            if b is not None and a is not None and b < a:
+                self.builder.require(b, a)
         if not self.ranks_agree:
             # Whatever durations and peaks each rank sees, all issue their collectives in the order that came in.
-            starts = [i for i, task in enumerate(self.tasks) if task.kind is Kind.START]
-            for b, a in pairwise(starts):
-                self.preds[a].add(b)
+            self.builder.keep_starts_in_order()
 
-    def _memory(self) -> GraphMemory:
-        tasks = [task.name for task in self.tasks]
-        return GraphMemory(self.view, self.shards, self.task_of, tasks, self.members, self.waits_of)
+    def _memory(self) -> None:
+        places = {node: k for members in self.members if len(members) > 1 for k, node in enumerate(members)}
+        memory = GraphMemory(self.view, self.shards, self.builder, self.task_of, places)
+        self.builder.add_memory(memory.blocks())
+        self.builder.add_memory(memory.padded())

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.fx
@@ -14,11 +13,8 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
-from inductor_passes.schedule.problem import INPUT, Storage
-
-
-class NoHintError(ValueError):
-    """A symbolic size has no hint, so durations and memory are unknown."""
+from inductor_passes.problems.builder import CALLERS, Block, Builder, NoHintError
+from inductor_passes.schedule.problem import INPUT
 
 
 def is_backward(graph: torch.fx.Graph) -> bool:
@@ -33,7 +29,7 @@ def kept_by_caller(node: torch.fx.Node, backward: bool) -> bool:
     lets go), not the parameters and inputs that it saved by reference (``primals_*``) nor the incoming gradients.
     """
     target = str(node.target)
-    return node.op == "get_attr" or not backward or target.startswith(("primals_", "tangents_", "bwd_seed"))
+    return node.op == "get_attr" or not backward or target.startswith(CALLERS)
 
 
 def _is_unread(storage: FxStorage) -> bool:
@@ -41,113 +37,78 @@ def _is_unread(storage: FxStorage) -> bool:
 
 
 class GraphMemory:
-    """The storages of a graph whose nodes have been put into tasks.
+    """The memory of a graph whose nodes have been put into tasks.
 
     Args:
         task_of: node -> number of its task.
-        tasks: names of the tasks; ``members`` their nodes.
-        waits_of: number of a start -> numbers of its waits.
+        places: node of a task of several nodes -> its place among them.
     """
 
     def __init__(
         self,
         view: GraphView,
         shards: Shards,
+        builder: Builder,
         task_of: Mapping[torch.fx.Node, int],
-        tasks: Sequence[str],
-        members: Sequence[Sequence[torch.fx.Node]],
-        waits_of: Mapping[int, Sequence[int]],
+        places: Mapping[torch.fx.Node, int],
     ) -> None:
         self._view = view
         self._shards = shards
         self._owner = shards.owner
+        self._builder = builder
         self._task_of = task_of
-        self._tasks = tasks
-        self._members = members
-        self._waits_of = waits_of
+        self._places = places
         self._backward = is_backward(view.graph)
         self._outputs = {n for node in view.nodes if node.op == "output" for n in node.all_input_nodes}
-        #: what lives and dies within a task, and what a task makes that outlives it
-        self._inside: dict[int, list[tuple[FxStorage, int]]] = {}
-        self._made: dict[int, list[tuple[torch.fx.Node, int]]] = {}
 
-    def storages(self) -> list[Storage]:
-        """Everything that takes memory.
+    def blocks(self) -> list[Block]:
+        """Everything that takes memory, but for :meth:`padded`.
 
         Raises:
             NoHintError: a symbolic size has no hint.
         """
-        found = [one for storage in self._view.storages.all if (one := self._storage(storage)) is not None]
-        return [*found, *self._working(), *self._padded()]
+        return [one for storage in self._view.storages.all if (one := self._block(storage)) is not None]
 
-    def _storage(self, storage: FxStorage) -> Storage | None:
-        """What the planner knows of a storage; None for what takes no memory, or none outside of its task."""
-        producer_role = self._view.role(storage.producer)
-        if self._pads_some_ranks(storage.producer):
-            return None
-        size = self._canonical_size(storage)
-        if size is None:
-            raise NoHintError(f"{storage.producer.name} has a symbolic size without a hint")
-        if size == 0 or (self._shards.uneven and producer_role is Role.INPUT and _is_unread(storage)):
-            # A shard that is handed through says nothing about the order, and is not of one size on all ranks.
-            return None
-        producer = INPUT if producer_role is Role.INPUT else self._task_of.get(storage.producer, INPUT)
-        pinned = any(m in self._outputs for m in storage.members) or (
-            producer_role is Role.INPUT and kept_by_caller(storage.producer, self._backward)
-        )
-        readers = self._readers(storage) - {producer}
-        if not readers and not pinned and producer != INPUT and len(self._members[producer]) > 1:
-            self._inside.setdefault(producer, []).append((storage, size))
-            return None
-        self._made.setdefault(producer, []).append((storage.producer, size))
-        return Storage(size, producer, tuple(sorted(readers)), pinned, storage.producer.name)
-
-    def _readers(self, storage: FxStorage) -> set[int]:
-        """Tasks that touch a storage, and the waits of collectives among them."""
-        readers: set[int] = set()
-        for member in storage.members:
-            for user in (member, *member.users):
-                task = self._task_of.get(user)
-                if task is not None:
-                    readers.add(task)
-                    readers.update(self._waits_of.get(task, ()))
-        return readers
-
-    def _working(self) -> list[Storage]:
-        """Per task of several nodes the memory that it takes while it runs."""
-        sizes = {task: self._working_bytes(task, one, self._made.get(task, [])) for task, one in self._inside.items()}
-        return [Storage(size, task, (), False, f"{self._tasks[task]}.working") for task, size in sizes.items() if size]
-
-    def _padded(self) -> list[Storage]:
+    def padded(self) -> list[Block]:
         """The padded copies that every rank is charged for where shards are uneven."""
         out = []
         for collective in self._view.collectives:
             padded = collective in self._shards.uneven and collective.kind is CollectiveKind.ALL_GATHER
             if padded and not self._is_packed(collective):
                 start, size = self._task_of[collective.start], collective.input_bytes or 0
-                waits = tuple(self._waits_of.get(start, ()))
-                out.append(Storage(size, start, waits, False, f"{collective.start.name}.padded"))
+                users = set(self._builder.in_flight(start))
+                out.append(Block(f"{collective.start.name}.padded", size, start, users))
         return out
 
-    def _working_bytes(
-        self, task: int, inside: list[tuple[FxStorage, int]], made: list[tuple[torch.fx.Node, int]]
-    ) -> int:
-        """What a task of several nodes takes at its peak beyond what outlives it.
-
-        Args:
-            inside: storages that live and die within the task, with their sizes.
-            made: producers of the storages that outlive it, with their sizes.
-        """
-        position = {node: k for k, node in enumerate(self._members[task])}
-        change = [0] * (len(position) + 1)
-        for storage, size in inside:
-            readers = {user for member in storage.members for user in (member, *member.users)}
-            change[position[storage.producer]] += size
-            change[max(position[n] for n in readers if n in position) + 1] -= size
-        for node, size in made:
-            change[position[node]] += size
-        kept = sum(size for _, size in made)
-        return max(0, max(itertools.accumulate(change)) - kept)
+    def _block(self, storage: FxStorage) -> Block | None:
+        """What the planner knows of a storage; None for what takes no memory."""
+        made_by = storage.producer
+        is_input = self._view.role(made_by) is Role.INPUT
+        if self._pads_some_ranks(made_by):
+            return None
+        size = self._canonical_size(storage)
+        if size is None:
+            raise NoHintError(f"{made_by.name} has a symbolic size without a hint")
+        if size == 0 or (self._shards.uneven and is_input and _is_unread(storage)):
+            # A shard that is handed through says nothing about the order, and is not of one size on all ranks.
+            return None
+        producer = INPUT if is_input else self._task_of.get(made_by, INPUT)
+        pinned = any(m in self._outputs for m in storage.members) or (
+            is_input and kept_by_caller(made_by, self._backward)
+        )
+        block = Block(made_by.name, size, producer, pinned=pinned)
+        first = last = self._places.get(made_by, 0)
+        for member in storage.members:
+            for user in (member, *member.users):
+                task = self._task_of.get(user)
+                if task is None:
+                    continue
+                block.users.update(self._builder.in_flight(task))
+                if task == producer:
+                    last = max(last, self._places.get(user, 0))
+        if made_by in self._places:
+            block.span = first, last
+        return block
 
     def _pads_some_ranks(self, node: torch.fx.Node) -> bool:
         """Whether a node pads or trims the shard of a rank that has a smaller one, at no cost of its own.

@@ -6,11 +6,12 @@ a kernel writes over its dead operand in every order. What a collective reads an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inductor_passes import _torch
-from inductor_passes.schedule.problem import INPUT, Storage
+from inductor_passes.problems.builder import CALLERS, Block, Builder
+from inductor_passes.schedule.problem import INPUT
 
 
 def donated_inputs(backward: bool) -> dict[str, int]:
@@ -20,43 +21,40 @@ def donated_inputs(backward: bool) -> dict[str, int]:
     """
     if not backward:
         return {}
-    kept = ("primals_", "tangents_", "bwd_seed")
-    return {name: size for name, size in _torch.lowered_inputs().items() if not name.startswith(kept)}
+    return {name: size for name, size in _torch.lowered_inputs().items() if not name.startswith(CALLERS)}
 
 
-def kernel_storages(
-    nodes: Sequence[Any], producer: Mapping[str, int], waits_of: Mapping[int, Sequence[int]], backward: bool
-) -> list[Storage]:
-    """The storages of scheduler nodes in a legal order; near linear in buffers and reads.
+def kernel_blocks(
+    nodes: Sequence[Any], producer: Mapping[str, int], builder: Builder, backward: bool
+) -> list[Block]:
+    """The memory of scheduler nodes in a legal order; near linear in buffers and reads.
 
     Args:
-        producer: name of a buffer -> number of the node that defines it.
-        waits_of: number of a start -> numbers of its waits.
+        producer: name of a buffer -> number of the node that defines it, which is that of its task in ``builder``.
         backward: whether inputs other than parameters and gradients are freed after their last use.
     """
-    found = _Storages(nodes, producer)
+    found = _Buffers(nodes, producer)
     for i, node in enumerate(nodes):
         found.define(i, node)
-    for start, waits in waits_of.items():
-        found.hold(nodes[start], waits)
-    pinned = found.pinned(donated_inputs(backward))
+    for start in builder.waits_of:
+        found.hold(nodes[start], builder.in_flight(start))
+    found.pin(donated_inputs(backward))
     for i, node in enumerate(nodes):
-        found.overwrite(i, node, pinned)
-    return found.listed(pinned)
+        found.overwrite(i, node)
+    return list(found.blocks.values())
 
 
-class _Storages:
+class _Buffers:
+    """Blocks by the name of the buffer that each began with."""
+
     def __init__(self, nodes: Sequence[Any], producer: Mapping[str, int]) -> None:
         self._nodes = nodes
         self._producer = producer
         self._root: dict[str, str] = {}
-        self._inputs = _torch.lowered_inputs()
-        self._size = dict(self._inputs)
-        self._alloc = dict.fromkeys(self._inputs, INPUT)
-        self._readers: dict[str, set[int]] = {name: set() for name in self._inputs}
+        self.blocks = {name: Block(name, size, INPUT) for name, size in _torch.lowered_inputs().items()}
 
     def _find(self, name: str) -> str:
-        """The buffer whose storage ``name`` lives in."""
+        """The buffer whose block ``name`` lives in."""
         path = []
         while name in self._root:
             path.append(name)
@@ -68,53 +66,43 @@ class _Storages:
     def define(self, i: int, node: Any) -> None:
         """Enter what node ``i`` defines and reads."""
         for name, size, shared, allocated_with in _torch.snode_buffers(node):
-            known = [self._find(s) for s in shared if self._find(s) in self._size]
+            known = [self._find(s) for s in shared if self._find(s) in self.blocks]
             if known and known[0] != name:
                 self._root[name] = known[0]
                 # One node that shares several memories keeps each of them alive.
                 for one in known:
-                    self._readers[one].add(i)
+                    self.blocks[one].users.add(i)
             else:
-                self._size[name], self._alloc[name] = size, self._producer.get(allocated_with, i)
-                self._readers.setdefault(name, set()).add(i)
-        self._read(_torch.snode_reads(node), [i])
+                users = self.blocks[name].users if name in self.blocks else set()
+                self.blocks[name] = Block(name, size, self._producer.get(allocated_with, i), users | {i})
+        self._use(_torch.snode_reads(node), [i])
 
-    def hold(self, start: Any, waits: Sequence[int]) -> None:
-        """Keep what a collective reads and writes until its waits."""
-        self._read([*_torch.snode_data_reads(start), *_torch.snode_output_names(start)], waits)
+    def hold(self, start: Any, tasks: Sequence[int]) -> None:
+        """Keep what a collective reads and writes for ``tasks``."""
+        self._use([*_torch.snode_data_reads(start), *_torch.snode_output_names(start)], tasks)
 
-    def _read(self, names: Sequence[str], readers: Sequence[int]) -> None:
-        for name in {self._find(name) for name in names}:
-            if name in self._size:
-                self._readers[name].update(readers)
+    def _use(self, names: Sequence[str], tasks: Sequence[int]) -> None:
+        for name in names:
+            if (block := self.blocks.get(self._find(name))) is not None:
+                block.users.update(tasks)
 
-    def pinned(self, freed: Mapping[str, int]) -> set[str]:
-        """Storages that nobody frees: results, and inputs that are not ``freed``."""
-        pinned = {self._find(name) for name in _torch.lowered_outputs()}
-        pinned.update(name for name in self._inputs if name not in freed)
-        return pinned
+    def pin(self, freed: Collection[str]) -> None:
+        """Mark what nobody frees: results, and inputs that are not ``freed``."""
+        results = {self._find(name) for name in _torch.lowered_outputs()}
+        for name, block in self.blocks.items():
+            block.pinned = name in results or (block.producer == INPUT and name not in freed)
 
-    def overwrite(self, i: int, node: Any, pinned: set[str]) -> None:
+    def overwrite(self, i: int, node: Any) -> None:
         """Join results of node ``i`` with the operands that it writes them over, where that holds in every order."""
         for before, after in _torch.snode_overwrites(node):
-            source, target = self._find(before), self._find(after)
-            if source in pinned or source == target or self._alloc.get(target) != i:
+            source, target = self.blocks.get(self._find(before)), self.blocks.get(self._find(after))
+            if source is None or target is None or source is target or source.pinned or target.producer != i:
                 continue
-            if self._size.get(source) != self._size[target]:
+            if source.size_bytes != target.size_bytes:
                 continue
-            if all(r == i or _torch.snode_follows(node, self._nodes[r]) for r in self._readers[source]):
+            if all(r == i or _torch.snode_follows(node, self._nodes[r]) for r in source.users):
                 # Whatever the order, the kernel is the last reader and its result takes over the memory.
-                self._root[target] = source
-                self._readers[source] |= self._readers.pop(target)
-                if target in pinned:
-                    pinned.add(source)
-                del self._size[target]
-
-    def listed(self, pinned: set[str]) -> list[Storage]:
-        """All storages that take memory."""
-        return [
-            Storage(size, alloc, tuple(sorted(self._readers[name] - {alloc})), name in pinned, name)
-            for name, size in self._size.items()
-            if size
-            for alloc in [self._alloc[name]]
-        ]
+                self._root[target.name] = source.name
+                source.users |= target.users
+                source.pinned = target.pinned
+                del self.blocks[target.name]

@@ -21,8 +21,9 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, collective_of
-from inductor_passes.problems.kernel_memory import kernel_storages
-from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
+from inductor_passes.problems.builder import Builder
+from inductor_passes.problems.kernel_memory import kernel_blocks
+from inductor_passes.schedule.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ def build(
         backward: whether inputs other than parameters and gradients are freed after their last use.
         estimator: own durations for FX nodes; asked for a kernel that stands for exactly one FX node.
     """
-    return _Builder(nodes, profile, backward, name, estimator).build()
+    return _Reader(nodes, profile, backward, name, estimator).read()
 
 
-class _Builder:
+class _Reader:
+    """Makes one task of every scheduler node."""
+
     def __init__(
         self,
         nodes: Sequence[Any],
@@ -66,8 +69,9 @@ class _Builder:
         self.nodes = nodes
         self.profile = profile
         self.backward = backward
-        self.name = name
         self.estimator = estimator
+        # Inductor's dependencies keep collectives of a group that we do not know in their order.
+        self.builder = Builder(profile, estimator, name=name, hold_unknown=False)
         self.producer: dict[str, int] = {}
         for i, node in enumerate(nodes):
             for buffer in _torch.snode_output_names(node):
@@ -76,30 +80,20 @@ class _Builder:
             name: packed for node in nodes for name, _, _, packed in _torch.snode_buffers(node) if packed
         }
         self.kinds = [_torch.snode_kind(node) for node in nodes]
-        self.lanes: dict[str, int] = {}
-        self.lane_list: list[Lane] = []
         self.collectives: dict[int, Collective] = {}
-        self.waits_of: dict[int, list[int]] = {}
 
-    def build(self) -> SchedulerProblem:
-        preds = [self._predecessors(i) for i in range(len(self.nodes))]
-        tasks = [self._task(i) for i in range(len(self.nodes))]
-        # A write to a buffer that a collective reads must come after the collective's wait, not only after its start.
-        for i, own in enumerate(preds):
-            for start in [p for p in own if p in self.waits_of and self._writes_input_of(i, p)]:
-                own.update(w for w in self.waits_of[start] if w < i)
-        problem = Problem(
-            tasks=tuple(tasks),
-            preds=tuple(tuple(sorted(p)) for p in preds),
-            lanes=tuple(self.lane_list),
-            storages=tuple(kernel_storages(self.nodes, self.producer, self.waits_of, self.backward)),
-            name=self.name,
-        )
-        return SchedulerProblem(problem, tuple(self.nodes), self.collectives)
+    def read(self) -> SchedulerProblem:
+        for i in range(len(self.nodes)):
+            self._enter(i)
+        self.builder.add_memory(kernel_blocks(self.nodes, self.producer, self.builder, self.backward))
+        return SchedulerProblem(self.builder.problem(), tuple(self.nodes), self.collectives)
 
     def _predecessors(self, i: int) -> set[int]:
         found = {self.producer[name] for name, _ in _torch.snode_dependencies(self.nodes[i]) if name in self.producer}
         found.discard(i)
+        # A write to a buffer that a collective reads must come after the collective's wait, not only after its start.
+        for start in [p for p in found if p in self.builder.waits_of and self._writes_input_of(i, p)]:
+            found.update(self.builder.waits_of[start])
         return found
 
     def _writes_input_of(self, i: int, start: int) -> bool:
@@ -109,24 +103,15 @@ class _Builder:
             self.kinds[i] != "wait"
         )
 
-    def _task(self, i: int) -> Task:
-        node, kind = self.nodes[i], self.kinds[i]
+    def _enter(self, i: int) -> None:
+        node, kind, preds = self.nodes[i], self.kinds[i], self._predecessors(i)
         name = _torch.snode_name(node)
         if kind == "start" and (collective := self._describe(i)) is not None:
-            return self._start(i, name, collective)
-        if kind == "wait" and (start := self._start_of(node)) is not None:
-            self.waits_of.setdefault(start, []).append(i)
-            collective = self.collectives[start]
-            first = len(self.waits_of[start]) == 1
-            return Task(
-                name,
-                Kind.WAIT,
-                lane=self._lane(collective),
-                start=start,
-                label=f"W{collective.label}" if first else "",
-                source=ops.source_line(collective.start),
-            )
-        return self._compute(node, kind, name)
+            self.builder.start(name, collective, preds)
+        elif kind == "wait" and (start := self._start_of(node)) is not None:
+            self.builder.wait(name, start, preds, source=self.builder.tasks[start].source)
+        else:
+            self._compute(node, kind, name, preds)
 
     def _describe(self, i: int) -> Collective | None:
         origin = _torch.snode_origin(self.nodes[i])
@@ -141,29 +126,6 @@ class _Builder:
         self.collectives[i] = collective
         return collective
 
-    def _lane(self, collective: Collective) -> int:
-        group = collective.group
-        if group.name not in self.lanes:
-            self.lanes[group.name] = len(self.lane_list)
-            link = self.profile.link(group.ranks) if group.ranks else f"unknown:{group.name}"
-            self.lane_list.append(Lane(group.name, link))
-        return self.lanes[group.name]
-
-    def _start(self, i: int, name: str, collective: Collective) -> Task:
-        input_bytes, output_bytes = collective.input_bytes or 0, collective.output_bytes or 0
-        arguments = (collective.kind, input_bytes, output_bytes, collective.group.ranks or (0,))
-        own = self.estimator(collective.start) if self.estimator is not None else None
-        return Task(
-            name,
-            Kind.START,
-            self.profile.communication_ns(*arguments) if own is None else max(0, round(own)),
-            lane=self._lane(collective),
-            issue_ns=self.profile.issue_ns(*arguments),
-            size_bytes=max(input_bytes, output_bytes),
-            label=collective.label,
-            source=ops.source_line(collective.start),
-        )
-
     def _start_of(self, node: Any) -> int | None:
         """The start that a wait belongs to.
 
@@ -177,19 +139,15 @@ class _Builder:
                     return producer
         return None
 
-    def _compute(self, node: Any, kind: str, name: str) -> Task:
+    def _compute(self, node: Any, kind: str, name: str, preds: set[int]) -> None:
         origins = _torch.snode_origins(node)
         source = next((s for o in origins if (s := ops.source_line(o))), "")
         fence = kind in ("start", "wait", "group")
-        if kind == "nop":
-            return Task(name, Kind.COMPUTE, 0, source=source)
         duration = 0
         label = ""
-        if kind == "extern":
+        # One result taken out of a multi-output kernel carries that kernel's origin and does nothing.
+        if kind == "extern" and not any(packed for _, _, _, packed in _torch.snode_buffers(node)):
             origin = _torch.snode_origin(node)
-            if any(packed for _, _, _, packed in _torch.snode_buffers(node)):
-                # One result taken out of a multi-output kernel: it carries that kernel's origin and does nothing.
-                return Task(name, Kind.COMPUTE, 0, source=source)
             if origin is not None:
                 fence = fence or ops.role(origin) is ops.Role.FENCE
                 label = ops.label(origin)
@@ -208,7 +166,7 @@ class _Builder:
             count = sum(flops(o) or 0 for o in counted)
             duration = self.profile.compute_ns(count, _torch.snode_bytes(node), dtype, 1, shape)
             label = ops.label(counted[0]) if counted else ""
-        return Task(name, Kind.COMPUTE, duration, label=label, source=source, fence=fence)
+        self.builder.compute(name, duration, preds, label=label, source=source, fence=fence)
 
     def _known_ns(self, origin: torch.fx.Node) -> int | None:
         """What is known of a node beyond FLOPs and bytes: the estimator's answer, or the price of what communicates."""

@@ -124,40 +124,51 @@ def _in_order(step: Step, mesh: Mesh, rank: int) -> bool:
     return all(x[1] <= y[0] for x, y in itertools.pairwise(along))
 
 
-def _run_exchange(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> torch.Tensor:
-    active = traffic(step.before, step.after).active
-    served = suppliers(step.before, step.after)
-    shape = step.before.mesh_shape
+class _Exchange:
+    """Who sends which elements to whom in an all_to_all of exactly what is missing."""
 
-    def position(rank: int) -> int:
-        c = mesh.coordinates(rank)
+    def __init__(self, step: Step, mesh: Mesh) -> None:
+        self._step = step
+        self._mesh = mesh
+        self._active = traffic(step.before, step.after).active
+        self._served = suppliers(step.before, step.after)
+
+    def _position(self, rank: int) -> int:
+        c = self._mesh.coordinates(rank)
         index = 0
-        for m in active:
-            index = index * shape[m] + c[m]
+        for m in self._active:
+            index = index * self._step.before.mesh_shape[m] + c[m]
         return index
 
-    def pieces(sender: int, receiver: int) -> list[tuple[int, int]]:
+    def _pieces(self, sender: int, receiver: int) -> list[tuple[int, int]]:
         """Elements of the common block that ``sender`` sends to ``receiver``."""
-        p = position(sender)
-        return [(lo, hi) for q, lo, hi in served[position(receiver)] if q == p]
+        p = self._position(sender)
+        return [(lo, hi) for q, lo, hi in self._served[self._position(receiver)] if q == p]
 
-    def sizes(rank: int, sending: bool) -> list[int]:
-        result = []
-        for member in mesh.group(rank, step.mesh_dims):
-            ranges = pieces(rank, member) if sending else pieces(member, rank)
-            result.append(factor * sum(hi - lo for lo, hi in ranges))
-        return result
+    def sent(self, rank: int) -> list[int]:
+        """Elements that ``rank`` sends to each member of its group."""
+        members = self._mesh.group(rank, self._step.mesh_dims)
+        return [sum(hi - lo for lo, hi in self._pieces(rank, member)) for member in members]
 
-    def pack(rank: int, local: torch.Tensor) -> torch.Tensor:
+    def received(self, rank: int) -> list[int]:
+        """Elements that ``rank`` gets from each member of its group."""
+        members = self._mesh.group(rank, self._step.mesh_dims)
+        return [sum(hi - lo for lo, hi in self._pieces(member, rank)) for member in members]
+
+    def pack(self, rank: int, local: torch.Tensor) -> torch.Tensor:
+        """The message of a rank."""
+        step, mesh = self._step, self._mesh
         have = step.before.block(mesh.coordinates(rank))
         parts = [_wire(local.new_empty(0))]
         for member in mesh.group(rank, step.mesh_dims):
-            for lo, hi in pieces(rank, member):
+            for lo, hi in self._pieces(rank, member):
                 want = step.after.block(mesh.coordinates(member))
                 parts.append(_wire(select(local, have, common(have, want)).reshape(-1)[lo:hi]))
         return torch.cat(parts) if len(parts) != 2 else parts[1]
 
-    def unpack(rank: int, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def unpack(self, rank: int, buffer: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """A rank's new tensor from what arrived and what it had."""
+        step, mesh = self._step, self._mesh
         c = mesh.coordinates(rank)
         have, want = step.before.block(c), step.after.block(c)
         buffer = _unwire(buffer, local.dtype)
@@ -165,7 +176,7 @@ def _run_exchange(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> t
         arrived: dict[Block, list[tuple[int, torch.Tensor]]] = {}
         at = 0
         for member in mesh.group(rank, step.mesh_dims):
-            for lo, hi in pieces(member, rank):
+            for lo, hi in self._pieces(member, rank):
                 block = common(step.before.block(mesh.coordinates(member)), want)
                 arrived.setdefault(block, []).append((lo, buffer[at : at + hi - lo]))
                 at += hi - lo
@@ -181,13 +192,16 @@ def _run_exchange(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> t
             place(out, want, flat.view(shape_of(block)), block)
         return out
 
+
+def _run_exchange(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> torch.Tensor:
+    exchange = _Exchange(step, mesh)
     # One complex element travels as two real ones.
     factor = 2 if tensor.dtype.is_complex else 1
-    packed = _torch.per_rank(pack, tensor)
-    received = _torch.per_rank_sizes(lambda rank: sizes(rank, sending=False), packed)
-    sent = _torch.per_rank_sizes(lambda rank: sizes(rank, sending=True), packed)
+    packed = _torch.per_rank(exchange.pack, tensor)
+    received = _torch.per_rank_sizes(lambda rank: [factor * n for n in exchange.received(rank)], packed)
+    sent = _torch.per_rank_sizes(lambda rank: [factor * n for n in exchange.sent(rank)], packed)
     buffer = _torch.call_collective(CollectiveKind.ALL_TO_ALL, packed, received, sent, group)
-    return _torch.per_rank(unpack, buffer, tensor)
+    return _torch.per_rank(exchange.unpack, buffer, tensor)
 
 
 def _run_scatter(tensor: torch.Tensor, step: Step, mesh: Mesh, group: str) -> torch.Tensor:

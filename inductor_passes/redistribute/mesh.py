@@ -111,15 +111,6 @@ class Mesh:
         """Members of each group over ``dims``."""
         return math.prod(self.shape[d] for d in dims)
 
-    def dims_of(self, members: Iterable[int]) -> tuple[int, ...] | None:
-        """The mesh dims (of size > 1) whose group is exactly ``members``; None when no sub-mesh is."""
-        wanted = tuple(sorted(members))
-        if not wanted or any(r not in self._position_of for r in wanted):
-            return None
-        coordinates = [self.coordinates(r) for r in wanted]
-        dims = tuple(d for d in range(self.ndim) if len({c[d] for c in coordinates}) > 1)
-        return dims if self.group(wanted[0], dims) == wanted else None
-
 
 @lru_cache(maxsize=65536)
 def _flattened(mesh: Mesh, rank: int, dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -225,21 +216,3 @@ def nesting(outer: Sequence[int], inner: Sequence[int]) -> tuple[int, ...] | Non
     (r,) = set(outer) & set(inner)
     slot = {x: k for k, x in enumerate(joint)}
     return tuple(slot[x + y - r] for x in sorted(outer) for y in sorted(inner))
-
-
-def translations(group: Sequence[int], world: int) -> tuple[tuple[int, ...], ...] | None:
-    """The partition of ``0..world-1`` into shifted copies of ``group``; None when shifts do not tile the world.
-
-    This is how a single-program graph, which knows only its own rank's group, finds the groups of all others.
-    """
-    pattern = [r - min(group) for r in sorted(group)]
-    free = set(range(world))
-    result = []
-    while free:
-        start = min(free)
-        members = tuple(start + d for d in pattern)
-        if not free.issuperset(members):
-            return None
-        free.difference_update(members)
-        result.append(members)
-    return tuple(result)

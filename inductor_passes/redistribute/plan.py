@@ -27,7 +27,7 @@ from inductor_passes.redistribute.steps import Pricing, Profile, Step
 Exactness = Literal["exact", "reassociate"]
 EXACTNESS: tuple[Exactness, ...] = ("exact", "reassociate")
 
-#: Reduce ops whose result does not depend on the order of the operands.
+#: Reduce ops that give the same bits in whatever order and groups the operands come.
 ORDER_FREE = frozenset({"min", "max"})
 
 CACHE_SIZE = 4096

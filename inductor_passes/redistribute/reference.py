@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inductor_passes.redistribute.spec import Cut, Layout, Partial, Placement, Replicate, Shard, Spec, layout_of
+from inductor_passes.redistribute.spec import Layout, MeshCut, Partial, Placement, Replicate, Shard, Spec, layout_of
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _in_order(source: Spec, target: Spec) -> list[Anchor]:
     return result
 
 
-def _with_cuts(layout: Layout, dim: int, cuts: tuple[Cut, ...]) -> Layout:
+def _with_cuts(layout: Layout, dim: int, cuts: tuple[MeshCut, ...]) -> Layout:
     return Layout(layout.mesh_shape, layout.shape, layout.cuts[:dim] + (cuts,) + layout.cuts[dim + 1 :], layout.partial)
 
 

@@ -23,14 +23,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from inductor_passes.redistribute.spec import Cut, Layout
+from inductor_passes.redistribute.spec import Layout, MeshCut
 from inductor_passes.redistribute.steps import Pricing, Step
 from inductor_passes.redistribute.traffic import missing
 
 #: Layouts expanded before the best plan found so far is taken: a bound on planning time, equal on all ranks.
 MAX_EXPANSIONS = 300
 
-Key = tuple[int, int, int]
+#: What is minimised, most important first.
+PathCost = tuple[int, int, int]
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Search:
     target: Layout
     _movements: dict[tuple[Layout, Layout], Step | None] = field(default_factory=dict)
 
-    def key(self, step: Step) -> Key:
+    def key(self, step: Step) -> PathCost:
         """What is minimised, most important first."""
         if self.pricing.profile is None:
             return (step.bytes, step.cost_ns, step.working_bytes)
@@ -62,10 +63,10 @@ class Search:
 
     def run(self, source: Layout) -> list[Step]:
         """The cheapest chain from ``source`` to the target."""
-        best: tuple[Key, list[Step]] | None = None
-        cost: dict[Layout, Key] = {source: (0, 0, 0)}
+        best: tuple[PathCost, list[Step]] | None = None
+        cost: dict[Layout, PathCost] = {source: (0, 0, 0)}
         came: dict[Layout, tuple[Layout, Step]] = {}
-        queue: list[tuple[Key, int, Layout, Key]] = [(self._bound(source), 0, source, (0, 0, 0))]
+        queue: list[tuple[PathCost, int, Layout, PathCost]] = [(self._bound(source), 0, source, (0, 0, 0))]
         counter = itertools.count(1)
         expansions = 0
         while queue:
@@ -102,7 +103,7 @@ class Search:
         assert best is not None, f"no plan from {source} to {self.target}"
         return best[1]
 
-    def _promising(self, bound: Key, best: Key) -> bool:
+    def _promising(self, bound: PathCost, best: PathCost) -> bool:
         """Whether something with this bound may beat ``best``; with a profile by more than the 1% it resolves."""
         if self.pricing.profile is None:
             return bound < best
@@ -138,7 +139,7 @@ class Search:
         data = Layout(layout.mesh_shape, layout.shape, self.target.cuts, layout.partial)
         return moved <= missing(layout, data) * self.pricing.itemsize
 
-    def _bound(self, layout: Layout) -> Key:
+    def _bound(self, layout: Layout) -> PathCost:
         """A lower bound on the key of the rest; see the module's docstring."""
         least = self._least_bytes(layout)
         ns = self.pricing.least_ns(least)
@@ -188,7 +189,7 @@ class Search:
                 if step is not None:
                     yield step
 
-    def _scatters(self, layout: Layout, dims: tuple[int, ...]) -> Iterator[tuple[tuple[Cut, ...], ...]]:
+    def _scatters(self, layout: Layout, dims: tuple[int, ...]) -> Iterator[tuple[tuple[MeshCut, ...], ...]]:
         """All cuts after scattering over ``dims``: each appended to some tensor dim, in the target's order when the
         target has them on that tensor dim, else ascending."""
         rank = {m: k for cuts in self.target.cuts for k, (m, _) in enumerate(cuts)}
@@ -200,7 +201,7 @@ class Search:
             yield tuple(cuts)
 
     @staticmethod
-    def _with(layout: Layout, dim: int, cuts: tuple[Cut, ...]) -> Layout:
+    def _with(layout: Layout, dim: int, cuts: tuple[MeshCut, ...]) -> Layout:
         return Layout(
             layout.mesh_shape, layout.shape, layout.cuts[:dim] + (cuts,) + layout.cuts[dim + 1 :], layout.partial
         )
@@ -218,6 +219,6 @@ def partitions(pricing: Pricing, layout: Layout, target: Layout) -> list[Step]:
     return steps
 
 
-def _plus(a: Key, b: Key) -> Key:
+def _plus(a: PathCost, b: PathCost) -> PathCost:
     """Bytes and times add up; the working set is the largest."""
     return (a[0] + b[0], a[1] + b[1], max(a[2], b[2]))

@@ -191,7 +191,7 @@ class Spec:
 
 
 #: (mesh dimension, split factor).
-Cut = tuple[int, int]
+MeshCut = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Layout:
 
     mesh_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    cuts: tuple[tuple[Cut, ...], ...]
+    cuts: tuple[tuple[MeshCut, ...], ...]
     partial: tuple[str, ...]
 
     def __hash__(self) -> int:
@@ -274,7 +274,7 @@ def layout_of(
     shard_order: tuple[tuple[int, tuple[int, ...]], ...] = (),
 ) -> Layout:
     """The layout of placements: cuts from left to right unless ``shard_order`` says otherwise."""
-    cuts: list[list[Cut]] = [[] for _ in shape]
+    cuts: list[list[MeshCut]] = [[] for _ in shape]
     for m, p in enumerate(placements):
         if isinstance(p, Shard) and mesh_shape[m] > 1:
             cuts[p.dim].append((m, p.split_factor))
@@ -289,7 +289,7 @@ def layout_of(
 
 
 @lru_cache(maxsize=4096)
-def _without_strides(mesh_shape: tuple[int, ...], size: int, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
+def _without_strides(mesh_shape: tuple[int, ...], size: int, cuts: tuple[MeshCut, ...]) -> tuple[MeshCut, ...]:
     """The plain cuts, in another order, that give every rank the same indices as strided ones; else ``cuts``.
 
     A split factor that is the product of the sizes of mesh dims says that those cut first, so a cut is inserted where

@@ -25,7 +25,7 @@ from inductor_passes.ir.view import behind
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.prepare import prepared_partitions
-from inductor_passes.redistribute.spec import Cut, Layout
+from inductor_passes.redistribute.spec import Layout, MeshCut
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.movement import is_split, name_of
 from inductor_passes.rewrites.origin import origin_of
@@ -131,7 +131,7 @@ class Chain:
                 shape[d] *= len(group)
 
         def layout(cuts: list[list[Ranks]]) -> Layout:
-            numbered: tuple[tuple[Cut, ...], ...] = tuple(tuple((number[g], 1) for g in groups) for groups in cuts)
+            numbered: tuple[tuple[MeshCut, ...], ...] = tuple(tuple((number[g], 1) for g in groups) for groups in cuts)
             return Layout(mesh.shape, tuple(shape), numbered, ("",) * mesh.ndim)
 
         # Cuts of the source that the chain never touched are cuts of the result as well.

@@ -27,8 +27,9 @@ import torch.fx
 
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
+from inductor_passes.redistribute.plan import ORDER_FREE
 from inductor_passes.rewrites.movement import movement_behind
-from inductor_passes.rewrites.work import ORDER_FREE, Match, Work
+from inductor_passes.rewrites.work import Match, Work
 
 KINDS = (CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_REDUCE)
 

@@ -34,7 +34,7 @@ from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.rewrites.packing import static_shape
 from inductor_passes.rewrites.work import Exactness, check_exactness
 from inductor_passes.rewriting.contract import NOT_AGREED, Facts, GroupOrder, Outcome
-from inductor_passes.rewriting.emit import Emitter
+from inductor_passes.rewriting.emit import NARROW, Emitter
 from inductor_passes.rewriting.exchange import exchanged
 from inductor_passes.schedule.memory import RangeMax, profile
 from inductor_passes.verify.certificate import Certificate
@@ -43,7 +43,6 @@ from inductor_passes.verify.values import Numerics
 aten = torch.ops.aten
 #: Below this share of the reduction's time on the link the measurement's noise would decide.
 LEAST_GAIN = 0.1
-_NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def _replace(graph: torch.fx.Graph, collective: Collective) -> Certificate:
         total: torch.fx.Node | None = None
         for rank in range(ranks):
             term = use.call(aten.slice.Tensor, received, 0, rank * rows, (rank + 1) * rows)
-            if dtype in _NARROW:
+            if dtype in NARROW:
                 term = use.call(torch.ops.prims.convert_element_type.default, term, torch.float32)
             total = term if total is None else use.call(aten.add.Tensor, total, term)
         assert total is not None

@@ -23,6 +23,7 @@ from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import Collective, GraphView, collective_of
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.mesh import product
+from inductor_passes.redistribute.plan import ORDER_FREE
 from inductor_passes.redistribute.spec import REDUCE_OPS
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.applications import Applications
@@ -33,8 +34,6 @@ from inductor_passes.rewriting.split import Split
 from inductor_passes.verify import Claim
 
 Exactness = Tier
-#: Reductions that give the same bits however they are grouped.
-ORDER_FREE = ("min", "max")
 
 #: The name under which taking coalesced collectives apart is reported.
 COALESCED = "coalesced"

@@ -11,6 +11,9 @@ import torch.fx
 
 from inductor_passes import _torch
 
+#: Dtypes whose sums are taken in float32.
+NARROW = (torch.float16, torch.bfloat16)
+
 #: Facts about a node's origin that its replacement inherits: where it was written, the user's annotations, what
 #: activation checkpointing and the partitioner were told.
 RECOMPUTE_META = ("recompute", "ac_graph_id", "partitioner_tag")

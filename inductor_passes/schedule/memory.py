@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inductor_passes.schedule.problem import INPUT, Problem
+from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.tables import Tables, tables
 
 
@@ -221,12 +221,3 @@ class Continuation:
             first = self._position[readers[k]] + 1 if k >= 0 else self.next
             result.append((first, self._t.size[s]))
         return result
-
-
-def lifetime(problem: Problem, storage: int, position: Sequence[int]) -> tuple[int, int]:
-    """(first, last) position at which a storage is live, given every task's position. O(readers)."""
-    s = problem.storages[storage]
-    first = 0 if s.producer == INPUT else position[s.producer]
-    if s.pinned or (s.producer == INPUT and not s.readers):
-        return first, len(problem.tasks) - 1
-    return first, max((position[r] for r in s.readers), default=first)

@@ -18,7 +18,7 @@ from inductor_passes.schedule.local_search import exact_search, local_search, se
 from inductor_passes.schedule.polish import polish
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
-from inductor_passes.schedule.tables import tables
+from inductor_passes.schedule.tables import Tables, tables
 
 #: States that local search may expand per unit of effort: per task, and for any problem.
 _STATES_PER_TASK, _STATES = 2, 60_000
@@ -99,6 +99,17 @@ class _Best:
         return True
 
 
+def _search(t: Tables, best: _Best, bound: int, effort: int, thorough: bool) -> None:
+    """Look near the best order, and with ``thorough`` near the runners-up as well."""
+    if best.budget is not None:
+        best.judge("other-end", reorder_end(t, best.order, best.budget))
+    if effort and best.makespan > close_enough(bound, thorough):
+        allowance = effort * (_STATES_PER_TASK * t.n + _STATES)
+        starts = [best.order, *(c.order for c in best.runners_up)] if thorough else [best.order]
+        for order in starts:
+            best.judge("local-search", local_search(t, order, best.budget, bound, allowance // len(starts)))
+
+
 def plan(
     problem: Problem,
     budget_bytes: int | None,
@@ -136,18 +147,12 @@ def plan(
             rescued = search_whole(t, budget_bytes, best.input_makespan)
             if rescued is not None:
                 best.judge("search", rescued)
-        if best.feasible and budget_bytes is not None and best.makespan > enough:
-            best.judge("other-end", reorder_end(t, best.order, budget_bytes))
-        if best.feasible and best.makespan > enough and effort:
-            allowance = effort * (_STATES_PER_TASK * t.n + _STATES)
-            starts = [best.order, *(c.order for c in best.runners_up)] if thorough else [best.order]
-            for order in starts:
-                best.judge("local-search", local_search(t, order, budget_bytes, bound, allowance // len(starts)))
+        if best.feasible and best.makespan > enough:
+            _search(t, best, bound, effort, thorough)
         if best.feasible and best.makespan > bound and exact_window:
             best.judge("exact-window", exact_search(t, best.order, budget_bytes, _EXACT_WINDOWS * max(1, effort)))
     if best.method != "input":
-        polished = polish(t, best.order)
-        best.judge(best.method, polished, polished=True)
+        best.judge(best.method, polish(t, best.order), polished=True)
     if t.n and best.feasible and best.makespan > enough and start is None:
         for name, eager in prefetching(t):
             best.judge(name, polish(t, eager))

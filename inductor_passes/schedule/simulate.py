@@ -1,4 +1,4 @@
-"""The one simulator: what an order of a problem costs in time and memory, and where its time goes.
+"""The one simulator: what an order of a problem costs in time and memory.
 
 The compute lane executes the order strictly in sequence. A ``START`` occupies it for its issue cost and then queues on
 its machine (lane or shared link), which serves in issue order; a ``WAIT`` holds the compute lane until the collective
@@ -14,52 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.problem import Kind, Problem, ProblemError
 from inductor_passes.schedule.tables import Tables, tables
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
-
-
-class Cause(str, Enum):
-    """Why a collective is exposed: the earliest obstacle to beginning it sooner."""
-
-    HEAD = "head"
-    TAIL = "tail"
-    LANE_BUSY = "lane busy"
-    DEPENDENCY = "dependency"
-    LATE_ISSUE = "late issue"
-
-
-@dataclass(frozen=True, slots=True)
-class Exposure:
-    """One exposed collective and the evidence.
-
-    Attributes:
-        start: task number of its ``START``.
-        wait: the wait in which the compute lane stood still, -1 when the collective merely outlives the program.
-        exposed_ns: for how long.
-        cause: ``HEAD``: no compute ran between its becoming ready and its wait because none had run before it;
-            ``TAIL``: no compute runs after its wait; ``LANE_BUSY``: its lane or link was serving another collective
-            when it was issued; ``DEPENDENCY``: issued as soon as its inputs existed;
-            ``LATE_ISSUE``: issued later than it could have been (memory cap, fence, or the order's choice).
-        blocker: the collective that its lane was serving (``LANE_BUSY``), or the predecessor that made it ready
-            last (``DEPENDENCY``, ``HEAD``), else -1.
-        ready_ns: when its last predecessor had ended.
-        issued_ns: when its issue ended on the compute lane.
-        queued_ns: how long it queued on its machine after that.
-    """
-
-    start: int
-    wait: int
-    exposed_ns: int
-    cause: Cause
-    blocker: int
-    ready_ns: int
-    issued_ns: int
-    queued_ns: int
 
 
 @dataclass(frozen=True)
@@ -181,41 +141,3 @@ def simulate(problem: Problem, order: Sequence[int] | None = None) -> Timeline:
         hidden_ns=[d - e if e < d else 0 for d, e in zip(t.lane_ns, trace.exposed)],
         peak_bytes=max(live_bytes(t, order), default=t.live0),
     )
-
-
-def exposures(problem: Problem, timeline: Timeline, order: Sequence[int] | None = None) -> tuple[Exposure, ...]:
-    """Every exposed collective of a simulated order with the reason why, in order of issue. O(N + edges)."""
-    t = tables(problem)
-    order = range(t.n) if order is None else order
-    computes = [i for i in order if t.kind[i] == _COMPUTE and t.busy_ns[i]]
-    first_compute = timeline.start_ns[computes[0]] if computes else timeline.makespan_ns
-    last_compute = timeline.end_ns[computes[-1]] if computes else 0
-    serving: list[int] = [-1] * t.machines
-    found = []
-    for i in order:
-        if t.kind[i] != _START:
-            continue
-        before, serving[t.machine[i]] = serving[t.machine[i]], i
-        if not timeline.exposed_ns[i]:
-            continue
-        issued, begin = timeline.end_ns[i], timeline.lane_begin_ns[i]
-        ready, ready_by = 0, -1
-        for p in t.preds[i]:
-            if timeline.end_ns[p] >= ready and t.kind[p] != _START:
-                ready, ready_by = timeline.end_ns[p], p
-        wait = min(t.waits[i], key=lambda w: timeline.start_ns[w], default=-1)
-        reached = timeline.start_ns[wait] if wait >= 0 else timeline.makespan_ns
-        if reached <= first_compute:
-            cause, blocker = Cause.HEAD, ready_by
-        elif begin > issued:
-            cause, blocker = Cause.LANE_BUSY, before
-        elif wait < 0 or reached >= last_compute:
-            cause, blocker = Cause.TAIL, -1
-        elif ready >= timeline.start_ns[i]:
-            cause, blocker = Cause.DEPENDENCY, ready_by
-        else:
-            cause, blocker = Cause.LATE_ISSUE, -1
-        found.append(
-            Exposure(i, wait, timeline.exposed_ns[i], cause, blocker, ready, issued, begin - issued)
-        )
-    return tuple(found)

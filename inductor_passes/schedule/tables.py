@@ -7,9 +7,10 @@ this module are the links plus the lanes that have none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inductor_passes.schedule.problem import INPUT, Kind, Problem
+from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem
 
 _CACHE = "_tables"
 
@@ -65,12 +66,12 @@ def tables(problem: Problem) -> Tables:
     return cached
 
 
-def _build(problem: Problem) -> Tables:
-    n = len(problem.tasks)
+def _machines(lanes: Sequence[Lane]) -> tuple[list[int], int]:
+    """The machine that serves each lane, and how many machines there are."""
     machine_of_lane: list[int] = []
     machine_of_link: dict[str, int] = {}
     machines = 0
-    for lane in problem.lanes:
+    for lane in lanes:
         if lane.link and lane.link in machine_of_link:
             machine_of_lane.append(machine_of_link[lane.link])
             continue
@@ -78,7 +79,20 @@ def _build(problem: Problem) -> Tables:
             machine_of_link[lane.link] = machines
         machine_of_lane.append(machines)
         machines += 1
+    return machine_of_lane, machines
 
+
+def _successors(preds: list[list[int]]) -> list[list[int]]:
+    succs: list[list[int]] = [[] for _ in preds]
+    for i, ps in enumerate(preds):
+        for p in ps:
+            succs[p].append(i)
+    return succs
+
+
+def _build(problem: Problem) -> Tables:
+    n = len(problem.tasks)
+    machine_of_lane, machines = _machines(problem.lanes)
     kind = [int(t.kind) for t in problem.tasks]
     busy = [t.duration_ns if t.kind is Kind.COMPUTE else t.issue_ns for t in problem.tasks]
     lane_ns = [t.duration_ns if t.kind is Kind.START else 0 for t in problem.tasks]
@@ -89,10 +103,6 @@ def _build(problem: Problem) -> Tables:
         if s >= 0:
             waits[s].append(i)
     preds = problem.edges()
-    succs: list[list[int]] = [[] for _ in range(n)]
-    for i, ps in enumerate(preds):
-        for p in ps:
-            succs[p].append(i)
 
     alloc, transient = [0] * n, [0] * n
     produces: list[list[int]] = [[] for _ in range(n)]
@@ -127,7 +137,7 @@ def _build(problem: Problem) -> Tables:
         start=start,
         waits=waits,
         preds=preds,
-        succs=succs,
+        succs=_successors(preds),
         alloc=alloc,
         transient=transient,
         produces=produces,

@@ -80,10 +80,36 @@ def simple_fsdp(
             f"simple_fsdp was already applied to this {type(module).__name__}; apply it once, to parts first and to "
             "the whole last"
         )
+    owners, replacement = _distribute_all(module, mesh, settings)
+    for part, owned in owners:
+        for name, parameter in owned:
+            setattr(parameter, _REPLACED, True)
+            part.register_parameter(name, replacement[id(parameter)])
+        shards = tuple((name, _local_shape(replacement[id(parameter)])) for name, parameter in owned)
+        if needs_class(type(part), shards):
+            part.__class__ = managed_class(type(part), shards, settings)
+        _COVERED.add(part)
+    _cast_at_the_border(module, policy)
+    note_parametrizations(module)
+    _watch_registrations()
+    return module
+
+
+#: A part of a module and its own parameters by name.
+_Owner = tuple[nn.Module, list[tuple[str, nn.Parameter]]]
+
+
+def _distribute_all(
+    module: nn.Module, mesh: DeviceMesh, settings: Settings
+) -> tuple[list[_Owner], dict[int, nn.Parameter]]:
+    """Parts that are not covered yet, and per ``id`` of a parameter what takes its place; changes nothing.
+
+    Raises:
+        SimpleFSDPError: a parameter is shared with a part that is covered, or cannot be laid out.
+    """
     covered_before = {id(p) for part in module.modules() if _is_covered(part) for p in part.parameters()}
-    originals: list[nn.Parameter] = []
     replacement: dict[int, nn.Parameter] = {}
-    owners: list[tuple[nn.Module, list[tuple[str, nn.Parameter]]]] = []
+    owners: list[_Owner] = []
     for prefix, part in module.named_modules():
         if _is_covered(part):
             continue
@@ -97,21 +123,8 @@ def simple_fsdp(
                     "to the smallest module that contains both"
                 )
             if id(parameter) not in replacement:
-                originals.append(parameter)
                 replacement[id(parameter)] = distribute(full_name, parameter, mesh, settings)
-    for parameter in originals:
-        setattr(parameter, _REPLACED, True)
-    for part, owned in owners:
-        for name, parameter in owned:
-            part.register_parameter(name, replacement[id(parameter)])
-        shards = tuple((name, _local_shape(replacement[id(parameter)])) for name, parameter in owned)
-        if needs_class(type(part), shards):
-            part.__class__ = managed_class(type(part), shards, settings)
-        _COVERED.add(part)
-    _cast_at_the_border(module, policy)
-    note_parametrizations(module)
-    _watch_registrations()
-    return module
+    return owners, replacement
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from inductor_passes.report import GraphReport, Reason
 from inductor_passes.trace.reader import GraphTrace
 
 #: What identifies a graph across ranks and runs: (compile id, phase, graph index).
-Key = tuple[str, str, int]
+GraphKey = tuple[str, str, int]
 
 
 @dataclass
@@ -22,20 +22,20 @@ class RankGroup:
         differences: (rank, first difference) for every other rank.
     """
 
-    key: Key
+    key: GraphKey
     graph: GraphTrace
     agreeing: list[int]
     differences: list[tuple[int, str]]
 
 
-def key_of(graph: GraphTrace) -> Key:
+def key_of(graph: GraphTrace) -> GraphKey:
     """The graph's identity across ranks and runs."""
     return graph.compile_id, graph.phase, graph.graph_index
 
 
 def across_ranks(graphs: Iterable[GraphTrace]) -> list[RankGroup]:
     """Readable graphs, grouped over ranks, in the order in which the lowest rank compiled them."""
-    groups: dict[Key, RankGroup] = {}
+    groups: dict[GraphKey, RankGroup] = {}
     for graph in graphs:
         if graph.report is None:
             continue
@@ -91,7 +91,7 @@ class Change:
 class GraphDiff:
     """What changed in one graph between two runs; a graph that only one run has says so in ``only``."""
 
-    key: Key
+    key: GraphKey
     changes: list[Change]
     only: str = ""
 

@@ -19,7 +19,6 @@ from inductor_passes.records.convert import convert, plain
 from inductor_passes.records.json_text import RecordError
 from inductor_passes.report import GraphReport
 from inductor_passes.trace.compare import RankGroup, across_ranks
-from inductor_passes.trace.payload import finite
 from inductor_passes.trace.reader import GraphTrace, Trace
 from inductor_passes.trace.records import ChromeEvent, Counter, FailureArtifact, Metadata, Slice
 
@@ -67,7 +66,7 @@ def render_page(groups: Sequence[RankGroup], notes: Sequence[str], *, title: str
 
 def embed(data: Any) -> str:
     """JSON that can stand inside a ``<script>`` element: it cannot end the element or open a comment."""
-    text = json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from inductor_passes.cost.communication import Layout, wire_bytes
+from inductor_passes.cost.communication import GroupLayout, wire_bytes
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
 from inductor_passes.operators import kind_of
@@ -31,7 +31,7 @@ def updated_profile(base: CostProfile, measured: Sequence[Measured], name: str =
     """``base`` with everything that was measured laid over it; the same for the same input on every machine."""
     pairs = [pair for one in measured for pair in one.pairs]
     groups = {group.layout: group for group in base.groups}
-    by_kind: dict[tuple[Layout, str], list[Pair]] = {}
+    by_kind: dict[tuple[GroupLayout, str], list[Pair]] = {}
     for pair in pairs:
         if pair.what in ("transfer", "issue") and len(pair.ranks) > 1 and pair.kind:
             by_kind.setdefault((base.layout(pair.ranks), pair.kind), []).append(pair)

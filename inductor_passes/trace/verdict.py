@@ -64,16 +64,11 @@ def explain(
     reasons = find_reasons(problem, order, timeline_after, charges, budget_bytes)
     advice: dict[Reason, Advice] = {}
     if what_if:
-        groups: dict[Reason, list[int]] = {}
-        for start, (reason, _) in reasons.items():
-            groups.setdefault(reason, []).append(start)
-        peak = timeline_before.peak_bytes
+        groups, peak = _by_reason(reasons), timeline_before.peak_bytes
         advice = advise(problem, groups, timeline_after.makespan_ns, peak, budget_bytes, effort=effort)
     reports = []
-    for i in order:
+    for i in (i for i in order if problem.tasks[i].kind is Kind.START):
         task = problem.tasks[i]
-        if task.kind is not Kind.START:
-            continue
         reason, detail = reasons.get(i, (Reason.HIDDEN, ""))
         hint = advice.get(reason, Advice())
         lane = problem.lanes[task.lane].name
@@ -98,6 +93,13 @@ def explain(
             )
         )
     return reports
+
+
+def _by_reason(reasons: Mapping[int, tuple[Reason, str]]) -> dict[Reason, list[int]]:
+    groups: dict[Reason, list[int]] = {}
+    for start, (reason, _) in reasons.items():
+        groups.setdefault(reason, []).append(start)
+    return groups
 
 
 def find_reasons(

@@ -20,7 +20,7 @@ from inductor_passes.verify.facts.higher_order import attribute
 
 MAX_TENSOR_BYTES = 64 * 2**10
 _MAX_DEPTH = 16
-_MAX_TEXT = 200
+_MAX_REPR = 200
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, type(...))
 _COMMON = frozenset({type(None), int, str})
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -51,7 +51,7 @@ class Literals:
         if isinstance(value, torch.fx.GraphModule):
             return self.attribute(value)
         seed = f" seed {value.initial_seed()}" if isinstance(value, torch.Generator) else ""
-        return f"{type(value).__qualname__} {_shown(value)[:_MAX_TEXT]}{seed} at {self._identity(value)}"
+        return f"{type(value).__qualname__} {_shown(value)[:_MAX_REPR]}{seed} at {self._identity(value)}"
 
     def tensor(self, tensor: torch.Tensor) -> str:
         """A tensor that is no node's value: a constant."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 
-from inductor_passes.cost.communication import KINDS, Layout
+from inductor_passes.cost.communication import KINDS, GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
 from inductor_passes.report import GraphReport, PassReport
 from inductor_passes.trace.collector import collect
@@ -31,7 +31,10 @@ def save_profile(path: Path, *cost: float, ranks: int = 2) -> str:
         kernel_ns=3000,
         groups=(
             GroupCost(
-                Layout.of(tuple(range(ranks)), ranks), "gloo", "link", tuple(CollectiveCost(k, *cost) for k in KINDS)
+                GroupLayout.of(tuple(range(ranks)), ranks),
+                "gloo",
+                "link",
+                tuple(CollectiveCost(k, *cost) for k in KINDS),
             ),
         ),
     )

@@ -16,7 +16,7 @@ from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.candidates import candidates
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.config import PassConfig
-from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.ops import Role
@@ -187,7 +187,7 @@ def exchanged() -> Rewritten:
         CollectiveCost(kind, 1_000.0, per_byte, 100.0, 0.0)
         for kind, per_byte in (("reduce_scatter", 4e4), ("all_to_all", 2e4))
     )
-    group = GroupCost(Layout(2, 1, 2), "test", "wire", costs)
+    group = GroupCost(GroupLayout(2, 1, 2), "test", "wire", costs)
     link = replace(CostProfile.default("cpu", 2), measured=True, groups=(group,))
     run_passes(gm.graph, [ScatterByExchange("exact")], _SETTINGS, link)
     return Rewritten(gm, before)

@@ -12,6 +12,7 @@ import sys
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -155,7 +156,7 @@ CASES: dict[str, Callable[[], Callable[[Callable[[Any], Any]], Step]]] = {
 
 def contenders(profile: CostProfile, file: str, mode: str, say: bool, wire: bool) -> dict[str, dict[str, Any]]:
     """Compile options by name; the first is the reference. On a real link all of ours is on."""
-    plan = {"cost_profile": file, "memory_budget": "unlimited"}
+    plan: dict[str, Any] = {"cost_profile": file, "memory_budget": "unlimited"}
     if wire:
         everything = inductor_passes.options(async_tp=mode, **plan)
         return {"inductor": {}, "planned": inductor_passes.options(**plan), "async_tp": everything}
@@ -224,7 +225,7 @@ def measure(
         if dist.get_rank() == 0 and contender == "async_tp":
             print(f"{name}:", flush=True)
         torch.manual_seed(0)
-        steps[contender] = make(lambda f, o=options: torch.compile(f, options=o, fullgraph=True))
+        steps[contender] = make(partial(torch.compile, options=options, fullgraph=True))
     results = {c: step() for c, step in steps.items()}
     row: dict[str, Any] = {"case": name, "difference": _largest(results["async_tp"], results["inductor"])}
     for step in steps.values():

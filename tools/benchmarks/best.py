@@ -78,7 +78,9 @@ def _searched(
 ) -> dict[str, Any]:
     planned = simulate(problem)
     known = _known_order(problem, stored)
-    before = stored if stored is not None and known else {"rounds": 0, "minutes": 0.0, "improvements": []}
+    before: dict[str, Any] = {"rounds": 0, "minutes": 0.0, "improvements": []}
+    if stored is not None and known:
+        before = stored
     found = search(problem, None if budget == "unlimited" else cap, 60 * minutes, seed, known)
     searched = planned.makespan_ns > (bound := lower_bound(problem))
     improvements = [*before["improvements"], *(one for one in found.found if one[2] != STORED)]

@@ -89,6 +89,7 @@ def search(
         noise = NOISE[best.rounds // 2 % len(NOISE)]
         disturbed = _disturbed(problem, noise, numbers)
         best.rounds += 1
+        order: Sequence[int]
         if best.rounds % 2:
             order = plan(disturbed, cap_bytes, effort=0, thorough=True).order
             by = f"construction, noise {noise}"

@@ -88,7 +88,7 @@ def schedules(config: LlamaConfig, device: torch.device, profile: str, rounds: i
             return loss.detach()
 
         steps[name] = step
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, step in steps.items():
         for _ in range(2):
             loss = step()

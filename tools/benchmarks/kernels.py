@@ -24,6 +24,10 @@ NORM_ROWS = (1, 4, 16, 64)
 Timer = Callable[[Callable[[], Any]], float]
 
 
+#: Data, flags, pages, rank, ranks and epoch: what every kernel takes.
+Arguments = tuple[torch.Tensor, torch.Tensor, tuple[int, int], int, int, torch.Tensor]
+
+
 class Pages:
     """Buffers of all ranks in one process: the arguments of a kernel, per rank."""
 
@@ -35,7 +39,7 @@ class Pages:
         self.data, self.flags = data.to(device), (data + 2 * data_bytes).to(device)
         self.epochs = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(ranks)]
 
-    def next(self, rank: int) -> tuple[Any, ...]:
+    def next(self, rank: int) -> Arguments:
         """The arguments of the next call on a rank."""
         self.epochs[rank].add_(1)
         return (self.data, self.flags, self.pages, rank, self.ranks, self.epochs[rank])
@@ -74,7 +78,9 @@ def gemms(
             sent = gathered.next(0)
             gather_gemm.push(left, *sent, cut)
 
-            def gather(sent: Any = sent, right: Any = right, cut: Any = cut, m: int = m, k: int = k) -> torch.Tensor:
+            def gather(
+                sent: Arguments = sent, right: Any = right, cut: Any = cut, m: int = m, k: int = k
+            ) -> torch.Tensor:
                 return gather_gemm.gemm((m, k), right, None, *sent, cut)
 
             def scatter(

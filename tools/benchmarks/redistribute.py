@@ -43,10 +43,11 @@ CASES: list[tuple[tuple[int, ...], tuple[int, int]]] = [
 def layouts(mesh: tuple[int, ...]) -> list[tuple[Placement, ...]]:
     """All placements on two tensor dims: Shard, Replicate, Partial sum, strided shards that encode a shard order."""
     result: list[tuple[Placement, ...]] = []
-    for placements in itertools.product((Shard(0), Shard(1), Replicate(), Partial("sum")), repeat=len(mesh)):
+    single: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial("sum"))
+    for placements in itertools.product(single, repeat=len(mesh)):
         per_dim = [[m for m, p in enumerate(placements) if p == Shard(d)] for d in range(2)]
         for orders in itertools.product(*(itertools.permutations(dims) for dims in per_dim)):
-            strided = list(placements)
+            strided: list[Placement] = list(placements)
             for d, order in enumerate(orders):
                 for k, m in enumerate(order):
                     strided[m] = Shard(d, math.prod(mesh[i] for i in order[:k] if i > m))

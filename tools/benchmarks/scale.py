@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from inductor_passes.cost.communication import Layout
+from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.specs import Constant, DeviceSpec, LinkSpec, lookup
 from inductor_passes.schedule.problem import Kind
@@ -93,13 +93,13 @@ class ClusterProfile(CostProfile):
     def spec(self) -> DeviceSpec:
         return _spec(self.device, self.assumptions)
 
-    def layout(self, ranks: tuple[int, ...]) -> Layout:
-        found = Layout.of(ranks, HOST)
+    def layout(self, ranks: tuple[int, ...]) -> GroupLayout:
+        found = GroupLayout.of(ranks, HOST)
         if found.ranks == CAPTURED:
-            return Layout.of(tuple(range(self.world)), HOST)
+            return GroupLayout.of(tuple(range(self.world)), HOST)
         if found.hosts == CAPTURED // HOST:
             # One rank of every host.
-            return Layout(self.world // HOST, self.world // HOST, 1)
+            return GroupLayout(self.world // HOST, self.world // HOST, 1)
         return found
 
     def _sizes(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> tuple[int, int]:
@@ -188,14 +188,19 @@ def predict(model: str, graphs: Graphs, world: int, assumptions: Assumptions) ->
                 if row.error:
                     errors[contender] = row.error
     full = MODELS[model].full_layers
+
+    def sums_at(at: dict[int, list[float]]) -> tuple[float, float, float]:
+        step, exposed, bound = (line(DEPTHS, [at[depth][k] for depth in DEPTHS], full) for k in range(3))
+        return step, exposed, bound
+
     return [
         Cell(
             model,
             world,
             assumptions,
             contender,
-            *(line(DEPTHS, [at[depth][k] for depth in DEPTHS], full) for k in range(3)),
-            error=errors.get(contender, ""),
+            *sums_at(at),
+            errors.get(contender, ""),
         )
         for contender, at in totals.items()
     ]

@@ -98,7 +98,8 @@ class Attention(nn.Module):
         if self.group is not None:
             q, k, v = (exchange(t, self.group, True) for t in (q, k, v))
         k, v = (t.repeat_interleave(self.repeat, dim=2) for t in (k, v))
-        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         if self.group is not None:
             y = exchange(y, self.group, False)
         return self.wo(y.reshape(batch, sequence, -1))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from inductor_passes.cost.communication import KINDS, Layout
+from inductor_passes.cost.communication import KINDS, GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint, ShapeRate
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.report import Finding, GraphReport, RedistributionReport
@@ -56,7 +56,7 @@ def _corpus() -> Corpus:
         CostProfile.default("cpu", 2),
         measured=True,
         matmul=(MatmulPoint("float32", 1e6, 1e3), MatmulPoint("float32", 1e9, 1e6)),
-        groups=(GroupCost(Layout(2, 1, 2), "gloo", "lo", costs),),
+        groups=(GroupCost(GroupLayout(2, 1, 2), "gloo", "lo", costs),),
         shapes=(ShapeRate("matmul", "float32", 8, 0.1), ShapeRate("attention", "float32", 0, 0.2)),
     )
     named = {"ag0": "all_gather 8 bytes, 2 ranks", "ag1": ""}

@@ -297,8 +297,8 @@ def call(made: Input) -> Outcome:
             status = end.code
         except BaseException:
             error = traceback.format_exc()
-        texts = [s.buffer.getvalue().decode("utf-8", "replace") for s in (out, err)]  # type: ignore[attr-defined]
-    return Outcome(status, *texts, error)
+        stdout, stderr = (s.buffer.getvalue().decode("utf-8", "replace") for s in (out, err))  # type: ignore[attr-defined]
+    return Outcome(status, stdout, stderr, error)
 
 
 def judge(made: Input, outcome: Outcome, folder: Path) -> str:

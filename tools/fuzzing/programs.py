@@ -17,7 +17,7 @@ import operator
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,10 @@ from inductor_passes.engine import complain
 from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.records.words import Effort
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.report import Reason
-from inductor_passes.rewriting.contract import Facts, Outcome, Pass
+from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Pass
 from inductor_passes.verify.snapshot import finding_key
 from tests.support.graphs import GraphBuilder, aten, c10d
 from tests.support.world import fake_world
@@ -112,18 +113,18 @@ class Case:
         device, ranks_per_host: of the cost profile.
         backward: whether the graph's inputs are named as those of a backward.
         vandal: position among the passes of one that breaks off half way, or -1 for none.
-        effort: move allowance of the planner.
+        effort: how hard the planner tries.
     """
 
     steps: tuple[Step, ...]
     ranks: int = 4
-    settings: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     async_tp: bool = False
     device: str = "cpu"
     ranks_per_host: int = 8
     backward: bool = False
     vandal: int = -1
-    effort: int = 1
+    effort: Effort = "normal"
 
 
 @contextlib.contextmanager
@@ -158,7 +159,7 @@ def random_case(rng: random.Random, ranks: int = 4) -> Case:
         backward=rng.random() < 0.3,
         vandal=rng.randrange(4) if rng.random() < 0.1 else -1,
         # Local search takes most of the time and finds legal orders of the same kind.
-        effort=int(rng.random() < 0.15),
+        effort="high" if rng.random() < 0.15 else "normal",
     )
 
 
@@ -714,8 +715,8 @@ def differs(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], signe
 class Vandal:
     """A pass that turns a graph upside down and breaks off."""
 
-    name = "vandal"
-    group_order = "kept"
+    name: ClassVar[str] = "vandal"
+    group_order: ClassVar[GroupOrder] = "kept"
 
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         for node in reversed(list(graph.nodes)):
@@ -802,7 +803,8 @@ def shrink(case: Case, groups: Sequence[str], allowance: int = 400) -> Case:
             else:
                 start += length
         length //= 2
-    plain = [{"async_tp": False}, {"vandal": -1}, {"backward": False}, {"device": "cpu"}, {"ranks_per_host": 8}]
+    plain: list[dict[str, Any]] = [{"async_tp": False}, {"vandal": -1}, {"backward": False}]
+    plain += [{"device": "cpu"}, {"ranks_per_host": 8}]
     plain += [{"settings": {**case.settings, key: "off"}} for key in ("redistribute", "bucket", "schedule")]
     for change in plain:
         if "settings" in change:

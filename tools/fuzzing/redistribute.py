@@ -493,8 +493,8 @@ def batch(
             continue
         applied = [d for d in said[number][0].decisions if d.verdict is Verdict.APPLIED]
         counts["programs that a rewrite changed"] += bool(applied)
-        names = {str(node.target) for node in before[number][0].graph.nodes}
-        counts["programs with coalesced collectives"] += any("coalesced" in name for name in names)
+        targets = {str(node.target) for node in before[number][0].graph.nodes}
+        counts["programs with coalesced collectives"] += any("coalesced" in target for target in targets)
         counts["programs with complex elements"] += builders[number].dtype.is_complex
         for decision in applied:
             counts[f"  {decision.subject} applied"] += 1

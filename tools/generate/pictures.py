@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -26,7 +26,7 @@ FOLDER = ROOT / "docs" / "pictures"
 _COMPUTE, _LINK, _WAIT = "#2f6db3", "#d08a3a", "#c94f4f"
 
 
-def overlap(path: Path, problem: Problem, orders: dict[str, Sequence[int]]) -> None:
+def overlap(path: Path, problem: Problem, orders: Mapping[str, Sequence[int]]) -> None:
     """Timelines one above the other: the compute lane with the time in which it stands still, and the link."""
     settings = {"font.size": 9, "svg.hashsalt": "inductor_passes", "svg.fonttype": "none"}
     with plt.rc_context(settings):

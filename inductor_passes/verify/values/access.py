@@ -115,7 +115,7 @@ def reindexed(
     """The index in ``source`` of the element at ``index`` of the same elements in the shape ``shape``.
 
     Raises:
-        Cut: see :class:`~inductor_passes.verify.values.affine.Space`.
+        NeedsCut: see :class:`~inductor_passes.verify.values.affine.Space`.
     """
     if shape == source:
         return index

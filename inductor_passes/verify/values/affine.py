@@ -2,7 +2,7 @@
 
 An index into a tensor, and a rank, is such a function of variables that each run from 0 to an extent. Splitting a
 tensor or folding its dimensions needs quotients, remainders and case distinctions. These are such functions only on
-parts of the variables' ranges. :class:`Cut` then says how to replace a variable: by digits (one variable becomes an
+parts of the variables' ranges. :class:`NeedsCut` then says how to replace a variable: by digits (one variable becomes an
 outer and an inner one) or by ranges (one case becomes several). The caller that introduced the variable cuts it and
 asks again. So ranks of a group, members of a bucket and rows stay one variable for as long as they behave alike.
 """
@@ -71,7 +71,7 @@ class TooManyPiecesError(Exception):
     """A layout falls into more pieces than a proof may look at."""
 
 
-class Cut(Exception):
+class NeedsCut(Exception):
     """``variable`` has to become one of ``pieces`` (all of them, case by case) before the question has an answer."""
 
     def __init__(self, variable: int, pieces: tuple[Affine, ...]) -> None:
@@ -111,7 +111,7 @@ class Space:
         """Quotient (rounded down) and remainder of a division by a positive constant.
 
         Raises:
-            Cut: the quotient is no affine function yet.
+            NeedsCut: the quotient is no affine function yet.
         """
         if by == 1:
             return a, ZERO
@@ -142,7 +142,7 @@ class Space:
         -1 and the value itself: below the first edge; ``len(edges) - 1``: at or above the last one.
 
         Raises:
-            Cut: several ranges.
+            NeedsCut: several ranges.
         """
         low, high = self.bounds(a)
         first, last = bisect_right(edges, low) - 1, bisect_right(edges, high) - 1
@@ -150,16 +150,16 @@ class Space:
             self._cut_at(a, edges[first + 1 : last + 1])
         return first, a.shifted(-edges[first]) if first >= 0 else a
 
-    def points(self, variable: int) -> Cut:
+    def points(self, variable: int) -> NeedsCut:
         """A variable value by value."""
         return self._cut(variable, range(1, self.extents[variable]))
 
     # -- where to cut -----------------------------------------------------------------------------------------
 
-    def _cut(self, variable: int, at: Iterable[int]) -> Cut:
+    def _cut(self, variable: int, at: Iterable[int]) -> NeedsCut:
         edges = sorted({0, self.extents[variable], *at})
         self._count(len(edges) - 1)
-        return Cut(variable, tuple(self.fresh(b - a).shifted(a) for a, b in itertools.pairwise(edges)))
+        return NeedsCut(variable, tuple(self.fresh(b - a).shifted(a) for a, b in itertools.pairwise(edges)))
 
     def _count(self, pieces: int) -> None:
         self.pieces += pieces
@@ -182,7 +182,7 @@ class Space:
                 raise self._cut(v, at)
         raise self.points(max(a.terms, key=lambda term: abs(term[1]))[0])
 
-    def _cut_periods(self, variable: int, period: int, begun: int) -> Cut:
+    def _cut_periods(self, variable: int, period: int, begun: int) -> NeedsCut:
         """Into whole periods (outer and inner digit) and what is left before and after; ``begun``: of the first."""
         extent = self.extents[variable]
         head = min(-begun % period, extent)
@@ -196,7 +196,7 @@ class Space:
         if tail:
             pieces.append(self.fresh(tail).shifted(head + count * period))
         self._count(len(pieces))
-        return Cut(variable, tuple(pieces))
+        return NeedsCut(variable, tuple(pieces))
 
     def _cut_at(self, a: Affine, edges: Sequence[int]) -> None:
         """So that values stop straddling ``edges``."""

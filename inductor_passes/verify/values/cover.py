@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from inductor_passes.verify.values.affine import Affine, Cut, Space
+from inductor_passes.verify.values.affine import Affine, NeedsCut, Space
 
 Box = tuple[tuple[int, int], ...]
 
@@ -71,7 +71,7 @@ def _gap(space: Space, f: Affine) -> int:
 def _refined(space: Space, row: list[Affine], place: int, radix: int) -> list[Affine]:
     try:
         return [*row[:place], *space.divide(row[place], radix), *row[place + 1 :]]
-    except Cut as cut:
+    except NeedsCut as cut:
         raise IrregularError from cut
 
 

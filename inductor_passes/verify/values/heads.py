@@ -13,7 +13,7 @@ import torch
 
 from inductor_passes.verify.values import definitions
 from inductor_passes.verify.values.access import Access, Constant
-from inductor_passes.verify.values.affine import Affine, Cut, Space
+from inductor_passes.verify.values.affine import Affine, NeedsCut, Space
 from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.communication import COLLECTIVES, Groups, Reduction
 from inductor_passes.verify.values.memory import Memory
@@ -63,7 +63,7 @@ class Resolver:
         """See the module's docstring.
 
         Raises:
-            Cut, NeedsBytes: the question has to be asked for parts.
+            NeedsCut, NeedsBytes: the question has to be asked for parts.
             NoHintError, NotRegularError: it cannot be answered.
         """
         try:
@@ -75,7 +75,7 @@ class Resolver:
         byte = self.space.fresh(a.dtype.itemsize)
         try:
             whole = self._followed(a._replace(byte=byte))
-        except Cut as cut:
+        except NeedsCut as cut:
             if (cut.variable, 1) in byte.terms:
                 raise NeedsBytes from cut
             raise

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inductor_passes.verify.values.access import Access, Constant
-from inductor_passes.verify.values.affine import ZERO, Affine, Cut, Space
+from inductor_passes.verify.values.affine import ZERO, Affine, NeedsCut, Space
 from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.communication import Reduction
 from inductor_passes.verify.values.cover import Cover, IrregularError
@@ -79,7 +79,7 @@ class Side:
             term = todo.pop()
             try:
                 found = [self.anchor(read) for read in term.reads]
-            except Cut as cut:
+            except NeedsCut as cut:
                 if cut.variable not in term.bound:
                     raise
                 todo += [term.put(cut.variable, piece) for piece in reversed(cut.pieces)]
@@ -95,7 +95,7 @@ def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side]) -> list[
 
     Raises:
         Unequal: no terms correspond so.
-        Cut: a variable that no term binds has to be cut first.
+        NeedsCut: a variable that no term binds has to be cut first.
     """
     groups: dict[tuple[object, ...], tuple[list[Anchored], list[Anchored]]] = {}
     for place, (total, side) in enumerate((old, new)):
@@ -132,7 +132,7 @@ def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> l
         single = todo.pop()
         try:
             reads = _placed(space, families, covers, single)
-        except Cut as cut:
+        except NeedsCut as cut:
             if cut.variable not in single.term.bound:
                 raise
             todo += [_put(single, cut.variable, piece) for piece in reversed(cut.pieces)]

@@ -2,7 +2,7 @@
 
 A question is a pair of reads, one per graph, for all values of some variables. Both are followed to their heads. Equal
 heads answer the question. Heads that compute the same operator turn into questions about their operands. No question is
-asked twice. Where a layout needs a case distinction (:class:`Cut`), both sides get it, so that the two are compared
+asked twice. Where a layout needs a case distinction (:class:`NeedsCut`), both sides get it, so that the two are compared
 piece by piece without expanding either. Names that are known to hold equal values in both graphs end the walk, so only
 what a pass changed is looked at.
 """
@@ -14,7 +14,7 @@ from typing import Literal
 
 from inductor_passes.verify.values import freely
 from inductor_passes.verify.values.access import Access, Constant
-from inductor_passes.verify.values.affine import Affine, Cut, Space, TooManyPiecesError
+from inductor_passes.verify.values.affine import Affine, NeedsCut, Space, TooManyPiecesError
 from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.communication import Groups, NewCoordinateError, Reduction
 from inductor_passes.verify.values.definitions import ROUND_FREELY
@@ -127,7 +127,7 @@ class Proof:
             if q.freely:
                 return freely.turned(self, q)
             return self._answered(q, asked)
-        except Cut as cut:
+        except NeedsCut as cut:
             if not q.has(cut.variable):
                 raise Unequal("a layout that is cut within an operator", shown=False) from cut
             return [q.put(cut.variable, piece) for piece in reversed(cut.pieces)]
@@ -224,7 +224,7 @@ class Proof:
         """Whether both or neither of two terms are sums themselves."""
         try:
             heads = self.old.head(old), self.new.head(new)
-        except (Cut, NeedsBytes):
+        except (NeedsCut, NeedsBytes):
             return True
         return (sum_op(heads[0]) == op) == (sum_op(heads[1]) == op)
 
@@ -244,7 +244,7 @@ class Proof:
         try:
             pairs = self._operands(old, new, was, now)
             return all(self._sides[0].anchor(a) == self._sides[1].anchor(b) for a, b in pairs)
-        except Cut:
+        except NeedsCut:
             return False
 
     def _operands(self, old: Access, new: Access, was: Signature, now: Signature) -> Pairs:

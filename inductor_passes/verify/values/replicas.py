@@ -41,7 +41,7 @@ class Replicas:
         return math.prod(n for n, _ in self.digits)
 
     def position(self, space: Space, rank: Affine) -> Affine:
-        """Where a rank stands in its group. Raises ``Cut``, see :class:`Space`."""
+        """Where a rank stands in its group. Raises ``NeedsCut``, see :class:`Space`."""
         position = ZERO
         for (n, _), digit in zip(self.digits, self._digits_of(space, rank)):
             position = position.times(n).plus(digit)

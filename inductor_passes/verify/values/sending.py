@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from inductor_passes.verify.messages import Part
 from inductor_passes.verify.values.access import Access, Constant
-from inductor_passes.verify.values.affine import Affine, Cut
+from inductor_passes.verify.values.affine import Affine, NeedsCut
 from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.differences import describe
 from inductor_passes.verify.values.heads import Head, Resolver, position_of
@@ -71,7 +71,7 @@ def _differs(resolver: Resolver, record: Record, source: Record, run: _Sent) -> 
             told = Access(source, (), resolver.groups.here, index, one.byte, record)
             sent = Access(record.first, (), resolver.groups.here, (one.at,), one.inner, record)
             heads = resolver.head(sent), resolver.head(told)
-        except Cut as cut:
+        except NeedsCut as cut:
             todo += [one.put(cut.variable, piece) for piece in reversed(cut.pieces)]
             continue
         except NeedsBytes as why:

@@ -14,7 +14,7 @@ from fractions import Fraction
 import torch
 
 from inductor_passes.verify.values.access import Access, Constant
-from inductor_passes.verify.values.affine import ZERO, Affine, Cut, Space
+from inductor_passes.verify.values.affine import ZERO, Affine, NeedsCut, Space
 from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.communication import Reduction
 from inductor_passes.verify.values.differences import Unequal
@@ -119,7 +119,7 @@ class Flattener:
             closed: products and sums over dimensions are terms, and are not taken apart.
 
         Raises:
-            Cut: a variable that is not bound by a term has to be cut first.
+            NeedsCut: a variable that is not bound by a term has to be cut first.
         """
         result = Sum(op, dtype, closed=closed)
         todo = [Term((read,))]
@@ -127,7 +127,7 @@ class Flattener:
             term = todo.pop()
             try:
                 opened = self._opened(term, result)
-            except Cut as cut:
+            except NeedsCut as cut:
                 if cut.variable not in term.bound:
                     raise
                 todo += [term.put(cut.variable, piece) for piece in reversed(cut.pieces)]

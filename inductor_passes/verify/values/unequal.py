@@ -28,7 +28,7 @@ def arrived(space: Space, group: Replicas, a: Access) -> Access | None:
     """The peer's element that an element of the result is; None without a statement.
 
     Raises:
-        Cut: parts have to be looked at one by one.
+        NeedsCut: parts have to be looked at one by one.
         NoHintError: it is read on a rank that is not known.
     """
     found = messages(a.record)
