@@ -103,7 +103,7 @@ class GraphMemory:
         return Storage(size, producer, tuple(sorted(readers)), pinned, storage.producer.name)
 
     def _readers(self, storage: FxStorage) -> set[int]:
-        """Tasks that touch a storage, and the waits of collectives among them."""
+        """Tasks that touch a storage, and the waits of collectives and transfers among them."""
         readers: set[int] = set()
         for member in storage.members:
             for user in (member, *member.users):
@@ -111,6 +111,8 @@ class GraphMemory:
                 if task is not None:
                     readers.add(task)
                     readers.update(self._waits_of.get(task, ()))
+                    # What is sent is read until the send has been waited for.
+                    readers.update(self._task_of[w] for w in self._view.transfer_waits.get(user, ()))
         return readers
 
     def _working(self) -> list[Storage]:
@@ -141,9 +143,11 @@ class GraphMemory:
         position = {node: k for k, node in enumerate(self._members[task])}
         change = [0] * (len(position) + 1)
         for storage, size in inside:
-            readers = {user for member in storage.members for user in (member, *member.users)}
+            touched = {user for member in storage.members for user in (member, *member.users)}
+            # A view touches no memory: one that nobody reads keeps none alive.
+            ends = [position[n] for n in touched if n in position and self._view.role(n) is not Role.FREE]
             change[position[storage.producer]] += size
-            change[max(position[n] for n in readers if n in position) + 1] -= size
+            change[max(ends, default=position[storage.producer]) + 1] -= size
         for node, size in made:
             change[position[node]] += size
         kept = sum(size for _, size in made)

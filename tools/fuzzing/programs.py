@@ -728,7 +728,7 @@ class Vandal:
 
 def passes(case: Case, settings: PassConfig) -> list[Pass]:
     """The passes of a case in order."""
-    chosen = [replace(p, effort=case.effort) if isinstance(p, ReorderPass) else p for p in passes_of(settings)]
+    chosen = [p if isinstance(p, ReorderPass) else p for p in passes_of(settings)]
     if case.async_tp:
         chosen.insert(0, AsyncTpPass(mode="force", parts=(2, 4)))
     if case.vandal >= 0:
