@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 import torch.fx
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inductor_passes.authoring import (
@@ -97,6 +97,7 @@ def test_more_memory_is_not_slower_by_more_than_a_hundredth(seed: int) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
+@example(28, True)  # what prepares a bucket's message was counted until the wait
 def test_planner_and_verifier_mean_the_same_by_peak(seed: int, planned: bool) -> None:
     """Two replays, written twice: over tasks and storages, and over nodes."""
     with mesh_world((2, 4)) as mesh:

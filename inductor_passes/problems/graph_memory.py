@@ -110,7 +110,9 @@ class GraphMemory:
                 task = self._task_of.get(user)
                 if task is not None:
                     readers.add(task)
-                    readers.update(self._waits_of.get(task, ()))
+                    if self._view.role(user) is Role.START:
+                        # What only prepares the message is not read any more while it travels.
+                        readers.update(self._waits_of.get(task, ()))
                     # What is sent is read until the send has been waited for.
                     readers.update(self._task_of[w] for w in self._view.transfer_waits.get(user, ()))
         return readers
