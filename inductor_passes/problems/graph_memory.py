@@ -110,8 +110,9 @@ class GraphMemory:
                 task = self._task_of.get(user)
                 if task is not None:
                     readers.add(task)
-                    if self._view.role(user) is Role.START:
-                        # What only prepares the message is not read any more while it travels.
+                    if self._shards.uneven or self._view.role(user) is Role.START:
+                        # What only prepares the message is not read any more while it travels. Where shards are
+                        # uneven, ranks prepare theirs in different ways: all are charged for the longest.
                         readers.update(self._waits_of.get(task, ()))
                     # What is sent is read until the send has been waited for.
                     readers.update(self._task_of[w] for w in self._view.transfer_waits.get(user, ()))
@@ -146,8 +147,9 @@ class GraphMemory:
         change = [0] * (len(position) + 1)
         for storage, size in inside:
             touched = {user for member in storage.members for user in (member, *member.users)}
-            # A view touches no memory: one that nobody reads keeps none alive.
-            ends = [position[n] for n in touched if n in position and self._view.role(n) is not Role.FREE]
+            # A view touches no memory: one that nobody reads keeps none alive. Uneven ranks differ in views.
+            reads = (n for n in touched if self._shards.uneven or self._view.role(n) is not Role.FREE)
+            ends = [position[n] for n in reads if n in position]
             change[position[storage.producer]] += size
             change[max(ends, default=position[storage.producer]) + 1] -= size
         for node, size in made:
