@@ -13,14 +13,15 @@ import torch
 
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting.contract import Facts, Outcome
+from tests.support.graphs import GraphBuilder, c10d
 from tests.support.processes import LIMIT_S, environment
-from tools.fuzzing import programs as fuzz_programs
+from tools.fuzzing import cases, judging, running
 
 IN_ORDER = {"memory_budget": "unlimited", "bucket": "off", "schedule": "off", "redistribute": "off"}
 REORDERED = {**IN_ORDER, "memory_budget": "+20%", "schedule": "on"}
 
 
-def parsed(text: str) -> tuple[fuzz_programs.Step, ...]:
+def parsed(text: str) -> tuple[cases.Step, ...]:
     """Steps as ``name a b c, name a b c``."""
     words = [step.split() for step in text.split(",")]
     return tuple((name, int(a), int(b), int(c)) for name, a, b, c in words)
@@ -28,16 +29,16 @@ def parsed(text: str) -> tuple[fuzz_programs.Step, ...]:
 
 @pytest.fixture(scope="module")
 def groups() -> Iterator[tuple[str, ...]]:
-    with fuzz_programs.world(4) as names:
+    with cases.world(4) as names:
         yield names
 
 
 def test_random_programs(groups: tuple[str, ...]) -> None:
     changed = 0
     for number in range(90):
-        case = replace(fuzz_programs.random_case(random.Random(f"0/{number}")), async_tp=False)
-        said, passes = fuzz_programs.judge(case, groups)
-        assert not said, f"{said}\n{fuzz_programs.as_test(case, groups, said, 'found')}"
+        case = replace(cases.random_case(random.Random(f"0/{number}")), async_tp=False)
+        said, passes = judging.judge(case, groups)
+        assert not said, f"{said}\n{judging.as_test(case, groups, said, 'found')}"
         changed += passes > 0
     assert changed > 45
 
@@ -67,18 +68,18 @@ def test_bugs_are_found_and_shrunk(
     kind: str, words: str, groups: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runs alone find them, without the verifier's help; and what is left of the program is little."""
-    monkeypatch.setattr(fuzz_programs, "passes", lambda case, settings: [_broken(kind)()])
-    monkeypatch.setattr(fuzz_programs.verify, "check", lambda *args, **kwargs: [])
+    monkeypatch.setattr(judging, "passes", lambda case, settings: [_broken(kind)()])
+    monkeypatch.setattr(judging.verify, "check", lambda *args, **kwargs: [])
     for number in range(100):
-        case = fuzz_programs.random_case(random.Random(f"found/{number}"))
-        said, _ = fuzz_programs.judge(case, groups)
+        case = cases.random_case(random.Random(f"found/{number}"))
+        said, _ = judging.judge(case, groups)
         if said:
             break
     assert words in said
-    small = fuzz_programs.shrink(case, groups)
-    assert words in fuzz_programs.judge(small, groups)[0]
+    small = judging.shrink(case, groups)
+    assert words in judging.judge(small, groups)[0]
     assert len(small.steps) <= 4 < len(case.steps)
-    source = fuzz_programs.as_test(small, groups, said, "found")
+    source = judging.as_test(small, groups, said, "found")
     compile(source, "found.py", "exec")
     assert "def test_found()" in source and "wait_tensor" in source
 
@@ -97,8 +98,8 @@ def test_memory_of_an_in_place_collective_is_not_read_before_the_wait(groups: tu
         ("wait", 0, 0, 0),
     )
     for extra in range(8):
-        case = fuzz_programs.Case(steps + (("pointwise", extra, 3, 0),), settings=REORDERED)
-        assert fuzz_programs.judge(case, groups)[0] == ""
+        case = cases.Case(steps + (("pointwise", extra, 3, 0),), settings=REORDERED)
+        assert judging.judge(case, groups)[0] == ""
 
 
 def test_a_copy_of_a_result_stays_behind_a_write_to_it(groups: tuple[str, ...]) -> None:
@@ -107,13 +108,13 @@ def test_a_copy_of_a_result_stays_behind_a_write_to_it(groups: tuple[str, ...]) 
         all_reduce 56 57 43, wait_again 16 44 5, wait 2 22 58, wait 59 18 1, matmul_chain 42 4 3, wait_again 10 13 26,
         reduce_scatter 27 22 2, wait 15 42 11, reduce_scatter 63 27 17, wait 19 0 2, all_reduce 18 32 48,
         wait 62 12 46, matmul_chain 6 7 57, update 20 25 39, cast 22 20 21"""
-    assert fuzz_programs.judge(fuzz_programs.Case(parsed(text), settings=REORDERED), groups)[0] == ""
+    assert judging.judge(cases.Case(parsed(text), settings=REORDERED), groups)[0] == ""
 
 
 def test_a_matmul_too_small_to_price(groups: tuple[str, ...]) -> None:
     """Found: async TP divided by a duration that rounds to 0 ns."""
-    case = fuzz_programs.Case((("matmul_chain", 17, 18, 43),), settings=IN_ORDER, async_tp=True, device="cuda")
-    assert fuzz_programs.judge(case, groups)[0] == ""
+    case = cases.Case((("matmul_chain", 17, 18, 43),), settings=IN_ORDER, async_tp=True, device="cuda")
+    assert judging.judge(case, groups)[0] == ""
 
 
 @pytest.mark.parametrize(
@@ -129,8 +130,8 @@ def test_a_matmul_too_small_to_price(groups: tuple[str, ...]) -> None:
 )
 def test_identical_gathers_become_one(steps: str, changed: int, groups: tuple[str, ...]) -> None:
     """Found: no certificate said whose value is read now; and the wait that stayed could come after its new readers."""
-    case = fuzz_programs.Case(parsed(steps), settings={**IN_ORDER, "redistribute": "exact"}, async_tp=True)
-    assert fuzz_programs.judge(case, groups) == ("", changed)
+    case = cases.Case(parsed(steps), settings={**IN_ORDER, "redistribute": "exact"}, async_tp=True)
+    assert judging.judge(case, groups) == ("", changed)
 
 
 @pytest.mark.parametrize(
@@ -158,11 +159,11 @@ def test_a_later_use_that_keeps_memory_safe_stays_later(
     steps: str, budget: str, per_host: int, groups: tuple[str, ...]
 ) -> None:
     """Found: reordering made an all-reduce the last user of memory that another collective was reading."""
-    case = fuzz_programs.Case(
+    case = cases.Case(
         parsed(steps), settings={**REORDERED, "memory_budget": budget}, ranks_per_host=per_host
     )
     cautious: list[str] = []
-    assert fuzz_programs.judge(case, groups, cautious) == ("", 1)
+    assert judging.judge(case, groups, cautious) == ("", 1)
     assert not cautious
 
 
@@ -179,8 +180,8 @@ def test_a_later_use_that_keeps_memory_safe_stays_later(
 )
 def test_a_receive_writes_the_buffer_that_it_was_given(steps: str, groups: tuple[str, ...]) -> None:
     """Found: its schema does not say so; what reads the buffer itself moved ahead of the receive or of its wait."""
-    case = fuzz_programs.Case(parsed(steps), settings={**REORDERED, "memory_budget": "unlimited"})
-    assert fuzz_programs.judge(case, groups) == ("", 1)
+    case = cases.Case(parsed(steps), settings={**REORDERED, "memory_budget": "unlimited"})
+    assert judging.judge(case, groups) == ("", 1)
 
 
 def test_command_line() -> None:
@@ -188,7 +189,61 @@ def test_command_line() -> None:
         command = [sys.executable, "-m", "tools.fuzzing.passes", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment())
 
-    done = fuzz("--programs", "3", "--seed", "5", "--ranks", "8", "--no-async-tp")
+    done = fuzz("--programs", "3", "--seed", "5", "--ranks", "8", "--no-async-tp", "--jobs", "2")
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "3 programs\n" in done.stdout and "0 failures" in done.stdout
     assert "--ranks 3: expected 4 or 8" in fuzz("--ranks", "3").stderr
+
+
+def test_programs_draw_everything() -> None:
+    """Every step is drawn, and what is drawn for a seed stays the same."""
+    drawn = [cases.random_case(random.Random(f"all/{number}")) for number in range(300)]
+    assert {name for case in drawn for name, *_ in case.steps} == {*cases.STEPS, *cases.RANK_STEPS}
+    assert {case.settings["memory_budget"] for case in drawn} == set(cases.BUDGETS)
+    assert drawn == [cases.random_case(random.Random(f"all/{number}")) for number in range(300)]
+
+
+@pytest.mark.parametrize("steps", ["unusual", "of ranks"])
+def test_rare_steps_alone(steps: str, groups: tuple[str, ...]) -> None:
+    """A program of nothing else runs, on every rank."""
+    names = list(cases.RANK_STEPS) if steps == "of ranks" else list(cases.STEPS)[list(cases.STEPS).index("split") :]
+    for seed in range(3):
+        rng = random.Random(seed)
+        program = [(name, rng.randrange(64), rng.randrange(64), rng.randrange(64)) for name in [*names, "wait"] * 2]
+        rng.shuffle(program)
+        case = cases.Case(tuple(program), settings={**REORDERED, "bucket": "on"}, differs=steps == "of ranks")
+        assert judging.judge(case, groups)[0] == ""
+
+
+def _gather(groups: tuple[str, ...], group: int, size: int) -> torch.fx.GraphModule:
+    b = GraphBuilder()
+    start = b.call(c10d.all_gather_into_tensor.default, b.placeholder("x", 4, 4), size, groups[group])
+    b.graph.output((b.call(c10d.wait_tensor.default, start),))
+    return torch.fx.GraphModule(torch.nn.Module(), b.graph)
+
+
+@pytest.mark.parametrize("timing", ["prompt", "late"])
+def test_ranks_that_communicate_differently_are_found(timing: running.Timing, groups: tuple[str, ...]) -> None:
+    inputs = [[torch.ones(4, 4)] * 4]
+    everybody, some, other = _gather(groups, 0, 4), _gather(groups, 1, 2), _sum(groups)
+    assert len(running.execute(everybody, inputs, timing)) == 8
+    with pytest.raises(running.HangError, match="wait for each other"):
+        running.execute_ranks([everybody, some, some, some], inputs, timing)
+    with pytest.raises(running.HangError, match="all_reduce"):
+        running.execute_ranks([everybody, other, other, other], inputs, timing)
+
+
+def _sum(groups: tuple[str, ...]) -> torch.fx.GraphModule:
+    b = GraphBuilder()
+    start = b.call(c10d.all_reduce.default, b.placeholder("x", 4, 4), "sum", groups[0])
+    b.graph.output((b.call(c10d.wait_tensor.default, start),))
+    return torch.fx.GraphModule(torch.nn.Module(), b.graph)
+
+
+def test_a_gathered_result_that_is_written_to_is_not_transposed(groups: tuple[str, ...]) -> None:
+    """Found: the result became a view of a copy, and the write could not be shown to be the same."""
+    settings = {**IN_ORDER, "redistribute": "exact"}
+    case = cases.Case((("nested_gather", 0, 0, 0), ("update", 0, 1, 0)), settings=settings)
+    assert judging.judge(case, groups)[0] == ""
+    case = cases.Case((("nested_gather", 0, 1, 0), ("update", 0, 1, 0)), settings=settings)
+    assert judging.judge(case, groups)[0] == ""

@@ -23,7 +23,7 @@ from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import Finding, Reason
 from tests.support.verify_graphs import Program, apply_order
 from tests.support.view_programs import random_view_program
-from tools.fuzzing import programs as fuzz_programs
+from tools.fuzzing import cases, judging, running
 
 RANKS = 4
 PROGRAMS = 60
@@ -32,7 +32,7 @@ World = tuple[dict[str, str], dict[str, int]]
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    with fuzz_programs.world(RANKS) as names:
+    with cases.world(RANKS) as names:
         yield _named(names)
 
 
@@ -48,22 +48,22 @@ def _program(seed: int, world: World) -> tuple[Program, torch.fx.GraphModule, ra
 
 def _against(findings: list[Finding]) -> list[Finding]:
     """Findings that are not about what Inductor may do in place, which no order of a program excludes."""
-    return [f for f in findings if fuzz_programs.IN_PLACE not in f.message]
+    return [f for f in findings if judging.IN_PLACE not in f.message]
 
 
 def legal_orders(seed: int, world: World) -> str:
     """What is wrong with the verifier's word on a program and two of its legal orders; "" when nothing is."""
     program, module, rng = _program(seed, world)
-    inputs = fuzz_programs.inputs_of(module, RANKS)
+    inputs = running.inputs_of(module, RANKS)
     if found := _against(verify.check(program.graph)):
         return f"the program is refused: {found[0].rule}: {found[0].message}"
-    expected = fuzz_programs.execute(module, inputs, "prompt")
+    expected = running.execute(module, inputs, "prompt")
     reference = verify.snapshot(program.graph)
     for timing in ("late", None):
         apply_order(program.graph, program.legal_order(rng))
         if found := _against(verify.check(program.graph, reference=reference)):
             return f"a legal order is refused: {found[0].rule}: {found[0].message}"
-        if timing and (said := fuzz_programs.differs(expected, fuzz_programs.execute(module, inputs, timing))):
+        if timing and (said := running.differs(expected, running.execute(module, inputs, timing))):
             return f"a legal order has other results: {said}"
     return ""
 
@@ -71,19 +71,19 @@ def legal_orders(seed: int, world: World) -> str:
 def passes(seed: int, world: World) -> tuple[str, bool]:
     """(what is wrong with what the passes make of a program, whether they changed it)."""
     _, module, rng = _program(seed, world)
-    inputs = fuzz_programs.inputs_of(module, RANKS)
-    expected = fuzz_programs.execute(module, inputs, "prompt")
+    inputs = running.inputs_of(module, RANKS)
+    expected = running.execute(module, inputs, "prompt")
     settings: dict[str, Any] = {"memory_budget": rng.choice(["0", "+20%", "unlimited"])}
     settings["redistribute"] = rng.choice(["off", "exact"])
     config = PassConfig(**settings)
     profile = CostProfile.default(rng.choice(["cpu", "cuda"]), ranks_per_host=rng.choice([1, 8]))
     report = run_passes(module.graph, passes_of(config), config, profile, known=Known("inference")).report
     for one in report.passes:
-        if one.rolled_back in (Reason.EXCEPTION, Reason.VERIFIER) and fuzz_programs.IN_PLACE not in one.detail:
+        if one.rolled_back in (Reason.EXCEPTION, Reason.VERIFIER) and judging.IN_PLACE not in one.detail:
             return f"pass {one.name} was undone: {one.detail}", False
     changed = any(one.changed and one.rolled_back is None for one in report.passes)
     for timing in ("prompt", "late") if changed else ():
-        if said := fuzz_programs.differs(expected, fuzz_programs.execute(module, inputs, timing)):
+        if said := running.differs(expected, running.execute(module, inputs, timing)):
             return f"other results ({timing}): {said}", True
     return "", changed
 
@@ -104,13 +104,13 @@ def test_the_passes_keep_results(world: World) -> None:
 
 def _run(first: int, count: int) -> int:
     failures = 0
-    with fuzz_programs.world(RANKS) as names:
+    with cases.world(RANKS) as names:
         for seed in range(first, first + count):
             for said in (legal_orders(seed, _named(names)), passes(seed, _named(names))[0]):
                 failures += said != ""
                 if said:
                     print(f"program {seed}: {said}", flush=True)
-            fuzz_programs.quiet()
+            judging.quiet()
     print(f"{count} programs, {failures} failures")
     return failures
 

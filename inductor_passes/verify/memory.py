@@ -3,7 +3,8 @@
 Counted are storages, not the allocator's reserve. Views share a storage, and an in-place op adds none. The inputs of a
 collective or a transfer live until the last of its waits. Graph inputs and attributes belong to the caller and live for
 the whole call unless they are named as donated. Outputs live to the end. A node's results are allocated before its
-operands are released.
+operands are released. A view does not touch memory, so a view that nobody reads keeps none alive. An input that nobody
+reads is never released, because generated code drops its inputs after a use.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Collection
 import torch
 import torch.fx
 
+from inductor_passes.ir.ops import Role
+from inductor_passes.verify.facts.storages import Block
 from inductor_passes.verify.facts.view import View
 
 
@@ -40,12 +43,8 @@ def peak_of(view: View, donated: Collection[str] = ()) -> int | None:
                 continue
         else:
             allocated[view.position[storage.producer]] += storage.size_bytes
-        end = view.position[storage.producer]
-        for member in storage.members:
-            end = max(end, view.position[member])
-            for user in member.users:
-                end = max(end, view.position[user], *(view.position[w] for w in view.ends(user)))
-        if end < last:
+        end = _last_touch(view, storage)
+        if 0 <= end < last:
             released[end] += storage.size_bytes
     peak = live
     for index in range(last + 1):
@@ -54,3 +53,13 @@ def peak_of(view: View, donated: Collection[str] = ()) -> int | None:
         live -= released[index]
     return peak
 
+
+def _last_touch(view: View, block: Block) -> int:
+    """Position after which a block is not needed any more; -1 for an input that nobody touches."""
+    end = -1 if view.roles[block.producer] is Role.INPUT else view.position[block.producer]
+    for member in block.members:
+        for node in (member, *member.users):
+            if view.roles[node] is Role.INPUT or (view.roles[node] is Role.FREE and not view.reads(node)):
+                continue
+            end = max(end, view.position[node], *(view.position[w] for w in view.ends(node)))
+    return end

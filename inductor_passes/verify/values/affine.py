@@ -2,8 +2,8 @@
 
 An index into a tensor, and a rank, is such a function of variables that each run from 0 to an extent. Splitting a
 tensor or folding its dimensions needs quotients, remainders and case distinctions. These are such functions only on
-parts of the variables' ranges. :class:`NeedsCut` then says how to replace a variable: by digits (one variable becomes an
-outer and an inner one) or by ranges (one case becomes several). The caller that introduced the variable cuts it and
+parts of the variables' ranges. :class:`NeedsCut` then says how to replace a variable: by digits (one variable becomes
+an outer and an inner one) or by ranges (one case becomes several). The caller that introduced the variable cuts it and
 asks again. So ranks of a group, members of a bucket and rows stay one variable for as long as they behave alike.
 """
 

@@ -2,9 +2,9 @@
 
 A question is a pair of reads, one per graph, for all values of some variables. Both are followed to their heads. Equal
 heads answer the question. Heads that compute the same operator turn into questions about their operands. No question is
-asked twice. Where a layout needs a case distinction (:class:`NeedsCut`), both sides get it, so that the two are compared
-piece by piece without expanding either. Names that are known to hold equal values in both graphs end the walk, so only
-what a pass changed is looked at.
+asked twice. Where a layout needs a case distinction (:class:`NeedsCut`), both sides get it, so that the two are
+compared piece by piece without expanding either. Names that are known to hold equal values in both graphs end the walk,
+so only what a pass changed is looked at.
 """
 
 from __future__ import annotations
