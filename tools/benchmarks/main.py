@@ -13,6 +13,7 @@ from tools.benchmarks.best import best
 from tools.benchmarks.compile import compile_time
 from tools.benchmarks.gpu import gpu
 from tools.benchmarks.link import link
+from tools.benchmarks.memory import memory
 from tools.benchmarks.packs import packs
 from tools.benchmarks.plan import plan
 from tools.benchmarks.redistribute import redistribute
@@ -29,6 +30,7 @@ app.command(name="compile")(compile_time)
 app.command(name="async-tp")(async_tp)
 app.command()(redistribute)
 app.command()(packs)
+app.command()(memory)
 app.command()(gpu)
 app.command()(scale)
 

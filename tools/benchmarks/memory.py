@@ -1,0 +1,81 @@
+"""The peak of a step as the allocator sees it: ours under several budgets against default Inductor, on seven layouts.
+
+Ranks are simulated and kernels compute nothing: what is allocated and freed, and in which order, is the generated
+wrapper's doing. So the figures are the same in every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+import inductor_passes
+from tests.support.compiled import without_kernels
+from tests.support.measured import LAYOUTS, build, measured_peaks
+from tests.support.world import fake_world
+from tools.shared.record import RESULTS, markdown_table, write
+
+#: How far the measured peak may be above what the budget allows, relative to default Inductor's.
+TOLERANCE = 0.02
+BUDGETS = ("0", "+5%", "+25%")
+
+
+def memory(
+    layout: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(LAYOUTS)}; default: all.")] = None,
+    budget: Annotated[list[str] | None, typer.Option(help=f"Values of memory_budget; default: {BUDGETS}.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the page.")] = RESULTS,
+) -> None:
+    """Measured peaks of a training step, relative to default Inductor's."""
+    chosen, budgets = layout or list(LAYOUTS), budget or list(BUDGETS)
+    unknown = [name for name in chosen if name not in LAYOUTS]
+    if unknown:
+        raise typer.BadParameter(f"--layout is {unknown[0]!r}; expected one of {', '.join(LAYOUTS)}")
+    peaks = {name: {one: max(_measured(name, one)) for one in (None, *budgets)} for name in chosen}
+    body = _body(peaks, budgets)
+    Console().print("\n".join(body), markup=False)
+    data = {name: {one or "default Inductor": peak for one, peak in row.items()} for name, row in peaks.items()}
+    write("memory", "Measured peaks", body, data, folder=out)
+
+
+def _measured(layout: str, budget: str | None) -> tuple[int, int]:
+    """Peaks of forward and backward in bytes, above what is there before the step; None: default Inductor."""
+    torch._dynamo.reset()
+    with fake_world(4), without_kernels(), tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        model, tokens = build(layout)
+
+        def loss(tokens: torch.Tensor) -> torch.Tensor:
+            return model(tokens).square().mean()  # type: ignore[no-any-return]
+
+        options = None if budget is None else inductor_passes.options(memory_budget=budget)
+        compiled = torch.compile(loss, fullgraph=True, options=options)
+        stack.callback(torch._dynamo.reset)
+        compiled(tokens).backward()
+        return measured_peaks(compiled, model, tokens, Path(folder))
+
+
+def _body(peaks: dict[str, dict[str | None, int]], budgets: Sequence[str]) -> list[str]:
+    rows = []
+    for name, row in peaks.items():
+        default = row[None]
+        cells = []
+        for one in budgets:
+            allowed = inductor_passes.config.MemoryBudget.parse(one).limit_bytes(default)
+            mark = " (above)" if allowed is not None and row[one] > allowed * (1 + TOLERANCE) else ""
+            cells.append(f"{row[one] / default:.3f}{mark}")
+        rows.append([name, f"{default:,}", *cells])
+    return [
+        "The higher of forward's and backward's peak in bytes, above what is allocated before the step, and ours",
+        f"relative to it. *above*: more than {TOLERANCE:.0%} over what the budget allows of default Inductor's peak. The",
+        "budget holds for the graph that Inductor is given and, on fused kernels, relative to Inductor's own order of it.",
+        "Default Inductor fuses another graph, so measured peaks can be above. A simulated collective is over at once:",
+        "what real ones hold while they are in flight comes on top, for both.",
+        "",
+        *markdown_table(["layout", "default Inductor", *(f'ours, "{one}"' for one in budgets)], rows),
+    ]
