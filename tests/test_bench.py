@@ -34,7 +34,7 @@ WITHIN = tuple(range(8))
 def test_every_subcommand_explains_itself() -> None:
     runner = CliRunner()
     listed = runner.invoke(bench.app, ["--help"]).output
-    for name in ("link", "summary", "plan", "compile", "async-tp", "redistribute", "gpu", "scale"):
+    for name in ("link", "summary", "plan", "compile", "async-tp", "redistribute", "memory", "gpu", "scale"):
         assert name in listed
         assert runner.invoke(bench.app, [name, "--help"]).exit_code == 0
 

@@ -72,10 +72,10 @@ def _body(peaks: dict[str, dict[str | None, int]], budgets: Sequence[str]) -> li
         rows.append([name, f"{default:,}", *cells])
     return [
         "The higher of forward's and backward's peak in bytes, above what is allocated before the step, and ours",
-        f"relative to it. *above*: more than {TOLERANCE:.0%} over what the budget allows of default Inductor's peak. The",
-        "budget holds for the graph that Inductor is given and, on fused kernels, relative to Inductor's own order of it.",
-        "Default Inductor fuses another graph, so measured peaks can be above. A simulated collective is over at once:",
-        "what real ones hold while they are in flight comes on top, for both.",
+        f"relative to it. *above*: more than {TOLERANCE:.0%} over what the budget allows of default Inductor's peak.",
+        "The budget holds for the graph that Inductor is given and, on fused kernels, relative to Inductor's own order",
+        "of it. Default Inductor fuses another graph, so measured peaks can be above. A simulated collective is over",
+        "at once: what real ones hold while they are in flight comes on top, for both.",
         "",
         *markdown_table(["layout", "default Inductor", *(f'ours, "{one}"' for one in budgets)], rows),
     ]
