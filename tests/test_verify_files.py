@@ -37,6 +37,18 @@ def rules(findings) -> set[str]:
     return {f.rule for f in findings}
 
 
+def test_a_cast_in_a_file_is_a_cast():
+    """Constants of torch come back as they were: else nothing is known of an operator that takes one."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(4, 4, device="meta")
+    options = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "memory_format": torch.contiguous_format}
+    cast = graph.call_function(torch.ops.aten._to_copy.default, (x,), options)
+    cast.meta["val"] = torch.empty(4, 4, dtype=torch.bfloat16, device="meta")
+    graph.output(cast)
+    assert {n.name: n.kwargs for n in round_trip(graph).graph.nodes}[cast.name] == options
+
+
 def test_round_trip_keeps_what_the_verifier_looks_at(groups):
     for seed in range(20):
         graph = random_program(random.Random(seed), groups).graph

@@ -98,10 +98,12 @@ def _fits(type_: Any, value: Any) -> bool:
         # One number stands for a list of it.
         return inner.kind() != "TensorType" and _fits(inner, value)
     if kind in _SCALARS:
-        return isinstance(value, (str, int, float, torch.fx.Node))
+        return isinstance(value, (str, int, float, torch.fx.Node, *_CONSTANTS))
     return True
 
 
+#: Schemas write them as integers, or as devices.
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 #: What is of any type is a process group: its name, or a node that stands for it.
 _SCALARS = {"StringType", "IntType", "FloatType", "BoolType", "NumberType", "SymIntType", "DeviceObjType", "AnyType"}
 

@@ -37,6 +37,7 @@ MAX_NODES = 300_000
 MAX_DEPTH = 16
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.]{0,999}")
 _OPERATOR = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)::([A-Za-z_][A-Za-z0-9_.]*?)(?:\.([A-Za-z0-9_]+))?")
+_DEVICE = re.compile(r"(cpu|cuda|xpu|hpu|mps|meta)(:\d{1,3})?")
 _PYTHON: dict[str, Callable[..., Any]] = {
     f"operator.{name}": getattr(operator, name)
     for name in (
@@ -94,12 +95,13 @@ class GraphFile:
 # -- the file ------------------------------------------------------------------------------------------------
 
 
-class TensorRecord(Struct):
-    """What is known of a tensor: ``storage`` is the size of its memory in bytes, strides are not kept."""
+class TensorRecord(Struct, omit_defaults=True):
+    """What is known of a tensor: ``storage`` is the size of its memory in bytes."""
 
     dtype: str
     shape: list[Count]
     storage: Count
+    strides: list[Count] | UnsetType = UNSET
 
 
 Tensors: TypeAlias = TensorRecord | list[TensorRecord | list[TensorRecord | None] | None] | None
@@ -220,7 +222,9 @@ def _value(value: object) -> Any:
     size = _torch.storage_bytes(value)
     if None in shape or size is None:
         return None
-    return TensorRecord(str(value.dtype).removeprefix("torch."), shape, size)  # type: ignore[arg-type]
+    strides = [_torch.size_hint(s) for s in value.stride()] if value.layout is torch.strided else [None]
+    kept: Any = UNSET if None in strides else strides
+    return TensorRecord(str(value.dtype).removeprefix("torch."), shape, size, kept)  # type: ignore[arg-type]
 
 
 # -- reading -------------------------------------------------------------------------------------------------
@@ -303,7 +307,7 @@ class _Reader:
                     raise GraphFileError(f"node {node.name} uses {shown(content)}, which is not there")
                 return self.nodes[content]
             if kind == "text" and isinstance(content, str):
-                return _Literal(content)
+                return _constant(content)
             if kind == "operator" and isinstance(content, str):
                 return _target("call_function", content)
             if kind == "slice" and isinstance(content, list) and len(content) == 3:
@@ -311,6 +315,16 @@ class _Reader:
             if kind == "dict" and isinstance(content, list):
                 return {str(k): self._argument(node, v, depth + 1) for k, v in map(_pair, content)}
         raise GraphFileError(f"node {node.name} has an argument of an unknown form: {shown(value)}")
+
+
+def _constant(text: str) -> Any:
+    """What was saved as text: torch's constants and devices come back as they were, anything else stays text."""
+    if text in ("inf", "-inf", "nan"):
+        return float(text)
+    if _DEVICE.fullmatch(text):
+        return torch.device(text)
+    found = getattr(torch, text.removeprefix("torch."), None) if text.startswith("torch.") else None
+    return found if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)) else _Literal(text)
 
 
 def _pair(item: object) -> tuple[object, object]:
@@ -358,12 +372,13 @@ def _tensor(node: torch.fx.Node, value: Any) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise GraphFileError(f"node {node.name}: dtype is {shown(value.dtype)}; expected one of torch's, e.g. float32")
     try:
-        # Without data: strides are not kept, the storage may be larger or smaller than the shape.
+        # Without data. Older files keep no strides; the storage may then be larger or smaller than the shape.
         flat = torch.empty(value.storage, dtype=torch.uint8, device="meta").untyped_storage()
         result = torch.empty(0, dtype=dtype, device="meta")
         result.set_(flat, 0, (0,), (1,))
         if value.storage:
-            return result.as_strided(value.shape, [0] * len(value.shape))
+            strides = [0] * len(value.shape) if value.strides is UNSET else value.strides
+            return result.as_strided(value.shape, strides)
         return torch.empty(value.shape, dtype=dtype, device="meta")
     except (RuntimeError, OverflowError) as error:
         first = str(error).partition("\n")[0]
