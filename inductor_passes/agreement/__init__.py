@@ -10,7 +10,7 @@ from inductor_passes.agreement.asking import bounded, explaining, forget, sessio
 from inductor_passes.agreement.cached import StaleVerdictError, loaded, statement
 from inductor_passes.agreement.consensus import Ballot, Kind, Outcome
 from inductor_passes.agreement.literals import Literals
-from inductor_passes.agreement.reach import TIMEOUT_S, Agreement, reach
+from inductor_passes.agreement.reach import TIMEOUT_S, Agreement, confirm, reach
 
 __all__ = [
     "TIMEOUT_S",
@@ -21,6 +21,7 @@ __all__ = [
     "Outcome",
     "StaleVerdictError",
     "bounded",
+    "confirm",
     "explaining",
     "forget",
     "loaded",

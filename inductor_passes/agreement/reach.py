@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from inductor_passes import _torch
@@ -111,6 +113,44 @@ def reach(
         waited_ns=_since(asked),
         operations=session.board.operations if session is not None else 0,
         described_ns=described_ns,
+        claim=replace(claim, agreed=outcome.agreed),
+    )
+
+
+def confirm(before: Agreement, lines: Sequence[str], longer_s: float = 0.0) -> Agreement:
+    """Ask the ranks that agreed on a graph whether all of them did the same to it; never raises.
+
+    A pass may fail on one rank alone. Then all ranks have to go back to the graph that they agreed on.
+
+    Args:
+        before: their verdict on the graph as it was; where it is no, or concerns this rank alone, it is returned.
+        lines: what was done, equal on ranks that did the same.
+        longer_s: what to wait on top for, in seconds: ranks do not need equally long for the graph.
+    """
+    if before.claim is None or not before.agreed or before.claim.participants in ((), (before.claim.rank,)):
+        return before
+    content = json.dumps([before.claim.digest, before.claim.values, *lines])
+    claim = replace(
+        before.claim,
+        digest=hashlib.sha256(content.encode()).hexdigest(),
+        values=(),
+        kinds="",
+        roles=(),
+        places=(),
+        phase=f"{before.claim.phase} outcome",
+        lines=packed_lines(lines),
+        timeout_s=before.claim.timeout_s + longer_s,
+        agreed=False,
+    )
+    asked = time.perf_counter_ns()
+    outcome, session = ask(claim, lines)
+    return Agreement(
+        agreed=outcome.agreed,
+        why=outcome.why,
+        digest=claim.digest,
+        participants=claim.participants,
+        waited_ns=_since(asked),
+        operations=session.board.operations if session is not None else 0,
         claim=replace(claim, agreed=outcome.agreed),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,6 +80,25 @@ def _facts(settings: PassConfig, profile: CostProfile, step: StepFacts | None) -
     }
 
 
+def confirm(
+    before: Agreement, graph: torch.fx.Graph, done: Sequence[PassReport], settings: PassConfig, took_ns: int
+) -> Agreement:
+    """Whether all ranks that agreed on a graph did the same to it.
+
+    Args:
+        done: what the passes did, in order.
+        took_ns: how long that took here. Others may need as long again.
+    """
+    found = Agreement(False, "asking the other ranks failed", "", ())
+    with guarded("asking what the other ranks did", "collectives stay as they are", settings):
+        lines = [f"pass {p.name}: changed {p.changed}, undone {p.rolled_back and p.rolled_back.value}" for p in done]
+        lines += [f"{c.kind.name} between {c.group.size} ranks" for c in GraphView(graph).collectives]
+        found = agreement.confirm(before, lines, took_ns / 1e9)
+    if before.agreed and not found.agreed:
+        warn_once(f"inductor_passes: ranks did not all do the same to a graph, its collectives stay: {found.why}")
+    return found
+
+
 def report_of(found: Agreement) -> PassReport | None:
     """For the graph's report; None where nobody had to be asked. Warns once where ranks are not known to agree."""
     if not found.agreed:
@@ -106,7 +125,8 @@ def attach(graph: torch.fx.Graph, found: Agreement) -> None:
     module: Any = graph.owning_module
     all_found = [*_waiting.take(), found]
     if module is not None:
-        module.meta[META_KEY] = tuple(filter(None, map(agreement.statement, all_found)))
+        statements = filter(None, map(agreement.statement, all_found))
+        module.meta[META_KEY] = tuple(dict.fromkeys((*module.meta.get(META_KEY, ()), *statements)))
 
 
 def state() -> None:

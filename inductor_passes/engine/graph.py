@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch.fx
 
 from inductor_passes import _torch, verify
+from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint
+from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
 from inductor_passes.engine.complain import warn_once
@@ -18,7 +23,7 @@ from inductor_passes.engine.publish import publish_fx
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
 from inductor_passes.pin.file import GraphPlan
-from inductor_passes.report import GraphReport, Verdict
+from inductor_passes.report import GraphReport, PassReport, Verdict
 from inductor_passes.rewrites import audit
 from inductor_passes.rewriting.step_facts import StepFacts, facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
@@ -58,9 +63,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         report.passes.append(asked)
     pinned = _pins(report, collectives, settings) if agreed.agreed else None
     known = Known(phase, agreed=agreed.agreed, pins=pinned, step=step)
-    compilation = run_passes(
-        graph, passes_of(settings), settings, profile, known=known, report=report, view=view
-    )
+    compilation = _run_alike(view, settings, profile, known, report, agreed)
+    report = compilation.report
     compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
     with guarded("writing down the plan", "the report has none", settings):
         report.plan = _plan(compilation, collectives)
@@ -72,6 +76,33 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         report.notes += verify.statement(graph, compared=settings.rank_check != "off")
     _hand_on(graph, compilation)
     return compilation
+
+
+def _run_alike(
+    view: GraphView,
+    settings: PassConfig,
+    profile: CostProfile,
+    known: Known,
+    report: GraphReport,
+    agreed: Agreement,
+) -> Compilation:
+    """Run the passes; where the ranks that agreed on the graph did not all do the same, start again without them."""
+    graph, begun = view.graph, list(report.passes)
+    backup, began = Backup(graph), time.perf_counter_ns()
+    compilation = run_passes(graph, passes_of(settings), settings, profile, known=known, report=report, view=view)
+    if not agreed.agreed:
+        return compilation
+    done = report.passes[len(begun) :]
+    did = agreeing.confirm(agreed, graph, done, settings, time.perf_counter_ns() - began)
+    if did is not agreed:
+        agreeing.attach(graph, did)
+    if did.agreed:
+        return compilation
+    backup.restore()
+    anew = new_report(graph, known.phase, settings, profile)
+    anew.passes = [*begun, PassReport(agreeing.NAME, detail=f"undone on all ranks: {did.why}")]
+    alone = replace(known, agreed=False, pins=None)
+    return run_passes(graph, passes_of(settings), settings, profile, known=alone, report=anew)
 
 
 def _readable(graph: torch.fx.Graph) -> str:

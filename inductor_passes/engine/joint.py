@@ -6,11 +6,14 @@ rows (R9) must change their readers in backward too, and only the joint graph ha
 
 from __future__ import annotations
 
+import time
+
 import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import agreeing, garbage, identity
+from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import unharmed
 from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.pipeline import run_passes
@@ -52,5 +55,12 @@ def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
     profile = identity.load_profile(settings)
     found = agreeing.reach(view, settings, profile, "joint")
     agreeing.remember(found)
+    backup, began = Backup(graph), time.perf_counter_ns()
     done = run_passes(graph, passes, settings, profile, known=Known("joint", agreed=found.agreed), view=view)
-    REPORTS.put(*done.report.passes)
+    did = agreeing.confirm(found, graph, done.report.passes, settings, time.perf_counter_ns() - began)
+    if did is not found:
+        agreeing.remember(did)
+    if found.agreed and not did.agreed:
+        backup.restore()
+    else:
+        REPORTS.put(*done.report.passes)

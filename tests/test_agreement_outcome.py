@@ -1,0 +1,76 @@
+"""What fails on one rank alone is undone on all: ranks that agreed on a graph also agree on what became of it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_reduce
+
+import inductor_passes.plugin  # noqa: F401  registers the backend
+from inductor_passes.engine import judge, pipeline
+from inductor_passes.trace.collector import collect
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    """Their own: verdicts stay with a process."""
+    with Ranks(2) as pool:
+        yield pool
+
+
+def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x, "sum", dist.group.WORLD) + all_reduce(y, "sum", dist.group.WORLD)
+
+
+def sandwiched(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return all_reduce(x, "sum", dist.group.WORLD) + x + all_reduce(y, "sum", dist.group.WORLD)
+
+
+def refuses(*args: object, **kwargs: object) -> judge.Judgement:
+    raise RuntimeError("on this rank only")
+
+
+def run(rank: int, world_size: int, failing: tuple[int, ...], codegen: str, name: str) -> tuple[bool, int, list[str]]:
+    """(whether results are right, collectives that were merged, what the report says of the agreement)."""
+    called = {"program": program, "sandwiched": sandwiched}[name]
+    torch._dynamo.reset()
+    inputs = [torch.arange(8.0).reshape(4, 2) * (rank + k + 1) for k in range(2)]
+    options = {"inductor_passes.redistribute": "reassociate", "inductor_passes.codegen": codegen}
+    fault = mock.patch.object(pipeline.judge, "judge", refuses) if rank in failing else contextlib.nullcontext()
+    with warnings.catch_warnings(), collect(what_if=False) as reports, fault:
+        warnings.simplefilter("ignore")
+        with torch._inductor.config.patch(force_disable_caches=True):
+            found = torch.compile(called, backend="inductor_passes", options=options, fullgraph=True)(*inputs)
+    (report,) = reports
+    right = torch.equal(found, called(*inputs))
+    merged = sum(p.changed and p.name == "redistribute" for p in report.passes)
+    return right, merged, [p.detail for p in report.passes if p.name == "agreement"]
+
+
+@pytest.mark.parametrize("codegen", ["inductor", "aot_eager"])
+def test_a_pass_that_fails_on_one_rank_is_undone_on_all(two: Ranks, codegen: str) -> None:
+    for right, merged, said in two.run(run, (0,), codegen, "program"):
+        assert right and merged == 0
+        assert any("undone on all ranks" in detail and "redistribute" in detail for detail in said), said
+
+
+def test_what_fails_on_all_ranks_alike_is_undone_by_itself(two: Ranks) -> None:
+    for right, merged, said in two.run(run, (0, 1), "aot_eager", "sandwiched"):
+        assert right and merged == 0
+        assert not any("undone on all ranks" in detail for detail in said)
+
+
+@pytest.mark.parametrize("codegen", ["inductor", "aot_eager"])
+def test_a_term_between_two_sums_that_is_also_summed(two: Ranks, codegen: str) -> None:
+    """Of its own term each rank has two: the one between, and the one in its sum."""
+    for right, merged, said in two.run(run, (), codegen, "sandwiched"):
+        assert right and merged == 1, said
