@@ -39,12 +39,21 @@ def refuses(*args: object, **kwargs: object) -> judge.Judgement:
     raise RuntimeError("on this rank only")
 
 
+def whole_numbers(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    one, other = x.long(), y.long()
+    return all_reduce(one, "sum", dist.group.WORLD) + 2 * one + all_reduce(other, "sum", dist.group.WORLD)
+
+
+PROGRAMS = {"program": program, "sandwiched": sandwiched, "whole numbers": whole_numbers}
+
+
 def run(rank: int, world_size: int, failing: tuple[int, ...], codegen: str, name: str) -> tuple[bool, int, list[str]]:
     """(whether results are right, collectives that were merged, what the report says of the agreement)."""
-    called = {"program": program, "sandwiched": sandwiched}[name]
+    called = PROGRAMS[name]
     torch._dynamo.reset()
     inputs = [torch.arange(8.0).reshape(4, 2) * (rank + k + 1) for k in range(2)]
-    options = {"inductor_passes.redistribute": "reassociate", "inductor_passes.codegen": codegen}
+    tier = "exact" if called is whole_numbers else "reassociate"
+    options = {"inductor_passes.redistribute": tier, "inductor_passes.codegen": codegen}
     fault = mock.patch.object(pipeline.judge, "judge", refuses) if rank in failing else contextlib.nullcontext()
     with warnings.catch_warnings(), collect(what_if=False) as reports, fault:
         warnings.simplefilter("ignore")
@@ -73,4 +82,9 @@ def test_what_fails_on_all_ranks_alike_is_undone_by_itself(two: Ranks) -> None:
 def test_a_term_between_two_sums_that_is_also_summed(two: Ranks, codegen: str) -> None:
     """Of its own term each rank has two: the one between, and the one in its sum."""
     for right, merged, said in two.run(run, (), codegen, "sandwiched"):
+        assert right and merged == 1, said
+
+
+def test_whole_numbers_are_added_in_another_order_in_the_exact_tier(two: Ranks) -> None:
+    for right, merged, said in two.run(run, (), "aot_eager", "whole numbers"):
         assert right and merged == 1, said

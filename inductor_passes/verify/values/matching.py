@@ -127,7 +127,8 @@ def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> l
     families, singles = (now, was) if swapped else (was, now)
     covers = [Cover(space, family.term.bound, op in IDEMPOTENT) for family in families]
     pairs: list[tuple[Access, Access]] = []
-    todo = singles[::-1]
+    # The largest first, each where it fits most tightly: one term may be of several families.
+    todo = sorted(singles, key=lambda one: _count(space, one))
     while todo:
         single = todo.pop()
         try:
@@ -141,6 +142,10 @@ def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> l
     for family, cover in zip(families, covers):
         _check(family, cover)
     return pairs
+
+
+def _count(space: Space, one: Anchored) -> int:
+    return math.prod(space.extents[v] for v in one.term.bound)
 
 
 def _check(family: Anchored, cover: Cover) -> None:
@@ -161,9 +166,9 @@ def _placed(
     space: Space, families: list[Anchored], covers: list[Cover], single: Anchored
 ) -> tuple[Access, ...]:
     """The reads of the family's terms that correspond to a single, which is entered there."""
-    count = math.prod(space.extents[v] for v in single.term.bound)
+    count = _count(space, single)
     full = False
-    for family, cover in zip(families, covers):
+    for family, cover in sorted(zip(families, covers), key=lambda one: one[1].room):
         solution = _solved(space, family, single)
         if solution is None:
             continue
