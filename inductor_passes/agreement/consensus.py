@@ -35,6 +35,7 @@ from enum import Enum
 
 from inductor_passes.agreement import difference
 from inductor_passes.agreement.board import StoreError
+from inductor_passes.agreement.literals import Kind as LiteralKind
 from inductor_passes.agreement.literals import Literals, parsed
 from inductor_passes.agreement.session import Session
 
@@ -220,6 +221,11 @@ class _Talk:
         if index >= len(literals.places) or literals.places[index] >= len(lines):
             return f"the {self._ballot.what}s are alike but for a number on rank {rank}"
         line = difference.shown(lines[literals.places[index]])
+        if literals.kinds[index] == LiteralKind.NEAR.value:
+            return (
+                f"the {self._ballot.what}s are alike, but {line} reads piece {literals.values[index]} on all ranks: on "
+                "one of them that is the rank's own piece, and a rewrite would take it for that there alone"
+            )
         return (
             f"the {self._ballot.what}s are alike but for a number on rank {rank} that is neither the same on all ranks "
             f"nor given by a rank's own position: {line}, in which rank {self._session.rank} has "

@@ -71,7 +71,7 @@ def is_piece_of_split(node: torch.fx.Node) -> bool:
         and _torch.op_name(source.target) in _SPLITS
         and isinstance(node.args[1], int)
         and isinstance(pieces, (list, tuple))
-        and len({tuple(piece.shape) for piece in pieces if isinstance(piece, torch.Tensor)}) == 1
+        and len({str(piece.shape) for piece in pieces if isinstance(piece, torch.Tensor)}) == 1
     )
 
 

@@ -99,7 +99,7 @@ def match(collective: Collective, view: GraphView) -> Norm | None:
     residual = _other(user, value)
     if not isinstance(residual, torch.fx.Node) or residual is value:
         return None
-    shapes = {tuple(n.meta["val"].shape) for n in (user, residual, value)}
+    shapes = {str(n.meta["val"].shape) for n in (user, residual, value)}
     if len(shapes) > 1 or not all(isinstance(s, int) and s for s in user.meta["val"].shape):
         return None
     return _behind(collective, user, residual, inner, view)

@@ -134,12 +134,12 @@ def _gather(collective: Collective, product: IsProduct, view: GraphView) -> Site
                 products.append(form)
             else:
                 readers.append(user)
-    lefts = {(*form.left.meta["val"].shape, form.left.meta["val"].dtype) for form in products}
+    lefts = [(*form.left.meta["val"].shape, form.left.meta["val"].dtype) for form in products]
     if not products:
         return "no matmul has its rows as the left operand"
-    if len(lefts) > 1:
+    if len({str(one) for one in lefts}) > 1:
         return "its matmuls see it in different shapes"
-    total, columns, _ = lefts.pop()
+    total, columns, _ = lefts[0]
     if total % world or not total:
         return f"{total} rows are no blocks of rows of {world} ranks"
     after = _descendants(wait)

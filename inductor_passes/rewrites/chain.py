@@ -229,7 +229,7 @@ def _sliced(work: Work, chain: Chain, split: torch.fx.Node) -> bool:
 def own_group(split: torch.fx.Node, piece: torch.fx.Node) -> Ranks | None:
     """The group of which a piece is the rank's own, proven as the module's docstring says; None without proof."""
     pieces = split.meta["val"]
-    if not origin_of(split).explicit or len({tuple(p.shape) for p in pieces}) != 1 or len(pieces) < 2:
+    if not origin_of(split).explicit or len({str(p.shape) for p in pieces}) != 1 or len(pieces) < 2:
         return None
     rank = _torch.process_rank()
     candidates = [p for p in prepared_partitions() if len(p[0]) == len(pieces) and any(rank in g for g in p)]

@@ -146,7 +146,7 @@ def _is_sum(node: torch.fx.Node) -> bool:
         isinstance(a, torch.fx.Node)
         and isinstance(b, torch.fx.Node)
         and a is not b
-        and len({(tuple(n.meta["val"].shape), n.meta["val"].dtype) for n in (a, b, node)}) == 1
+        and len({(str(n.meta["val"].shape), n.meta["val"].dtype) for n in (a, b, node)}) == 1
     )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
@@ -150,8 +151,11 @@ def _equal_splits(tensor: torch.Tensor, ranks: int) -> tuple[int, ...]:
 
 
 def _check_memory(view: GraphView, slot: Slot) -> None:
-    """A result that somebody writes to must keep memory of its own."""
+    """A result that somebody writes to, or waits for once more, must keep memory of its own."""
     for storage in view.storages.of(slot.result):
+        again = next((m for m in storage.members if view.role(m) is Role.WAIT and m not in slot.waits), None)
+        if again is not None:
+            raise Refused(Reason.UNSUPPORTED, f"{again.name} waits for {slot.result.name} once more")
         if storage.writers:
             raise Refused(Reason.UNSUPPORTED, f"{storage.writers[0].name} writes to the result of {slot.result.name}")
 
