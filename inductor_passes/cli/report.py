@@ -87,7 +87,7 @@ def show(
     if not any(graph.report for graph in trace.graphs):
         raise CommandError(
             f"{trace_dir} holds no readable graph of inductor_passes; expected the trace of a run with the plugin "
-            "enabled (`inductor-passes doctor` checks the environment)",
+            "enabled (`inductor-passes doctor` checks the environment) and with collectives in a compiled graph",
             status=1,
         )
 

@@ -41,7 +41,8 @@ def guarded(run: Callable[[], Any]) -> int:
     _never_refuse_characters()
     try:
         status = run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started us
+            sys.stdout.flush()
         return status if isinstance(status, int) else 0
     except KeyboardInterrupt:
         return 130

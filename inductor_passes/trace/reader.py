@@ -188,7 +188,7 @@ def _logs(root: Path, trace: Trace) -> list[Path]:
         raise TraceError(f"{shown} cannot be read ({reason}); expected the directory that TORCH_TRACE named") from None
     if not logs:
         raise TraceError(
-            f"{shown} holds no .log file; run the program with TORCH_TRACE={printable(root.name)} first"
+            f"{shown} holds no .log file; run the program with TORCH_TRACE={printable(str(root))} first"
         )
     if len(logs) > MAX_FILES:
         trace.note(f"only the first {MAX_FILES} of {len(logs)} logs were read")
