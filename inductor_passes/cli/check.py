@@ -64,7 +64,10 @@ def check(
         _print(str(path), found)
         count += len(found)
         if ranks and not any(f.rule == "topology" for f in found):
-            events = snapshot(file.graph).events
+            try:
+                events = snapshot(file.graph).events
+            except ValueError as error:
+                raise CommandError(f"{path}: {error}") from error
             programs.append(tuple(dataclasses.replace(e, ranks=file.groups.get(e.group, e.ranks)) for e in events))
     if ranks and len(programs) == len(graphs):
         certification = certify(programs, max_in_flight=max_in_flight or None)

@@ -156,6 +156,8 @@ def _piece(node: torch.fx.Node) -> int | None:
     dim, start = arguments.get("dim", 0), arguments.get("start", 0) or 0
     if not isinstance(own, torch.Tensor) or not isinstance(dim, int) or not isinstance(start, int):
         return None
+    if not -own.dim() <= dim < own.dim() == value.dim():  # a damaged graph
+        return None
     length, size = _torch.size_hint(own.shape[dim]), _torch.size_hint(value.shape[dim])
     if not length or not size or size % length or start % length:
         return None
