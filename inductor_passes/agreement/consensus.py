@@ -223,8 +223,8 @@ class _Talk:
         line = difference.shown(lines[literals.places[index]])
         if literals.kinds[index] == LiteralKind.NEAR.value:
             return (
-                f"the {self._ballot.what}s are alike, but {line} reads a piece (here {literals.values[index]}) that is the "
-                "rank's own on some ranks only: a rewrite would take it for that there alone"
+                f"the {self._ballot.what}s are alike, but {line} reads a piece (here {literals.values[index]}) that is "
+                "the rank's own on some ranks only: a rewrite would take it for that there alone"
             )
         return (
             f"the {self._ballot.what}s are alike but for a number on rank {rank} that is neither the same on all ranks "
