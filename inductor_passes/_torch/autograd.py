@@ -25,16 +25,28 @@ def all_gather(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor
 
 def reduce_scatter_sum(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """This rank's equal slice along dimension 0 of the sum over the group of mesh dimension ``dim``; waited for."""
-    started = torch.ops._c10d_functional.reduce_scatter_tensor(
-        tensor.contiguous(), "sum", mesh.size(dim), mesh.get_group(dim).group_name
-    )
-    return torch.ops._c10d_functional.wait_tensor(started)
+    return reduce_scatter_in(tensor, mesh.get_group(dim).group_name, mesh.size(dim))
 
 
 def all_reduce_sum(tensor: torch.Tensor, mesh: DeviceMesh, dim: int) -> torch.Tensor:
     """The sum over the group of mesh dimension ``dim``; waited for."""
-    started = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), "sum", mesh.get_group(dim).group_name)
+    return all_reduce_in(tensor, mesh.get_group(dim).group_name, "sum")
+
+
+def reduce_scatter_in(tensor: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    """This rank's equal slice along dimension 0 of the sum over a named group; waited for."""
+    started = torch.ops._c10d_functional.reduce_scatter_tensor(tensor.contiguous(), "sum", ranks, group)
     return torch.ops._c10d_functional.wait_tensor(started)
+
+
+def all_reduce_in(tensor: torch.Tensor, group: str, op: str) -> torch.Tensor:
+    """The reduction over a named group; waited for."""
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group))
+
+
+def broadcast_in(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """The tensor of a named group's first rank; waited for."""
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.broadcast(tensor.contiguous(), 0, group))
 
 
 #: What marks nodes that a partitioner of ours may save although they are tagged for recomputation.

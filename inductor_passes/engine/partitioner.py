@@ -2,6 +2,7 @@
 
 It decides which gathered parameters are kept for backward, where ``simple_fsdp(reshard_after_forward="auto")`` leaves
 that to us, and tells both graphs the peak memory of the whole step. The inner partitioner decides what else is saved.
+What it makes of checkpointed regions is mended (``checkpointing``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, garbage, identity
+from inductor_passes.engine import agreeing, checkpointing, garbage, identity
 from inductor_passes.engine.barrier import MEANT, guarded
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
@@ -45,15 +46,14 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
         """Forward and backward graph of a joint one."""
-        split = self.inner or _torch.default_partitioner()
         marked: list[torch.fx.Node] = []
         with guarded("looking for gathers to keep", "everything is gathered again", lambda: self.settings):
             marked = keep.marked(gm.graph)
         if not marked:
-            both: Split = split(gm, joint_inputs, **kwargs)
+            both = self._split(gm, joint_inputs, kwargs)
             self._attach(both, None, None)
             return both
-        again: Split = split(copy.deepcopy(gm), joint_inputs, **kwargs)
+        again = self._split(copy.deepcopy(gm), joint_inputs, kwargs)
         decided, done = None, False
         with guarded("choosing what to keep for backward", "everything is gathered again", lambda: self.settings):
             try:
@@ -69,12 +69,22 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
                 done = True
         if done:
             # Where nothing is kept the graphs of the copy are those that are wanted.
-            again = split(gm, joint_inputs, **kwargs)
+            again = self._split(gm, joint_inputs, kwargs)
         if decided is None:
             self._attach(again, None, None)
         else:
             self._attach(again, decided.report, decided.step_peak_bytes)
         return again
+
+    def _split(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
+        """What the inner partitioner makes of a joint graph."""
+        both: Split = (self.inner or _torch.default_partitioner())(gm, joint_inputs, **kwargs)
+        with guarded("ordering what is saved for backward", "torch's order stays", lambda: self.settings):
+            checkpointing.put_right(*both, kwargs["num_fwd_outputs"])
+        with guarded("describing random operators", "collectives do not cross their readers", lambda: self.settings):
+            for module in both:
+                checkpointing.describe(module.graph)
+        return both
 
     @garbage.paused()
     def _decide(self, again: Split) -> _Decided:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ def assert_trains_alike(
     index: int,
     count: int,
     backend: str | None = None,
+    options: Mapping[str, Any] | None = None,
     rtol: float = 1e-9,
     atol: float = 1e-10,
 ) -> None:
@@ -43,11 +45,14 @@ def assert_trains_alike(
         batches: global batches; this rank's model gets part ``index`` of ``count``, and the losses' mean over the
             ranks is compared.
         backend: compile ``parallel`` (fullgraph, recompiling is an error) with it; None runs eagerly.
+        options: of the backend.
     """
     step = parallel
     if backend is not None:
         torch._dynamo.reset()
-        step = torch.compile(parallel, backend=backend, fullgraph=True)  # type: ignore[assignment]
+        step = torch.compile(  # type: ignore[assignment]
+            parallel, backend=backend, options=dict(options) if options else None, fullgraph=True
+        )
     optimizers = [
         torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01, foreach=False)
         for m in (reference, parallel)
