@@ -16,8 +16,11 @@ from typing import Any
 import torch
 
 from inductor_passes import _torch, agreement
+from inductor_passes.config import ConfigError
+from inductor_passes.engine.ours import is_ours
 from inductor_passes.plugin import compile_options
 from inductor_passes.report import GraphReport
+from inductor_passes.trace import nothing
 from inductor_passes.trace.collector import collect
 
 #: Width of the text forms: a table of verdicts folded at 80 columns cannot be read.
@@ -34,7 +37,7 @@ class Explanation:
 
     Attributes:
         reports: in the order of compilation; empty when no graph has collectives.
-        notes: what was left out, for people.
+        notes: what was left out, for people; without reports, why there are none.
     """
 
     reports: list[GraphReport] = field(default_factory=list)
@@ -49,7 +52,7 @@ class Explanation:
 
         parts: list[Any] = [render_graph(report) for report in self.reports]
         if not parts:
-            parts.append(Text("No graph with collectives: there is nothing for inductor_passes to do."))
+            parts.append(Text("No graph with collectives was compiled."))
         return Group(*parts, *(Text(f"note: {note}") for note in self.notes))
 
     def __str__(self) -> str:
@@ -91,6 +94,7 @@ def explain(
     values are zeros, so Python that branches on values may take another way than in training. Compilation itself may
     measure kernels when ``max_autotune`` is on, and compares ranks through the store when ``rank_check`` is. No rank is
     asked whether it has the same graph: all are taken to. A fake process group does as well as a real one.
+    Hooks outside of the graphs run as always: those of FSDP2 and DDP communicate, so all ranks must call it then.
 
     Args:
         model: a module or function, compiled already or not; it is not changed.
@@ -105,7 +109,7 @@ def explain(
         ConfigError: a setting that does not exist or is not allowed.
         Exception: what compiling the model raises.
     """
-    settings = dict(options or {})
+    settings = _settings(options)
     inductor = {"fx_graph_cache": False, **(settings.pop("inductor", None) or {})}
     resolved = compile_options(inductor=inductor, **settings)
     function = getattr(model, "_torchdynamo_orig_callable", None) or getattr(model, "_orig_mod", model)
@@ -125,10 +129,26 @@ def explain(
         return stand_in
 
     compiled = torch.compile(function, backend=backend)
-    with collect() as reports, agreement.explaining(), contextlib.suppress(_Stop):
+    with collect() as reports, nothing.listen() as lines, agreement.explaining(), contextlib.suppress(_Stop):
         compiled(*inputs, **keywords)
     result.reports = list(reports)
+    if not reports:
+        result.notes += lines[:1]
     return result
+
+
+def _settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of the options.
+
+    Raises:
+        ConfigError: they are no mapping, or what :func:`inductor_passes.options` returns.
+    """
+    allowed = 'our settings by name, e.g. {"memory_budget": "+5%"}'
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError("options", options, allowed)
+    if any(is_ours(one) for value in (options or {}).values() for one in (value if type(value) is list else [value])):
+        raise ConfigError("options", "inductor_passes.options(...)", f"{allowed}: what options() is called with")
+    return dict(options or {})
 
 
 def _stop(*_: Any) -> Any:

@@ -58,6 +58,19 @@ class Reason(str, Enum):
     PLAN_PINNED = "pinned by plan file"
 
 
+class NothingPlanned(str, Enum):
+    """Why nothing was planned in a process: what stands in the place of reports."""
+
+    FSDP2 = "FSDP2"
+    DDP = "DDP"
+    REPLICATE = "replicate"
+    FSDP1 = "FSDP1"
+    GRAPH_BREAKS = "graph breaks"
+    NOTHING_DISTRIBUTED = "nothing distributed"
+    ONE_RANK = "one rank"
+    LEFT_TO_INDUCTOR = "left to Inductor"
+
+
 @dataclass(frozen=True)
 class Decision:
     """One candidate, one verdict.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -11,15 +14,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import inductor_passes
 from inductor_passes.cli.main import COMMANDS, app
 from inductor_passes.config import FIELDS
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace.svg import line_chart
+from tests.support.commands import in_a_process
 from tests.support.processes import LIMIT_S, ROOT
 from tests.support.trace_samples import fsdp_problem
 from tools.generate import config_docs
+from tools.link import start
 
 run = CliRunner().invoke
 
@@ -36,6 +42,40 @@ def test_help_names_every_command() -> None:
     assert done.exit_code == 0
     for name in ("report", "simulate", "doctor"):
         assert name in done.output and COMMANDS[name][1].split()[0] in done.output
+
+
+def test_version_is_that_of_the_package() -> None:
+    done = run(app, ["--version"])
+    assert done.exit_code == 0 and done.output.strip() == f"inductor-passes {inductor_passes.__version__}"
+
+
+def test_help_of_the_demo_needs_nothing_and_names_its_options(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "demo", tmp_path / "tools" / "demo")
+    done = subprocess.run(
+        ["bash", str(tmp_path / "tools" / "demo"), "--steps", "1", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=LIMIT_S,
+    )
+    assert done.stdout.startswith("Usage: tools/demo [OPTIONS]") and "python" not in done.stdout
+    for name, parameter in inspect.signature(start.main).parameters.items():
+        (line,) = (one for one in done.stdout.splitlines() if one.startswith(f"  --{name} "))
+        assert line.endswith(f"Default: {parameter.default}")
+
+
+def test_who_stops_reading_still_gets_the_files(problem_file: Path, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    chart, timeline = tmp_path / "chart.svg", tmp_path / "timeline.json"
+    arguments = ["simulate", problem_file, "--svg", chart, "--perfetto", timeline]
+    for extra in ((), ("--json",)):
+        done = in_a_process(*arguments, *extra, stdout=write)
+        assert done.returncode == 1 and not done.stderr
+        chart.unlink()
+        timeline.unlink()
+    os.close(write)
 
 
 def test_help_imports_no_sub_command() -> None:

@@ -200,7 +200,7 @@ def test_missing_directory_and_trace_without_our_graphs(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "TORCH_TRACE" in done.output
     (tmp_path / "x.log").write_text("V0101 00:00:00.000000 1 x.py:1] {}\n")
     done = run(app, ["report", str(tmp_path)])
-    assert done.exit_code == 1 and "doctor" in done.output
+    assert done.exit_code == 1 and "Inductor compiled none in this run" in done.output
 
 
 def test_files_that_cannot_be_written_are_named(trace_dir: TraceDir, tmp_path: Path) -> None:

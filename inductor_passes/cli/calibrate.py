@@ -179,7 +179,8 @@ def _groups(shape: tuple[int, ...], device_type: str) -> list[Any]:
 
 
 def _say(what: str) -> None:
-    terminal.say(f"measuring {what}")
+    # On stderr: whoever stops reading stdout (`| head`) would end a rank, and the others would wait for it.
+    terminal.say(f"measuring {what}", err=True)
 
 
 def _silent(what: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from inductor_passes.cli.terminal import CommandError, say
+from inductor_passes.records.convert import shown
 from inductor_passes.records.text import printable
 
 if TYPE_CHECKING:
@@ -47,8 +49,9 @@ def check(
     before = _load(reference).graph if reference is not None else None
     programs: list[tuple[Event, ...]] = []
     count = 0
-    for path in graphs:
-        file = _load(path)
+    files = [(path, _load(path)) for path in graphs]
+    _check_donated(donated or (), [file for _, file in files])
+    for path, file in files:
         try:
             found = verify(
                 file.graph,
@@ -79,6 +82,14 @@ def check(
     raise typer.Exit(1 if count else 0)
 
 
+def _check_donated(names: Sequence[str], files: Sequence[GraphFile]) -> None:
+    inputs = list(dict.fromkeys(n.name for file in files for n in file.graph.nodes if n.op == "placeholder"))
+    for name in names:
+        if name not in inputs:
+            known = ", ".join(map(printable, inputs)) or "none"
+            raise CommandError(f"--donated is {shown(name)}; the graph inputs are: {known}")
+
+
 def _load(path: Path) -> GraphFile:
     from inductor_passes.verify.graph_json import GraphFileError, load
 
@@ -90,7 +101,9 @@ def _load(path: Path) -> GraphFile:
 
 
 def _print(where: str, findings: list[Finding]) -> None:
-    say(f"{printable(where)}: {f'{len(findings)} findings' if findings else 'nothing found'}")
+    count = len(findings)
+    found = "nothing found" if not count else "1 finding" if count == 1 else f"{count} findings"
+    say(f"{printable(where)}: {found}")
     for f in findings:
         source = f" ({f.source})" if f.source else ""
         say(f"  {printable(f'{f.rule}: {f.message}{source}')}")

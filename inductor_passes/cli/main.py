@@ -6,11 +6,12 @@ import functools
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from inductor_passes import __version__
 from inductor_passes.cli.terminal import guarded
 
 #: Sub-command -> (module with a typer ``app``, one line for the overview).
@@ -65,8 +66,18 @@ app = typer.Typer(
 )
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"inductor-passes {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     pass
 
 

@@ -85,11 +85,20 @@ def show(
     elif not wrote:
         _print(trace, top)
     if not any(graph.report for graph in trace.graphs):
-        raise CommandError(
-            f"{trace_dir} holds no readable graph of inductor_passes; expected the trace of a run with the plugin "
-            "enabled (`inductor-passes doctor` checks the environment) and with collectives in a compiled graph",
-            status=1,
-        )
+        raise CommandError(f"{trace_dir} {_why_nothing(trace)}", status=1)
+
+
+def _why_nothing(trace: Trace) -> str:
+    """Why there is no graph to report."""
+    if trace.nothing_planned:
+        return "holds no planned graph; the note says why"
+    none = "holds no readable graph of inductor_passes"
+    if trace.notes:
+        return f"{none}; the notes say what could not be read"
+    if trace.compiled:
+        graphs = "1 graph" if trace.compiled == 1 else f"{trace.compiled} graphs"
+        return f"{none}: Inductor compiled {graphs} without it; add options=inductor_passes.options() to torch.compile"
+    return f"{none}: Inductor compiled none in this run; expected the trace of a run that calls torch.compile"
 
 
 def _keep_rank(trace: Trace, rank: int) -> None:
@@ -108,9 +117,6 @@ def _measure(trace: Trace, profiles: list[Path], output: Path | None) -> None:
 
     try:
         measured = match(trace, profiles)
-        console = terminal.console()
-        for one in measured:
-            console.print(render_measured(one))
         if output is not None:
             report = measured[0].graph.report
             named = str(report.config.get("cost_profile", "")) if report is not None else ""
@@ -123,6 +129,11 @@ def _measure(trace: Trace, profiles: list[Path], output: Path | None) -> None:
             corrected = updated_profile(base, measured)
             with terminal.naming(output):
                 corrected.save(output)
+        # The file first: whoever reads the text may stop reading (`| head`), which ends us.
+        console = terminal.console()
+        for one in measured:
+            console.print(render_measured(one))
+        if output is not None:
             terminal.say(f"wrote {output}")
     except RecordError as error:
         raise CommandError(str(error)) from error

@@ -79,24 +79,20 @@ def simulate(
     problem = _load(problem_file)
     cases = [Case(*values) for values in itertools.product(*swept)]
     answers = [(case, changed, _plan(changed, case, effort)) for case in cases for changed in [_change(problem, case)]]
+    # Files first: whoever reads the text may stop reading (`| head`), which ends us.
+    wrote = [path for path in (svg, perfetto) if path is not None]
+    if svg is not None:
+        terminal.write(svg, _chart(problem, answers))
+    if perfetto is not None:
+        terminal.write(perfetto, _timeline(answers[-1]))
     if as_json:
         from inductor_passes.trace.payload import dumps
 
         print(dumps({"schema_version": 1, "problem": problem.name, "cases": list(map(_record, answers))}, indent=1))
     else:
         _print_table(problem, answers)
-    if svg is not None:
-        terminal.write(svg, _chart(problem, answers))
-        terminal.say(f"wrote {svg}", err=as_json)
-    if perfetto is not None:
-        from inductor_passes.schedule.simulate import simulate as replay
-        from inductor_passes.trace.chrome import chrome_trace
-
-        _, changed, plan = answers[-1]
-        timeline = replay(changed, plan.order)
-        text = chrome_trace(changed, plan.order, timeline, budget_bytes=plan.budget_bytes)
-        terminal.write(perfetto, text)
-        terminal.say(f"wrote {perfetto}", err=as_json)
+    for path in wrote:
+        terminal.say(f"wrote {path}", err=as_json)
 
 
 def _load(path: Path) -> Problem:
@@ -247,6 +243,14 @@ def _print_table(problem: Problem, answers: list[Answer]) -> None:
             plan.method,
         )
     terminal.console(150).print(table)
+
+
+def _timeline(answer: Answer) -> str:
+    from inductor_passes.schedule.simulate import simulate as replay
+    from inductor_passes.trace.chrome import chrome_trace
+
+    _, problem, plan = answer
+    return chrome_trace(problem, plan.order, replay(problem, plan.order), budget_bytes=plan.budget_bytes)
 
 
 def _chart(problem: Problem, answers: list[Answer]) -> str:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FAILED = 2
+#: Characters of a message on stderr.
+MOST_SAID = 2000
 
 
 # Typer has click's classes from click or as its own copy, depending on its version.
@@ -78,10 +80,15 @@ def _report(error: Exception) -> int:
         where = f" at {Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace is not None else ""
         sentence = f"internal error ({type(error).__name__}{where}: {error}); please report it with the input"
     with contextlib.suppress(OSError, ValueError):
-        print(f"{command}: {printable(' '.join(sentence.split()))}", file=sys.stderr, flush=True)
+        print(f"{command}: {_cut(printable(' '.join(sentence.split())))}", file=sys.stderr, flush=True)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         _discard_output()
     return int(status)
+
+
+def _cut(sentence: str) -> str:
+    """A sentence that repeats what was typed repeats it however long that is."""
+    return sentence if len(sentence) <= MOST_SAID else f"{sentence[: MOST_SAID // 2]} ... {sentence[-MOST_SAID // 2 :]}"
 
 
 def reason(error: Exception) -> str:

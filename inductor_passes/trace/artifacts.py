@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inductor_passes.records.convert import plain
-from inductor_passes.report import SCHEMA_VERSION, GraphReport, PassReport
+from inductor_passes.report import SCHEMA_VERSION, GraphReport, NothingPlanned, PassReport
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace.payload import dumps
 from inductor_passes.trace.records import (
@@ -25,6 +25,7 @@ from inductor_passes.trace.records import (
     DecisionsArtifact,
     FailureArtifact,
     GroupRecord,
+    NothingPlannedArtifact,
     PassDecisions,
 )
 
@@ -40,7 +41,9 @@ DEBUG = ("problem", "graph_before", "graph_after")
 FAILURE = "failure"
 #: Of every graph with collectives; what ``inductor-passes report --plans`` writes and ``plan=...`` pins.
 PLAN = "plan"
-KINDS = (*ALWAYS, *PLANNED, PLAN, *DEBUG, FAILURE)
+#: Why there is no report, once per process: of a graph that was compiled and not planned.
+NOTHING_PLANNED = "nothing_planned"
+KINDS = (*ALWAYS, *PLANNED, PLAN, *DEBUG, FAILURE, NOTHING_PLANNED)
 
 _log = logging.getLogger("inductor_passes")
 _warned = False
@@ -121,6 +124,21 @@ def emit_failure(report: GraphReport, failed: PassReport, graph: Callable[[], st
                 "json",
                 lambda: dumps(_failure(report, failed, graph)),
             )
+
+    guarded(write)
+
+
+def emit_nothing_planned(about: GraphReport, reason: NothingPlanned, line: str) -> None:
+    """Write why nothing was planned, under a graph that was left alone; never raises."""
+
+    def write() -> None:
+        from inductor_passes._torch import trace_enabled
+
+        if trace_enabled():
+            record = NothingPlannedArtifact(
+                **identify(about), reason=reason.value, line=line, world_size=about.world_size
+            )
+            _write(NOTHING_PLANNED, about, "json", lambda: dumps(plain(record)))
 
     guarded(write)
 

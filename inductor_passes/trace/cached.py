@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import Problem
+from inductor_passes.trace import nothing
 
 if TYPE_CHECKING:
     from inductor_passes.verify.rank_check import Steps
@@ -49,6 +50,7 @@ def statement(
 
 def loaded(digest: str, packed: str, ranks: str = "") -> None:
     """Called by a generated module while it is loaded; emits the stored report unless it was compiled just now."""
+    nothing.planned()
     if digest in _compiled_here:
         _compiled_here.discard(digest)
         return

@@ -23,7 +23,8 @@ from inductor_passes.records.json_text import MAX_BYTES, RecordError, parse
 from inductor_passes.records.limits import Count
 from inductor_passes.records.text import printable, printable_lines
 from inductor_passes.report import GraphReport
-from inductor_passes.trace.records import ChromeEvent
+from inductor_passes.trace.artifacts import NOTHING_PLANNED
+from inductor_passes.trace.records import ChromeEvent, NothingPlannedArtifact
 
 #: A payload above this is skipped with a note (a Chrome trace of 36,000 tasks has about 10 MiB).
 MAX_PAYLOAD_BYTES = MAX_BYTES
@@ -40,6 +41,8 @@ MAX_FILES = 4096
 
 _HEADER = re.compile(rb"^[VIWEC]\d{4} \d{2}:\d{2}:\d{2}\.\d+ \d+ [^\]]*\] ")
 _MARK = b'"inductor_passes_'
+#: Torch's own record of the code of a graph, new or from a cache.
+_GENERATED = b'] {"inductor_output_code": '
 _NAME = re.compile(r"inductor_passes_(?P<kind>[a-z0-9_]{1,200})_(?P<phase>[a-z]{1,40})_(?P<index>\d{1,9})", re.ASCII)
 _RANK = re.compile(r"rank_(\d{1,9})_", re.ASCII)
 
@@ -112,10 +115,17 @@ def events_of(raw: list[Any]) -> list[ChromeEvent]:
 
 @dataclass
 class Trace:
-    """Everything of ours in a trace directory: graphs by rank, log and order of compilation, and notes for people."""
+    """Everything of ours in a trace directory: graphs by rank, log and order of compilation, and notes for people.
+
+    Attributes:
+        nothing_planned: why there are no graphs, each reason once, where ranks wrote it down.
+        compiled: how many graphs torch recorded as generated or loaded code of Inductor, planned or not.
+    """
 
     graphs: list[GraphTrace] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    nothing_planned: list[str] = field(default_factory=list)
+    compiled: int = 0
 
     def note(self, text: str) -> None:
         """Keep a note; of very many only the first ``MAX_NOTES``."""
@@ -149,6 +159,7 @@ def read_trace(path: str | Path) -> Trace:
                 left -= _read_log(log, name, left, trace)
         except OSError as error:
             trace.note(f"{name}: cannot be read ({error.strerror or error})")
+    _take_nothing_planned(trace)
     for graph in trace.graphs:
         _assemble(graph, trace)
     trace.graphs.sort(key=lambda g: g.rank)
@@ -162,6 +173,23 @@ def read_trace(path: str | Path) -> Trace:
                 "compiled before their process group existed. Use a fresh TORCH_TRACE directory per run."
             )
     return trace
+
+
+def _take_nothing_planned(trace: Trace) -> None:
+    """Graphs that were left alone are no graphs of ours. Where others were planned, it does not matter why."""
+    alone = [graph for graph in trace.graphs if set(graph.artifacts) == {NOTHING_PLANNED}]
+    trace.graphs = [graph for graph in trace.graphs if graph not in alone]
+    found: dict[str, None] = {}
+    for graph in [] if trace.graphs else alone:
+        try:
+            record = convert(graph.payload(NOTHING_PLANNED), NothingPlannedArtifact, "a record")
+        except RecordError as error:
+            trace.note(f"{graph.log}: {graph.title}: {error}")
+        else:
+            found[printable(record.line)] = None
+    trace.nothing_planned = list(found)
+    for line in found:
+        trace.note(line)
 
 
 def _logs(root: Path, trace: Trace) -> list[Path]:
@@ -261,6 +289,7 @@ def _records(log: Path, name: str, trace: Trace) -> Iterator[tuple[_Header, re.M
                 continue
             if record is not None:
                 yield from _finish(record, lines, size, name, trace)
+            trace.compiled += _GENERATED in line
             record, lines, size = _header(line, name, trace), [], 0
     if record is not None:
         yield from _finish(record, lines, size, name, trace)

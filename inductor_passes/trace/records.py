@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from inductor_passes.records.limits import MOST, Count, Integer, one_of
-from inductor_passes.report import PHASES, CollectiveReport, Decision, PassReport
+from inductor_passes.report import PHASES, CollectiveReport, Decision, NothingPlanned, PassReport
 
 
 class Identity(Struct, kw_only=True):
@@ -68,6 +68,14 @@ class FailureArtifact(Identity, kw_only=True):
 
     pass_: PassReport = field(name="pass")
     graph: list[str]
+
+
+class NothingPlannedArtifact(Identity, kw_only=True):
+    """Why nothing was planned although graphs were compiled; ``line`` is for people."""
+
+    reason: Annotated[str, one_of(*(reason.value for reason in NothingPlanned))]
+    line: str
+    world_size: Count
 
 
 # -- timelines, as Chrome and Perfetto know them; ts and dur are microseconds with three digits ----------------------
