@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tools.link.lab import CONTENDERS, RATES
+from tools.link.lab import ALL_CONTENDERS, CONTENDERS, RATES
 from tools.link.models import LAYOUTS, Layout
 from tools.link.report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, table
 from tools.link.summary import HEADER, REFERENCE, means, standing, step_ns
@@ -56,10 +56,11 @@ def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -
 
 def contenders_of(names: Sequence[str], layout: Layout) -> list[str]:
     """Who runs: the reference always, eager FSDP2 and other ways to keep parameters only where they apply."""
+    known = [(name, ALL_CONTENDERS[name]) for name in names]
     found = [
         name
-        for name in names
-        if (name != "fsdp2" or layout.native) and (CONTENDERS[name].reshard is True or layout.sharded)
+        for name, one in known
+        if (not one.wrapped or layout.native) and (one.reshard is True or layout.sharded)
     ]
     return found if REFERENCE in found else [REFERENCE, *found]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import typer
 
+from tools.benchmarks.adopt import adopt
 from tools.benchmarks.async_tp import async_tp
 from tools.benchmarks.best import best
 from tools.benchmarks.compile import compile_time
@@ -23,6 +24,7 @@ from tools.shared.record import provenance
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 app.command()(link)
+app.command()(adopt)
 app.command()(summary)
 app.command()(plan)
 app.command()(best)

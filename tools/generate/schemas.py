@@ -56,6 +56,10 @@ PARTS: dict[str, tuple[tuple[type, ...], str]] = {
         (records.FailureArtifact,),
         "A pass that was rolled back: why, and the graph that was refused, line by line.",
     ),
+    "nothing_planned": (
+        (records.NothingPlannedArtifact,),
+        "Why nothing was planned although graphs were compiled; once per process.",
+    ),
 }
 #: Artifact kind -> record -> fields that are written elsewhere.
 WITHOUT: dict[str, dict[str, Sequence[str]]] = {

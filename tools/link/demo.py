@@ -124,7 +124,8 @@ def _show(results: dict[str, Any], contender: str, console: Console) -> str:
     how = "bit for bit" if difference == 0 else f"within {difference:.0e}"
     equal = "equal to" if difference <= LOSS_TOLERANCE else "NOT equal to"
     console.print(
-        f"{len(losses)} steps, loss {_loss(losses[0])} -> {_loss(losses[-1])}; {equal} plain Inductor's {how}"
+        f"{len(losses)} training steps, {results['rounds']} of them measured, loss {_loss(losses[0])} -> "
+        f"{_loss(losses[-1])}; {equal} plain Inductor's {how}"
     )
     return f"the contenders do not do the same work: {'; '.join(wrong)}; this is a defect to report" if wrong else ""
 

@@ -57,6 +57,9 @@ class Contender:
         settings: of ours.
         scheduler: Inductor's own overlap scheduling on FX, given our measured durations.
         reshard: ``reshard_after_forward`` of its model; the others gather again in backward.
+        wrapped: its model is wrapped by torch (FSDP2, DDP), not by ``simple_fsdp``.
+        adopted: and then given to ``adopt``.
+        regional: each block is compiled by itself.
     """
 
     name: str
@@ -66,6 +69,9 @@ class Contender:
     settings: dict[str, Any] = field(default_factory=dict)
     scheduler: bool = False
     reshard: bool | Literal["auto"] = True
+    wrapped: bool = False
+    adopted: bool = False
+    regional: bool = False
 
     @property
     def planned(self) -> bool:
@@ -85,7 +91,7 @@ CONTENDERS = {
     c.name: c
     for c in (
         Contender("eager", "eager", "eager"),
-        Contender("fsdp2", "eager FSDP2", "eager"),
+        Contender("fsdp2", "eager FSDP2", "eager", wrapped=True),
         Contender("inductor", "default Inductor", "inductor", {}),
         Contender("reorder", "in-tree reorder", "in-tree", _IN_TREE_ORDER),
         Contender("bucket", "in-tree bucketing", "in-tree", _IN_TREE_BUCKETS),
@@ -108,6 +114,22 @@ CONTENDERS = {
     )
 }
 
+#: Models that torch wrapped: as they are, compiled as their users do, and adopted.
+WRAPPED = {
+    c.name: c
+    for c in (
+        Contender("wrapped", "eager", "eager", wrapped=True),
+        Contender("wrapped-blocks", "compiled per block", "inductor", {}, wrapped=True, regional=True),
+        Contender("wrapped-whole", "compiled as a whole", "inductor", {}, wrapped=True),
+        Contender("adopted", "adopted, ours", "ours", wrapped=True, adopted=True),
+        Contender(
+            "adopted-25", 'adopted, ours, "+25%"', "ours", None, {"memory_budget": "+25%"}, wrapped=True, adopted=True
+        ),
+        Contender("adopted-alone", "adopted, default Inductor", "inductor", {}, wrapped=True, adopted=True),
+    )
+}
+ALL_CONTENDERS = {**CONTENDERS, **WRAPPED}
+
 
 class Trial:
     """One contender with its model, on this rank."""
@@ -115,11 +137,19 @@ class Trial:
     def __init__(self, contender: Contender, layout: Layout, config: LlamaConfig, profile: str) -> None:
         self.contender = contender
         self.losses: list[float] = []
-        laid = layout.build(config, Spread(contender.name == "fsdp2", contender.reshard))
+        laid = layout.build(config, Spread(contender.wrapped, contender.reshard))
         self.model, self.groups, self._batch_of = laid.model, laid.groups, laid.batch
+        if contender.adopted:
+            inductor_passes.adopt(self.model)
         step = own_code(self.model, contender.name)
         options = contender.compile_options(profile)
-        self._step = step if options is None else torch.compile(step, options=options, fullgraph=True)
+        if contender.regional:
+            for layer in getattr(self.model, "module", self.model).layers:
+                layer.compile(options=options)
+            options = None
+        # Hooks break graphs.
+        whole = contender.adopted or not contender.wrapped
+        self._step = step if options is None else torch.compile(step, options=options, fullgraph=whole)
 
     def timed_step(self) -> StepTime:
         """One training step whose forward and backward are timed; all ranks together."""

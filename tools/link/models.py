@@ -104,6 +104,16 @@ def _fsdp(config: LlamaConfig, spread: Spread) -> Laid:
     return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
 
 
+def _ddp(config: LlamaConfig, spread: Spread) -> Laid:
+    mesh = _mesh(dist.get_world_size(), names=("dp",))
+    model = language_model(config)
+    if spread.native:
+        whole: nn.Module = nn.parallel.DistributedDataParallel(model)
+    else:
+        whole = simple_fsdp(model, mesh, mode="replicate")
+    return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
+
+
 def _hybrid(config: LlamaConfig, spread: Spread) -> Laid:
     mesh = _mesh(dist.get_world_size() // 2, 2, names=("replicate", "shard"))
     model = language_model(config)
@@ -165,3 +175,7 @@ LAYOUTS = {
         Layout("context", "context parallel", 2, _context),
     )
 }
+
+#: Layouts of models that torch wrapped.
+WRAPPED = {"fsdp": LAYOUTS["fsdp"], "ddp": Layout("ddp", "DDP", 2, _ddp, native=True)}
+ALL_LAYOUTS = {**LAYOUTS, **WRAPPED}

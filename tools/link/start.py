@@ -189,4 +189,6 @@ def _signals() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    app(prog_name="tools/demo")

@@ -26,7 +26,7 @@ from inductor_passes.emulation import link as emulated_link
 from inductor_passes.emulation.link_model import Record, StepTime
 from tools.link.census import judged
 from tools.link.lab import (
-    CONTENDERS,
+    ALL_CONTENDERS,
     RATES,
     Trial,
     communication_alone,
@@ -35,7 +35,7 @@ from tools.link.lab import (
     local,
     tuned,
 )
-from tools.link.models import LAYOUTS
+from tools.link.models import ALL_LAYOUTS
 from tools.shared.leave import leave
 
 #: The contender whose compute alone sets the link's rate, and to which losses are compared.
@@ -94,7 +94,7 @@ class Bench:
         self.job = job
         self._say = say
         self.rank = dist.get_rank()
-        self.layout = LAYOUTS[job.layout]
+        self.layout = ALL_LAYOUTS[job.layout]
         self.config = self.layout.sized(job.sizes)
         self.trials: dict[str, Trial] = {}
         self.failed: dict[str, str] = {}
@@ -115,7 +115,7 @@ class Bench:
         self.note("compiling", name)
         error = ""
         try:
-            trial = Trial(CONTENDERS[name], self.layout, self.config, str(self.job.file("profile.json")))
+            trial = Trial(ALL_CONTENDERS[name], self.layout, self.config, str(self.job.file("profile.json")))
             for _ in range(2):
                 trial.plain_step()
             self.trials[name] = trial
