@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inductor_passes import config as config
+    from inductor_passes.adoption import AdoptError as AdoptError
+    from inductor_passes.adoption import adopt as adopt
     from inductor_passes.config import ConfigError as ConfigError
     from inductor_passes.config import PassConfig as PassConfig
     from inductor_passes.emulation import link as emulated_link
@@ -26,8 +28,10 @@ __version__ = "0.1.0"
 
 #: Public name -> where it lives. Looked up when used, so that the command line starts without importing torch.
 _PUBLIC = {
+    "AdoptError": ("inductor_passes.adoption", "AdoptError"),
     "ConfigError": ("inductor_passes.config", "ConfigError"),
     "PassConfig": ("inductor_passes.config", "PassConfig"),
+    "adopt": ("inductor_passes.adoption", "adopt"),
     "config": ("inductor_passes.config", ""),
     "emulated_link": ("inductor_passes.emulation.link", ""),
     "explain": ("inductor_passes.explanation", "explain"),
@@ -39,8 +43,10 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "AdoptError",
     "ConfigError",
     "PassConfig",
+    "adopt",
     "config",
     "emulated_link",
     "explain",

@@ -21,6 +21,7 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from inductor_passes import switch
+from inductor_passes.records.convert import shown
 from inductor_passes.records.words import Effort
 
 #: Prefix of our keys among ``torch.compile(options=...)``.
@@ -44,11 +45,15 @@ _PERCENT = re.compile(r"\+\s*(\d{1,15}(?:\.\d{1,15})?)\s*%", re.ASCII)
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]+)", re.ASCII)
 
 
+#: Longer values are cut in messages.
+MOST_SHOWN = 500
+
+
 class ConfigError(ValueError):
     """A setting that does not exist or has a value that is not allowed. Names key, value and what is allowed."""
 
     def __init__(self, key: str, value: object, allowed: str) -> None:
-        super().__init__(f"inductor_passes: {key}={value!r} is not allowed; expected {allowed}")
+        super().__init__(f"inductor_passes: {key}={shown(value, MOST_SHOWN)} is not allowed; expected {allowed}")
         self.key = key
         self.value = value
         self.allowed = allowed
@@ -401,7 +406,7 @@ class PassConfig:
         for name, value in environ.items():
             if name.startswith(ENV + "_"):
                 key = name[len(ENV) + 1 :].lower()
-                check_key(key, shown=name)
+                check_key(key, name)
                 if key == "estimator":
                     raise ConfigError(name, value, "no environment variable: a function cannot come as text")
                 values[key] = value
@@ -454,12 +459,14 @@ def allowed_values(key: str) -> str:
     return "a path as text, or empty"
 
 
-def check_key(key: str, shown: str | None = None) -> None:
-    """Raise :class:`ConfigError` unless ``key`` is a field of :class:`PassConfig`."""
+def check_key(key: object, name: str | None = None) -> None:
+    """Raise :class:`ConfigError` unless ``key``, to the user ``name``, is a field of :class:`PassConfig`."""
     if key not in FIELDS:
-        close = difflib.get_close_matches(key, FIELDS, n=1)
+        text = str(key)
+        plain = text.removeprefix(PREFIX)
+        close = [plain] if plain in FIELDS else difflib.get_close_matches(text[:MOST_SHOWN], FIELDS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ConfigError("unknown key", shown or key, f"one of {', '.join(sorted(FIELDS))}{hint}")
+        raise ConfigError("unknown key", name or key, f"one of {', '.join(sorted(FIELDS))}{hint}")
 
 
 _RANK_AGREEMENT = 'seconds from "0.1s" to "3600s", e.g. "10s", or "trust"'

@@ -43,6 +43,8 @@ def compile_options(
         ConfigError: an unknown field or a value that is not allowed, an unknown mode, or Inductor's own communication
             passes among ``inductor`` (see ``in_tree_passes``).
     """
+    if settings is not None and not isinstance(settings, PassConfig):
+        raise ConfigError("settings", settings, 'a PassConfig, or fields as keywords: options(memory_budget="+5%")')
     resolved = PassConfig.from_mapping(fields, settings or config.current())
     if resolved.codegen != "inductor":
         raise ConfigError("codegen", resolved.codegen, '"inductor" here; backend="inductor_passes" offers the others')
@@ -61,15 +63,19 @@ def compile_options(
 
 def _expand(mode: str | None, inductor: Mapping[str, Any] | None) -> dict[str, Any]:
     own: dict[str, Any] = {}
+    if mode is not None and not isinstance(mode, str):
+        raise ConfigError("mode", mode, 'the name of a mode of torch.compile, e.g. "max-autotune"')
     if mode is not None:
         try:
             own.update(_torch.expand_mode(mode))
         except ValueError as error:
             raise ConfigError("mode", mode, str(error).partition("expected ")[2]) from None
+    if inductor is not None and not isinstance(inductor, Mapping):
+        raise ConfigError("inductor", inductor, 'options of Inductor by name, e.g. {"max_autotune": True}')
     if inductor:
         known = _torch.inductor_option_names()
         for key, value in inductor.items():
-            if key.replace("-", "_") not in known:
+            if not isinstance(key, str) or key.replace("-", "_") not in known:
                 raise ConfigError("inductor", {key: value}, "options of Inductor; ours are keyword arguments")
             own[key.replace("-", "_")] = value
     return own
@@ -105,10 +111,12 @@ def backend(
     for key, value in (options or {}).items():
         if key.startswith(PREFIX):
             fields[key[len(PREFIX) :]] = value
+        elif key in config.FIELDS and key not in _torch.inductor_option_names():
+            raise ConfigError("options", {key: value}, f'"{PREFIX}{key}": a setting of ours has that prefix here')
         else:
             inductor[key] = value
     for key in fields:
-        config.check_key(key, shown=PREFIX + key)
+        config.check_key(key, PREFIX + key)
     settings = PassConfig.from_mapping(fields, config.current())
     if settings.codegen == "aot_eager":
         if inductor or mode not in (None, "default"):

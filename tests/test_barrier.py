@@ -86,7 +86,8 @@ def objects_of(victims: Collection[Function]) -> dict[Function, list[types.Funct
     """The function objects behind keys."""
     found: dict[Function, list[types.FunctionType]] = {victim: [] for victim in victims}
     for one in gc.get_objects():
-        if isinstance(one, types.FunctionType) and (key := _key(one.__code__)) in found:
+        # Not isinstance: it asks a weak proxy for its class, and what that stood for may be gone.
+        if type(one) is types.FunctionType and (key := _key(one.__code__)) in found:
             found[key].append(one)
     return found
 

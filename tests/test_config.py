@@ -57,6 +57,15 @@ def test_bad_values_name_key_value_and_what_is_allowed(key: str, value: object) 
     assert key in str(caught.value) and repr(value) in str(caught.value) and "expected" in str(caught.value)
 
 
+def test_long_values_are_cut() -> None:
+    with pytest.raises(ConfigError) as caught:
+        PassConfig(memory_budget="9" * 10**6)
+    assert len(str(caught.value)) < 1000 and "memory_budget='9999" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        PassConfig.from_mapping({"x" * 10**5: 1})
+    assert len(str(caught.value)) < 2000
+
+
 def test_environment() -> None:
     environ = {"INDUCTOR_PASSES": "1", "INDUCTOR_PASSES_MEMORY_BUDGET": "+7%", "OTHER": "x"}
     assert PassConfig.from_env(environ).memory_budget == "+7%"

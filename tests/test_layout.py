@@ -18,6 +18,7 @@ FLOORS: list[set[str]] = [
     {"ir", "groups", "models"},
     {"agreement"},
     {"cost", "simple_fsdp", "verify"},
+    {"adoption"},
     {"problems", "redistribute", "pin", "emulation"},
     {"trace"},
     {"rewriting"},

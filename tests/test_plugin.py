@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,12 +14,13 @@ import pytest
 import torch
 
 import inductor_passes
-from inductor_passes import ConfigError, config
+from inductor_passes import ConfigError, config, plugin
 from inductor_passes.engine import garbage, options
 from inductor_passes.engine import graph as engine_graph
 from inductor_passes.engine.options import SIMPLE_OVERLAP
 from inductor_passes.report import GraphReport
 from inductor_passes.rewriting.contract import Outcome
+from inductor_passes.trace import nothing
 from inductor_passes.trace.collector import collect
 from tests.support.models import WorldGather
 from tests.support.processes import LIMIT_S
@@ -83,6 +85,16 @@ def test_backend_without_code_generation() -> None:
     reports = train(torch.compile(model, backend="inductor_passes", options=own))
     check(reports, codegen="aot_eager")
     assert all(s.level == "fx" for r in reports for s in r.schedules)
+
+
+def test_without_code_generation_random_numbers_are_those_of_eager_execution() -> None:
+    def drawn(backend: str, **options: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        return torch.compile(lambda x: torch.nn.functional.dropout(x, 0.5), backend=backend, **options)(torch.ones(64))
+
+    ours = drawn("inductor_passes", options={"inductor_passes.codegen": "aot_eager"})
+    assert torch.equal(ours, drawn("aot_eager"))
 
 
 def test_enabled_for_the_process() -> None:
@@ -208,9 +220,44 @@ def append_pass(options: dict[str, Any], last: Callable[[torch.fx.Graph], None])
     options["post_grad_custom_post_pass"] = both
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: inductor_passes.options("0"), "settings='0' is not allowed; expected a PassConfig, or fields"),
+        (lambda: inductor_passes.options(inductor=5), "inductor=5 is not allowed; expected options of Inductor"),
+        (lambda: inductor_passes.options(inductor={5: 1}), "inductor={5: 1} is not allowed; expected options of Induc"),
+        (lambda: inductor_passes.options(mode=5), "mode=5 is not allowed; expected the name of a mode"),
+        (lambda: inductor_passes.explain(_double, options=5), "options=5 is not allowed; expected our settings"),
+        (
+            lambda: inductor_passes.explain(_double, options=inductor_passes.options()),
+            "options='inductor_passes.options(...)' is not allowed; expected our settings by name",
+        ),
+        (
+            lambda: inductor_passes.explain(_double, options={"inductor_passes.effort": "high"}),
+            "unknown key='inductor_passes.effort' is not allowed; expected one of .*did you mean 'effort'",
+        ),
+        (
+            lambda: plugin.backend(None, [], options={"memory_budget": "0"}),
+            "options={'memory_budget': '0'} is not allowed; expected \"inductor_passes.memory_budget\": a setting",
+        ),
+        (lambda: inductor_passes.prepare_groups(5), "mesh=5 is not allowed; expected a torch DeviceMesh"),
+        (lambda: inductor_passes.prepare_groups(groups=5), "groups=5 is not allowed; expected a list"),
+        (lambda: inductor_passes.prepare_groups(dims=5), "dims=5 is not allowed; expected a list"),
+    ],
+)
+def test_arguments_of_another_type_name_key_value_and_what_is_allowed(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message).replace(r"\.\*", ".*")):
+        call()
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
 def test_a_graph_without_collectives_is_none_of_our_business(caplog: pytest.LogCaptureFixture) -> None:
     before: list[str] = []
     after: list[str] = []
+    nothing.planned()  # else the first such graph of a process says why there is nothing to plan
 
     def record(into: list[str]) -> Callable[[torch.fx.Graph], None]:
         return lambda graph: into.append(str(graph))

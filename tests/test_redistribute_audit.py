@@ -16,6 +16,7 @@ import inductor_passes
 from inductor_passes.config import ConfigError, PassConfig, Redistribution
 from inductor_passes.report import GraphReport, PassReport, Reason, RedistributionReport
 from inductor_passes.rewrites.audit import close
+from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from inductor_passes.trace.text import render_graph
 from tests.support.world import fake_world
@@ -107,6 +108,17 @@ def test_the_limit_leaves_explicit_and_small_ones_alone(mesh):
     assert compiled(function, inputs, redistribute="exact,error-above:16B")
     function, inputs = implicit(mesh)
     assert compiled(function, inputs, redistribute="reassociate,error-above:64MiB")
+
+
+def test_gathers_of_simple_fsdp_are_asked_for():
+    with fake_world(2):
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+        model = simple_fsdp(layers, init_device_mesh("cpu", (2,)))
+        reports = compiled(lambda x: model(x).sum(), [torch.ones(4, 8)], redistribute="error-above:1B")
+        reports += inductor_passes.explain(model, torch.ones(4, 8), options={"redistribute": "error-above:1B"}).reports
+    assert {r.phase for r in reports} == {"forward", "backward"}
+    found = [one for r in reports for one in r.redistributions]
+    assert found and all(one.explicit and one.call.startswith("simple_fsdp") for one in found)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -85,6 +86,22 @@ def test_every_collective_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     refused = run(app, ["report", str(traces.path), "--profile", str(profile), "--write-cost-profile", str(out)])
     assert refused.exit_code == 2 and "another one now" in refused.output, "no real profile was behind the sample"
     assert run(app, ["report", str(traces.path), "--write-cost-profile", str(out)]).exit_code == 2
+
+
+def test_the_cost_profile_is_written_before_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = TraceDir(tmp_path / "trace", monkeypatch)
+    problem = fsdp_problem(3)
+    report, answer = planned(problem, world_size=2)
+    traces.add(replace(report, cost_profile=f"x {CostProfile.default('cpu').hash()}"), problem, answer.order)
+    profile = write_profile(tmp_path / "p.json", step_of(traces, transfer_us=300, stall_us=300), rank=0)
+    out = tmp_path / "costs.json"
+
+    def nobody_reads(*_: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("inductor_passes.cli.terminal.console", nobody_reads)
+    run(app, ["report", str(traces.path), "--profile", str(profile), "--write-cost-profile", str(out)])
+    assert CostProfile.load(out)
 
 
 def test_a_profile_of_something_else_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,8 @@ def look(model: Model) -> None:
     assert isinstance(weight, nn.Parameter) and isinstance(weight, torch.Tensor)
     assert "head" not in repr(model.head.bias) and "DTensor" in repr(weight) and "Linear.weight" in str(weight)
     assert "not gathered" in f"{weight}" and "Linear" in repr(model)
+    with pytest.raises(ShardedValueError, match=r"was used by 'format \.3f' outside of forward"):
+        f"{weight:.3f}"
     assert weight.data.shape == weight.detach().shape == (6, 4) and weight.data.dtype is torch.float32
     assert not weight.detach().requires_grad and not isinstance(weight.detach(), nn.Parameter)
     assert model.head.weight is weight and model.norm.weight is not weight

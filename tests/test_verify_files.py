@@ -10,8 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from inductor_passes import verify
+from inductor_passes import ConfigError, verify
+from inductor_passes.cli import check as check_command
 from inductor_passes.cli.check import app
+from inductor_passes.report import Finding
 from inductor_passes.verify import graph_json
 from tests.support.verify_graphs import c10d, random_program
 from tests.support.verify_mutations import MUTATIONS, Case, inject
@@ -189,6 +191,26 @@ def test_command_line(program, groups, tmp_path):
     result = run(app, [str(good), "--memory-budget", str(peak - 1)])
     assert result.exit_code == 1 and str(peak) in result.output
     assert run(app, [str(tmp_path / "none.json")]).exit_code == 2
+    named = next(n.name for n in program.graph.nodes if n.op == "placeholder")
+    assert run(app, [str(good), "--donated", named]).exit_code == 0
+    result = run(app, [str(good), "--donated", "nope"])
+    assert result.exit_code == 2 and "--donated is 'nope'; the graph inputs are:" in " ".join(result.output.split())
+
+
+def test_findings_are_counted(capsys):
+    for count, text in ((0, "x: nothing found"), (1, "x: 1 finding"), (2, "x: 2 findings")):
+        check_command._print("x", [Finding("rule", "node", "message")] * count)
+        assert capsys.readouterr().out.splitlines()[0] == text
+
+
+def test_save_says_what_it_needs(program, tmp_path):
+    module = torch.fx.GraphModule({}, torch.fx.Graph())
+    with pytest.raises(ConfigError, match=r"graph=GraphModule.*expected a torch\.fx\.Graph; a GraphModule has one"):
+        verify.save(module, tmp_path / "x.json")
+    with pytest.raises(ConfigError, match="path='' is not allowed; expected the path of the file to write"):
+        verify.save(program.graph)
+    with pytest.raises(ConfigError, match="path=5 is not allowed"):
+        verify.save(program.graph, 5)
 
 
 def test_command_line_between_ranks(groups, tmp_path):

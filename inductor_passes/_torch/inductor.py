@@ -121,7 +121,10 @@ def compile_aot_eager(
     graph_pass: Callable[[torch.fx.Graph, bool], None],
     partition: Callable[..., Any],
 ) -> Any:
-    """Trace forward and backward ahead of time as Inductor would, run a pass on each, execute them op by op."""
+    """Trace forward and backward ahead of time as Inductor would, run a pass on each, execute them op by op.
+
+    Random operators stay what they are, so that they draw as without compilation.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._inductor.decomposition import select_decomp_table
@@ -134,11 +137,13 @@ def compile_aot_eager(
 
         return run
 
+    with inductor_config().patch(fallback_random=True):
+        decompositions = select_decomp_table()
     backend = aot_autograd(
         fw_compiler=compiler(False),
         bw_compiler=compiler(False),
         inference_compiler=compiler(True),
-        decompositions=select_decomp_table(),
+        decompositions=decompositions,
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )

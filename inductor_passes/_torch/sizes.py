@@ -1,4 +1,4 @@
-"""Sizes of fake tensors, symbolic ones by their hints."""
+"""Fake tensors: their sizes, symbolic ones by their hints, and calls on them."""
 
 from __future__ import annotations
 
@@ -64,3 +64,13 @@ def fake_mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]
     if not isinstance(tensor, FakeTensor):
         raise TypeError(f"expected a fake tensor, got {type(tensor).__name__}")
     return tensor.fake_mode
+
+
+def example_result(node: torch.fx.Node) -> Any:
+    """What a call gives for the example values of its inputs."""
+    from torch._guards import detect_fake_mode
+
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = detect_fake_mode([n.meta["val"] for n in node.graph.nodes if "val" in n.meta])
+    with mode or contextlib.nullcontext():
+        return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -100,11 +100,15 @@ def snode_origin(node: Any) -> torch.fx.Node | None:
     origin = getattr(ir_node, "origin_node", None) if ir_node is not None else None
     if origin is None and ir_node is not None and hasattr(ir_node, "get_origin_node"):
         origin = ir_node.get_origin_node()
+    if origin is None and isinstance(called := snode_op(node), torch._ops.HigherOrderOperator):
+        # Inductor does not say for those with several results, but the node is among what went into the kernel.
+        found = [n for n in snode_origins(node) if n.target is called]
+        origin = found[0] if len(found) == 1 else None
     return origin if isinstance(origin, torch.fx.Node) else None
 
 
 def snode_op(node: Any) -> Any:
-    """The operator overload that an extern kernel calls, None when it is no operator call."""
+    """The operator overload or higher-order operator that an extern kernel calls, None when it is no operator call."""
     return getattr(node.node, "op_overload", None)
 
 

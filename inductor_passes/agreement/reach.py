@@ -129,14 +129,11 @@ def confirm(before: Agreement, lines: Sequence[str], longer_s: float = 0.0) -> A
     """
     if before.claim is None or not before.agreed or before.claim.participants in ((), (before.claim.rank,)):
         return before
-    content = json.dumps([before.claim.digest, before.claim.values, *lines])
+    # Numbers that say which piece is a rank's own stay open, as in the digest of the graph.
+    content = json.dumps([before.claim.digest, *lines])
     claim = replace(
         before.claim,
         digest=hashlib.sha256(content.encode()).hexdigest(),
-        values=(),
-        kinds="",
-        roles=(),
-        places=(),
         phase=f"{before.claim.phase} outcome",
         lines=packed_lines(lines),
         timeout_s=before.claim.timeout_s + longer_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,10 @@ META_KEY = "inductor_passes_agreement"
 _OWN = ("cost_profile", "plan", "dump_plan", "dump_problem", "estimator", "rank_check", "rank_agreement")
 #: Verdicts on graphs that are not compiled themselves.
 _waiting: Waiting[Agreement] = Waiting()
+
+
+#: Of what is waited for longer because ranks do not need equally long for a graph, in seconds.
+_STEP_S = 10
 
 
 def reach(
@@ -93,7 +98,8 @@ def confirm(
     with guarded("asking what the other ranks did", "collectives stay as they are", settings):
         lines = [f"pass {p.name}: changed {p.changed}, undone {p.rolled_back and p.rolled_back.value}" for p in done]
         lines += [f"{c.kind.name} between {c.group.size} ranks" for c in GraphView(graph).collectives]
-        found = agreement.confirm(before, lines, took_ns / 1e9)
+        # In whole steps: the time is part of the generated code, which should not change from run to run.
+        found = agreement.confirm(before, lines, _STEP_S * math.ceil(took_ns / 1e9 / _STEP_S))
     if before.agreed and not found.agreed:
         warn_once(f"inductor_passes: ranks did not all do the same to a graph, its collectives stay: {found.why}")
     return found

@@ -95,14 +95,19 @@ def phase_of(graph: torch.fx.Graph, is_inference: bool) -> str:
     return "inference" if is_inference else "backward" if is_backward(graph) else "forward"
 
 
+def graph_index() -> int:
+    """Number of the graph that is being compiled."""
+    name = _torch.aot_graph_name()
+    index = name.rsplit("_", 1)[-1] if name else ""
+    return int(index) if index.isdigit() else 0
+
+
 def new_report(graph: torch.fx.Graph, phase: str, config: PassConfig, profile: CostProfile) -> GraphReport:
     """An empty report that says which graph it is about."""
     rank, world = _torch.rank_and_world_size()
-    name = _torch.aot_graph_name()
-    index = name.rsplit("_", 1)[-1] if name else ""
     return GraphReport(
         phase=phase,
-        graph_index=int(index) if index.isdigit() else 0,
+        graph_index=graph_index(),
         compile_id=_torch.compile_id(),
         rank=rank,
         world_size=world,

@@ -12,7 +12,7 @@ from inductor_passes import _torch, verify
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint
+from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint, nothing
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
@@ -27,6 +27,7 @@ from inductor_passes.report import GraphReport, PassReport, Verdict
 from inductor_passes.rewrites import audit
 from inductor_passes.rewriting.step_facts import StepFacts, facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
+from inductor_passes.trace.nothing import planned
 from inductor_passes.verify import rank_check
 
 #: Where a graph module carries its compilation from the FX passes to the scheduler hook.
@@ -46,7 +47,9 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     """
     view = GraphView(graph)
     if not view.collectives or in_tree.left_to_inductor(settings):
+        nothing.left_alone(graph, is_inference, settings, bool(view.collectives))
         return None
+    planned()
     graph_before = _readable(graph)
     profile = identity.load_profile(settings)
     phase, step = phase_of(graph, is_inference), facts_of(graph)

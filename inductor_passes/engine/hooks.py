@@ -10,7 +10,7 @@ from typing import Any
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.engine import agreeing, garbage, identity, in_tree
+from inductor_passes.engine import agreeing, garbage, identity, in_tree, nothing
 from inductor_passes.engine.barrier import MEANT, guarded, unharmed
 from inductor_passes.engine.compilation import Compilation
 from inductor_passes.engine.complain import complain
@@ -57,6 +57,7 @@ class SchedulerHook(identity.Configured):
         """The nodes in the planned order; as they came for graphs that our graph pass left alone."""
         with guarded("planning the kernels", "Inductor's order stays", lambda: self.settings):
             agreeing.state()
+            nothing.state()
             compilation = handed_on()
             if compilation is not None and will_order_kernels(self.settings):
                 return _ordered(nodes, compilation)

@@ -34,6 +34,7 @@ from inductor_passes.operators import BLOCKING_COLLECTIVES, COLLECTIVES, Collect
 __all__ = [
     "BLOCKING_COLLECTIVES",
     "COLLECTIVES",
+    "NOT_CROSSED",
     "CollectiveKind",
     "Role",
     "collective_kind",
@@ -115,6 +116,10 @@ RANDOM_HIGHER_ORDER = frozenset(
 )
 
 
+#: Effect channel -> channels whose earlier nodes stay in front of it.
+NOT_CROSSED = {"random": ("random", "fence"), "fence": ("fence", "random"), "assert": ("assert",)}
+
+
 def collective_kind(node: torch.fx.Node) -> CollectiveKind | None:
     """The kind of collective that a node starts; None for anything else."""
     return COLLECTIVES.get(_torch.op_name(node.target)) if node.op == "call_function" else None
@@ -167,7 +172,9 @@ def _copies_to_host(node: torch.fx.Node) -> bool:
 
 
 def op_role(target: object) -> Role:
-    """The :class:`Role` of a call to an operator overload."""
+    """The :class:`Role` of a call to an operator overload; of anything else we do not know what it calls."""
+    if not _torch.is_op(target):
+        return Role.FENCE
     name = _torch.op_name(target)
     known = role_of(name)
     if known is not None:
@@ -238,6 +245,7 @@ def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
 _NOT_THE_USERS = (
     os.path.dirname(torch.__file__) + os.sep,
     os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "simple_fsdp") + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adoption") + os.sep,
     "<",
 )
 

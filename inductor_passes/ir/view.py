@@ -14,9 +14,6 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage, Storages
 from inductor_passes.operators import CollectiveKind
 
-#: Effect channel -> channels whose earlier nodes stay in front of it.
-_NOT_CROSSED = {"random": ("random", "fence"), "fence": ("fence", "random"), "assert": ("assert",)}
-
 
 @dataclass(frozen=True, eq=False)
 class Collective:
@@ -132,7 +129,7 @@ class GraphView:
         for node in self.nodes:
             channel = ops.effect_channel(node, self.roles[node])
             if channel:
-                edges.extend((last[before], node) for before in _NOT_CROSSED[channel] if before in last)
+                edges.extend((last[before], node) for before in ops.NOT_CROSSED[channel] if before in last)
                 last[channel] = node
         for storage in self.storages.all:
             if storage.writers:

@@ -81,6 +81,8 @@ class _Reader:
         }
         self.kinds = [_torch.snode_kind(node) for node in nodes]
         self.collectives: dict[int, Collective] = {}
+        #: Effect channel -> the last task in it.
+        self.last: dict[str, int] = {}
 
     def read(self) -> SchedulerProblem:
         for i in range(len(self.nodes)):
@@ -149,7 +151,9 @@ class _Reader:
         if kind == "extern" and not any(packed for _, _, _, packed in _torch.snode_buffers(node)):
             origin = _torch.snode_origin(node)
             if origin is not None:
-                fence = fence or ops.role(origin) is ops.Role.FENCE
+                its_role = ops.role(origin)
+                fence = fence or its_role is ops.Role.FENCE
+                preds = preds | self._keep_order(ops.effect_channel(origin, its_role))
                 label = ops.label(origin)
                 duration = self._extern_ns(node, origin)
             elif _torch.snode_op(node) is not None:
@@ -167,6 +171,14 @@ class _Reader:
             duration = self.profile.compute_ns(count, _torch.snode_bytes(node), dtype, 1, shape)
             label = ops.label(counted[0]) if counted else ""
         self.builder.compute(name, duration, preds, label=label, source=source, fence=fence)
+
+    def _keep_order(self, channel: str) -> set[int]:
+        """Earlier tasks that the next one to be entered may not cross because of its effects: draws stay in order."""
+        if not channel:
+            return set()
+        before = {self.last[other] for other in ops.NOT_CROSSED[channel] if other in self.last}
+        self.last[channel] = len(self.builder.tasks)
+        return before
 
     def _known_ns(self, origin: torch.fx.Node) -> int | None:
         """What is known of a node beyond FLOPs and bytes: the estimator's answer, or the price of what communicates."""

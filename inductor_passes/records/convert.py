@@ -97,13 +97,13 @@ def _keys(type_: Any) -> tuple[tuple[str, str], ...]:
     return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(type_))
 
 
-def shown(value: object) -> str:
-    """A value for a message: short, printable."""
+def shown(value: object, most: int = _SHOWN) -> str:
+    """A value for a message: printable, at most ``most`` characters."""
     try:
         text = printable(repr(value))
     except ValueError:  # an integer of thousands of digits has no decimal text
         text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _explained(error: msgspec.ValidationError, value: Any, hint: Any, what: str, place: str) -> str:

@@ -15,7 +15,10 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from inductor_passes import _torch
+from inductor_passes.config import ConfigError
 from inductor_passes.groups.availability import establish
 from inductor_passes.redistribute.mesh import Mesh
 
@@ -25,9 +28,15 @@ class GroupError(RuntimeError):
 
 
 def mesh_of(mesh: Any) -> Mesh:
-    """A :class:`Mesh` from ours or a torch ``DeviceMesh``."""
+    """A :class:`Mesh` from ours or a torch ``DeviceMesh``.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     if isinstance(mesh, Mesh):
         return mesh
+    if not isinstance(getattr(mesh, "mesh", None), torch.Tensor):
+        raise ConfigError("mesh", mesh, "a torch DeviceMesh")
     return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
@@ -70,7 +79,11 @@ def prepare_groups(
 
     Raises:
         GroupError: one of ``groups`` does not exist or this process is not in it.
+        ConfigError: an argument is of another type.
     """
+    for name, value in (("dims", dims), ("groups", groups)):
+        if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+            raise ConfigError(name, value, "a list")
     created: list[tuple[int, ...]] = []
     if mesh is not None:
         plain = mesh_of(mesh)

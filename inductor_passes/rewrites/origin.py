@@ -2,7 +2,8 @@
 
 Dynamo's graph has one node per call (``redistribute``, ``full_tensor``, ``add`` ...) and AOTAutograd notes on
 everything that it traces from it, forward and backward, which one it was. A redistribution that such a call caused is
-*explicit* when the call is one of DTensor's conversions and *implicit* when it is any other operator.
+*explicit* when the call is one of DTensor's conversions, or ``simple_fsdp``'s for a parameter, and *implicit* when it
+is any other operator.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import torch.fx
 
 #: Calls that say what layout they want.
 CONVERSIONS = frozenset({"redistribute", "full_tensor", "to_local", "from_local", "distribute_tensor"})
+#: What :mod:`inductor_passes.simple_fsdp` issues for a parameter: the user asked for it by wrapping the model.
+DATA_PARALLEL = "simple_fsdp"
+#: What dynamo calls its operators. The call of such a node is the module that owns the parameter.
+_UNSHARD = re.compile(r"(unshard|replicated)_default(_\d+)?")
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class Origin:
 
     @property
     def explicit(self) -> bool:
-        """Whether the call is one of DTensor's conversions."""
-        return self.call in CONVERSIONS
+        """Whether the call is one of DTensor's conversions, or of data parallelism that the user has put there."""
+        return self.call in CONVERSIONS or self.call == DATA_PARALLEL
 
     def __str__(self) -> str:
         return f"{self.call}{' (backward)' if self.backward else ''}"
@@ -45,11 +50,15 @@ def origin_of(node: torch.fx.Node) -> Origin:
         stack = node.meta.get(key)
         if stack:
             name, call = stack[-1]
-            return Origin(str(name), _called(call), backward)
+            return _origin(str(name), call, backward)
     sources = node.meta.get("from_node")
     if sources:
-        return Origin(str(sources[-1].name), _called(str(sources[-1].target)), False)
+        return _origin(str(sources[-1].name), str(sources[-1].target), False)
     return Origin("", "", False)
+
+
+def _origin(name: str, call: object, backward: bool) -> Origin:
+    return Origin(name, DATA_PARALLEL if _UNSHARD.fullmatch(name) else _called(call), backward)
 
 
 def _called(call: object) -> str:

@@ -8,9 +8,9 @@ Limits:
 - Each read of a parameter is a gather of its own. Compilation merges equal gathers and drops unused ones; eager
   execution does not, and keeps what it gathered until backward.
 - Inside an activation-checkpointed region backward gathers again, also with ``reshard_after_forward=False``.
-- torch 2.13 (not 2.11 or 2.15) fails to compile a checkpointed region that contains attention or random ops on a CPU
-  when any parameter is a DTensor, with simple_fsdp as with tensor parallelism: "expected all
-  tensors_saved_with_vc_check to be Tensors".
+- torch 2.12 and 2.13 fail on a checkpointed region that runs attention (on a CPU) or dropout again while any parameter
+  is a DTensor, also under tensor parallelism: "expected all tensors_saved_with_vc_check to be Tensors". Our compiler
+  passes mend that in every way to switch them on. Without them, compiled by torch alone, the region fails.
 - Where data and tensor parallelism split the same dimension, the product of the mesh sizes must divide it.
 """
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -33,8 +34,54 @@ from inductor_passes.simple_fsdp.unshard import unshard
 INITIALISERS = ("reset_parameters", "init_weights", "apply")
 
 
-#: Per parameter its name and the shape of this rank's local tensor.
-Shards = tuple[tuple[str, tuple[int, ...]], ...]
+class Reader(Protocol):
+    """How one parameter becomes what forward computes with; hashable, equal for equal layers."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks that take part in a read."""
+
+    def reading(self, name: str) -> Callable[[nn.Module, Any], Any]:
+        """The function of (module, stored parameter) that a read inside of forward calls."""
+
+    def outside(self, module: nn.Module, name: str) -> Any:
+        """What a read outside of forward gives instead of a handle of the stored parameter, or None."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Managed:
+    """A parameter of a module whose reads are computations."""
+
+    name: str
+    reader: Reader
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsharding:
+    """Reads gather.
+
+    Attributes:
+        shape: of this rank's local tensor.
+        settings: of the application.
+    """
+
+    shape: tuple[int, ...]
+    settings: Settings
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """See :class:`Reader`."""
+        return self.settings.ranks
+
+    def reading(self, name: str) -> Callable[[nn.Module, Any], Any]:
+        """See :class:`Reader`."""
+        del name
+        # Plain values: dynamo guards on each object that a read goes through.
+        shape, arguments = self.shape, self.settings.arguments
+        return lambda _, stored: unshard(stored, shape, *arguments)
+
+    def outside(self, module: nn.Module, name: str) -> None:
+        """See :class:`Reader`."""
 
 
 class _Access:
@@ -77,7 +124,7 @@ def gathered_parameters(module: nn.Module) -> Iterator[None]:
         SimpleFSDPError: no parameter of ``module`` is managed.
         MissingRanksError: some ranks did not enter.
     """
-    meshes = sorted({key[2].ranks for part in module.modules() if (key := _MANAGED.get(type(part)))})
+    meshes = sorted({one.reader.ranks for part in module.modules() for one in managed_parameters(part)})
     if not meshes:
         raise SimpleFSDPError(f"no parameter of this {type(module).__name__} is managed by simple_fsdp")
     for ranks in meshes:
@@ -86,20 +133,25 @@ def gathered_parameters(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def managed_class(cls: type[nn.Module], shards: Shards, settings: Settings) -> type[nn.Module]:
+def managed_class(
+    cls: type[nn.Module], parameters: tuple[Managed, ...], saver: Settings | None = None, mixin: type | None = None
+) -> type[nn.Module]:
     """The subclass of ``cls`` whose parameters unshard on access; the same object for equal arguments.
 
     Args:
-        shards: names of the parameters and shapes of this rank's local tensors.
+        cls: the module's own class.
+        parameters: those that unshard.
+        saver: of the application, for a class that has ``save_pretrained``.
+        mixin: a class whose methods come before those of ``cls``.
     """
-    key = (cls, shards, settings)
+    key = (cls, parameters, saver if saves_whole(cls) else None, mixin)
     if key not in _CLASSES:
-        _CLASSES[key] = _derive(cls, shards, settings)
+        _CLASSES[key] = _derive(*key)
         _MANAGED[_CLASSES[key]] = key
     return _CLASSES[key]
 
 
-_Key = tuple[type[nn.Module], Shards, Settings]
+_Key = tuple[type[nn.Module], tuple[Managed, ...], Settings | None, type | None]
 _CLASSES: dict[_Key, type[nn.Module]] = {}
 #: The other way round.
 _MANAGED: dict[type[nn.Module], _Key] = {}
@@ -110,13 +162,30 @@ def is_managed(module: nn.Module) -> bool:
     return type(module) in _MANAGED
 
 
-def needs_class(cls: type[nn.Module], shards: Shards) -> bool:
+def managed_parameters(module: nn.Module) -> tuple[Managed, ...]:
+    """The parameters that a module's class unshards; none of a class that :func:`managed_class` did not make."""
+    key = _MANAGED.get(type(module))
+    return key[1] if key else ()
+
+
+def manage_again(module: nn.Module, change: Callable[[Reader], Reader]) -> None:
+    """Give a managed module the class that reads its parameters in another way."""
+    cls, parameters, saver, mixin = _MANAGED[type(module)]
+    changed = tuple(dataclasses.replace(one, reader=change(one.reader)) for one in parameters)
+    module.__class__ = managed_class(cls, changed, saver, mixin)
+
+
+def needs_class(cls: type[nn.Module], parameters: tuple[Managed, ...]) -> bool:
     """Whether a module of a class has anything that :func:`managed_class` changes."""
-    return bool(shards) or saves_whole(cls)
+    return bool(parameters) or saves_whole(cls)
 
 
-def _derive(cls: type[nn.Module], shards: Shards, settings: Settings) -> type[nn.Module]:
-    members: dict[str, Any] = {name: _unsharding(cls, name, shape, settings) for name, shape in shards}
+def _derive(
+    cls: type[nn.Module], parameters: tuple[Managed, ...], saver: Settings | None, mixin: type | None
+) -> type[nn.Module]:
+    members: dict[str, Any] = {one.name: _unsharding(cls, one) for one in parameters}
+    if issubclass(cls, nn.RNNBase) and parameters:
+        members |= {"_flat_weights": _flat_weights(), "flatten_parameters": _keep_apart}
     members["__module__"] = cls.__module__
     members["__doc__"] = cls.__doc__
     members["__init__"] = _construct(cls)
@@ -124,11 +193,28 @@ def _derive(cls: type[nn.Module], shards: Shards, settings: Settings) -> type[nn
     for method in INITIALISERS:
         if hasattr(cls, method):
             members[method] = _on_stored(getattr(cls, method))
-    if not saves_whole(cls):
-        return type(f"SimpleFSDP{cls.__name__}", (cls,), members)
-    members["save_pretrained"] = with_whole_values(cls.save_pretrained, settings)
+    bases = (cls,) if mixin is None else (mixin, cls)
+    if saver is None:
+        return type(f"SimpleFSDP{cls.__name__}", bases, members)
+    members["save_pretrained"] = with_whole_values(cls.save_pretrained, saver)
     # What is saved names the model's class.
-    return type(cls.__name__, (cls,), members)
+    return type(cls.__name__, bases, members)
+
+
+def _flat_weights() -> property:
+    """What recurrent layers compute with: a list of their own, made from the registry before it was managed."""
+
+    def read(module: Any) -> list[Any]:
+        return [getattr(module, name, None) for name in module._flat_weights_names]
+
+    def keep(_module: Any, _value: Any) -> None:
+        """The list is made anew at each read."""
+
+    return property(read, keep)
+
+
+def _keep_apart(_module: Any) -> None:
+    """For ``flatten_parameters``, which would move all weights into one buffer: gathered ones are new at each read."""
 
 
 def _construct(cls: Any) -> Callable[..., None]:
@@ -155,24 +241,31 @@ def _reduce(cls: Any) -> Callable[..., Any]:
     return reduce
 
 
-def _restore(cls: Any, shards: Shards, settings: Settings, *args: Any) -> nn.Module:
-    module: nn.Module = cls.__new__(managed_class(cls, shards, settings), *args)
+def _restore(
+    cls: Any, parameters: tuple[Managed, ...], saver: Settings | None, mixin: type | None, *args: Any
+) -> nn.Module:
+    module: nn.Module = cls.__new__(managed_class(cls, parameters, saver, mixin), *args)
     return module
 
 
-def _unsharding(cls: type[nn.Module], name: str, shape: tuple[int, ...], settings: Settings) -> property:
-    mesh_dims = settings.mesh_dims
-    compute_dtype, reduce_dtype = settings.compute_dtype, settings.reduce_dtype
-    reshard, groups = settings.reshard, ",".join(settings.groups)
+def _unsharding(cls: type[nn.Module], managed: Managed) -> property:
+    name, reader = managed.name, managed.reader
+    compute = reader.reading(name)
     label = f"{cls.__name__}.{name}"
 
     def read(module: nn.Module) -> Any:
         stored = _torch.stored_parameter(module, name)
         if _ACCESS.stored or stored is None:
             return stored
+        if not isinstance(stored, (nn.Parameter, DTensor)):
+            # What ``torch.func.functional_call`` puts in a parameter's place is what forward computes with.
+            return stored
         if torch.compiler.is_compiling() or gathers(module):
-            return unshard(stored, mesh_dims, shape, compute_dtype, reduce_dtype, reshard, groups)
-        return ParameterHandle.of(stored, label) if isinstance(stored, DTensor) else stored
+            return compute(module, stored)
+        if not isinstance(stored, DTensor):
+            return stored
+        found = reader.outside(module, name)
+        return ParameterHandle.of(stored, label) if found is None else found
 
     return property(read, doc=f"{name}, gathered over the data-parallel ranks")
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -13,7 +16,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from inductor_passes.simple_fsdp.access import is_managed, managed_class, needs_class, register_stored
+from inductor_passes.simple_fsdp.access import (
+    Managed,
+    Unsharding,
+    is_managed,
+    managed_class,
+    needs_class,
+    register_stored,
+)
 from inductor_passes.simple_fsdp.forward import note_parametrizations
 from inductor_passes.simple_fsdp.layout import distribute
 from inductor_passes.simple_fsdp.settings import Mode, Settings, SimpleFSDPError
@@ -85,14 +95,21 @@ def simple_fsdp(
         for name, parameter in owned:
             setattr(parameter, _REPLACED, True)
             part.register_parameter(name, replacement[id(parameter)])
-        shards = tuple((name, _local_shape(replacement[id(parameter)])) for name, parameter in owned)
-        if needs_class(type(part), shards):
-            part.__class__ = managed_class(type(part), shards, settings)
-        _COVERED.add(part)
-    _cast_at_the_border(module, policy)
+        managed = tuple(
+            Managed(name, Unsharding(_local_shape(replacement[id(parameter)]), settings)) for name, parameter in owned
+        )
+        if needs_class(type(part), managed):
+            part.__class__ = managed_class(type(part), managed, settings)
+    cast_at_the_border(module, policy)
+    cover(module)
+    return module
+
+
+def cover(module: nn.Module) -> None:
+    """Remember the parts of a module whose parameters are managed now."""
+    _COVERED.update(module.modules())
     note_parametrizations(module)
     _watch_registrations()
-    return module
 
 
 #: A part of a module and its own parameters by name.
@@ -141,22 +158,53 @@ def _is_covered(module: nn.Module) -> bool:
     return module in _COVERED or is_managed(module)
 
 
-def _cast_at_the_border(module: nn.Module, policy: MixedPrecisionPolicy) -> None:
+def cast_at_the_border(module: nn.Module, policy: MixedPrecisionPolicy, prepend: bool = False) -> None:
+    """Have a module's floating-point arguments and results cast as a policy says.
+
+    Args:
+        module: gets hooks.
+        policy: says what is cast.
+        prepend: arguments are cast before the module's other hooks see them.
+    """
     inputs, outputs = policy.param_dtype, policy.output_dtype
     if inputs is not None and policy.cast_forward_inputs:
         module.register_forward_pre_hook(
-            lambda _, args, kwargs: (cast(args, inputs), cast(kwargs, inputs)), with_kwargs=True
+            lambda _, args, kwargs: (cast(args, inputs), cast(kwargs, inputs)), prepend=prepend, with_kwargs=True
         )
     if outputs is not None:
         module.register_forward_hook(lambda _, args, result: cast(result, outputs))
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with the floating-point tensors in it (through tuples, lists and dicts) cast to ``dtype``."""
+    """``value`` with the floating-point tensors in it cast to ``dtype``."""
+    return on_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def on_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with the tensors in it changed.
+
+    Goes through what ``fully_shard`` goes through: tuples, lists, sets, dicts, named tuples and dataclasses, and the
+    outputs of Hugging Face models.
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) is tuple or type(value) is list:
-        return type(value)([cast(v, dtype) for v in value])
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {one.name: on_tensors(getattr(value, one.name), change) for one in dataclasses.fields(value)}
+        return type(value)(**changed)
+    if isinstance(value, OrderedDict):
+        found = value.__class__()
+        for key, one in value.items():
+            found[key] = on_tensors(one, change)
+        return found
     if type(value) is dict:
-        return {k: cast(v, dtype) for k, v in value.items()}
+        return {key: on_tensors(one, change) for key, one in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[on_tensors(one, change) for one in value])
+    if type(value) in (tuple, list, set):
+        return type(value)([on_tensors(one, change) for one in value])
     return value
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """``value`` with the tensors in it on a device."""
+    return on_tensors(value, lambda tensor: tensor if tensor.device == device else tensor.to(device))

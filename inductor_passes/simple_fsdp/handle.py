@@ -158,7 +158,10 @@ class ParameterHandle(torch.Tensor):
         return f"{self._label}, not gathered: {self._stored!r}"
 
     def __format__(self, spec: str) -> str:
-        return format(repr(self), spec)
+        try:
+            return format(repr(self), spec)
+        except ValueError as error:  # a number's format, such as ".3f"
+            raise ShardedValueError(self._refusal(f"format {spec}")) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._stored, memo)

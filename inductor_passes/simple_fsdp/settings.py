@@ -39,6 +39,7 @@ class Settings:
         shard_dim: the tensor dimension to shard.
         groups: names of this rank's process groups along the data-parallel mesh dimensions.
         ranks: the global ranks of the mesh.
+        divisor: what the sum of the ranks' gradients is divided by; None is the number of data-parallel ranks.
     """
 
     mode: Mode
@@ -49,6 +50,7 @@ class Settings:
     shard_dim: int
     groups: tuple[str, ...]
     ranks: tuple[int, ...]
+    divisor: float | None = None
 
     @staticmethod
     def of(
@@ -97,6 +99,12 @@ class Settings:
             ranks=ranks_of(mesh),
         )
         return settings, policy
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What reads pass to :func:`~inductor_passes.simple_fsdp.unshard.unshard` besides parameter and shape."""
+        groups = ",".join(self.groups)
+        return (self.mesh_dims, self.compute_dtype, self.reduce_dtype, self.reshard, groups, self.divisor)
 
     def placements(self, parameter: torch.Tensor) -> tuple[Placement, ...]:
         """Where a parameter lies on the data-parallel mesh.

@@ -17,6 +17,7 @@ the parameter is a prefix of what a gather of padded chunks returns.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ from inductor_passes import _torch
 
 _LIBRARY = torch.library.Library("inductor_passes", "DEF")
 _LIBRARY.define(
-    "unshard(Tensor parameter, int mesh_dims, int[] shard_shape, ScalarType? compute_dtype, "
-    "ScalarType? reduce_dtype, str reshard, str groups) -> Tensor"
+    "unshard(Tensor parameter, int[] shard_shape, int mesh_dims, ScalarType? compute_dtype, "
+    "ScalarType? reduce_dtype, str reshard, str groups, float? divisor, Tensor? held) -> Tensor"
 )
 
 
@@ -47,6 +48,7 @@ class ShardLayout:
         dim: the tensor dimension that is sharded; 0 when none is.
         size: of the unsharded tensor along ``dim`` on this rank (inner mesh dimensions may still shard it).
         reduce_dtype: what gradients are reduced in, or None.
+        divisor: what the sum of the ranks' gradients is divided by, or None for the number of data-parallel ranks.
     """
 
     mesh: DeviceMesh
@@ -55,15 +57,18 @@ class ShardLayout:
     dim: int
     size: int
     reduce_dtype: torch.dtype | None
+    divisor: float | None = None
 
     @staticmethod
-    def of(parameter: DTensor, mesh_dims: int, reduce_dtype: torch.dtype | None) -> ShardLayout:
+    def of(
+        parameter: DTensor, mesh_dims: int, reduce_dtype: torch.dtype | None, divisor: float | None = None
+    ) -> ShardLayout:
         """The layout of a parameter whose first ``mesh_dims`` mesh dimensions are data-parallel."""
         mesh, placements = parameter.device_mesh, parameter.placements
         sharded = [i for i in range(mesh_dims) if not placements[i].is_replicate()]
         dim = placements[sharded[0]].dim if sharded else 0
         size = local_size(parameter.shape[dim], dim, mesh, placements, mesh_dims) if sharded else 0
-        return ShardLayout(mesh, mesh_dims, sharded[0] if sharded else -1, dim, size, reduce_dtype)
+        return ShardLayout(mesh, mesh_dims, sharded[0] if sharded else -1, dim, size, reduce_dtype, divisor)
 
     @property
     def ranks(self) -> int:
@@ -78,6 +83,19 @@ class ShardLayout:
         """The size of a full chunk along ``dim``."""
         return -(-self.size // self.mesh.size(self.shard_mesh_dim))
 
+    @property
+    def steps(self) -> tuple[tuple[str, str, int], ...]:
+        """The collectives that reduce a gradient, in order: (``reduce_scatter`` or ``all_reduce``, group, ranks)."""
+        return tuple(
+            ("reduce_scatter" if i == self.shard_mesh_dim else "all_reduce", self.mesh.get_group(i).group_name, ranks)
+            for i in reversed(range(self.mesh_dims))
+            if (ranks := self.mesh.size(i)) > 1
+        )
+
+    def whole_shape(self, local: Sequence[int]) -> list[int]:
+        """The shape of the unsharded tensor on this rank, from that of its chunk."""
+        return [self.size if i == self.dim and self.shard_mesh_dim >= 0 else size for i, size in enumerate(local)]
+
     def gather(self, local: torch.Tensor) -> torch.Tensor:
         """The unsharded tensor from this rank's chunk."""
         if self.shard_mesh_dim < 0 or self.mesh.size(self.shard_mesh_dim) == 1:
@@ -86,13 +104,11 @@ class ShardLayout:
         return swap(cut(_torch.all_gather(rows, self.mesh, self.shard_mesh_dim), self.size), self.dim)
 
     def reduce(self, gradient: torch.Tensor, like: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's chunk, of shape ``like``, of the mean of the ranks' gradients, in ``dtype``."""
+        """This rank's chunk, of shape ``like``, of the ranks' gradients' sum over :attr:`divisor`, in ``dtype``."""
         gradient = gradient.to(self.reduce_dtype or gradient.dtype)
-        ranks = self.ranks
-        # A sum in half precision overflows where the mean would not: divide before it.
-        early = gradient.dtype is torch.float16
-        if early:
-            gradient = gradient / ranks
+        early, late = self.factors(gradient.dtype)
+        if early != 1:
+            gradient = gradient / early
         for i in reversed(range(self.mesh_dims)):
             if self.mesh.size(i) == 1:
                 continue
@@ -102,7 +118,19 @@ class ShardLayout:
             elif gradient.numel() > 0:
                 gradient = _torch.all_reduce_sum(gradient, self.mesh, i)
         gradient = gradient.to(dtype)
-        return gradient if early or ranks == 1 else gradient / ranks
+        return gradient if late == 1 else gradient / late
+
+    def factors(self, dtype: torch.dtype) -> tuple[float, float]:
+        """What gradients of a dtype are divided by before and after they are summed.
+
+        A sum in half precision overflows where the mean would not, and a mean underflows where the gradients do not:
+        about the root of the divisor comes before, as in ``torch.distributed.fsdp``.
+        """
+        divisor = self.ranks if self.divisor is None else self.divisor
+        early = 1
+        while dtype is torch.float16 and divisor % early == 0 and divisor / early > early:
+            early *= 2
+        return early, divisor if early == 1 else divisor / early
 
 
 def local_size(size: int, dim: int, mesh: DeviceMesh, placements: tuple[Placement, ...], first: int) -> int:
@@ -160,14 +188,34 @@ class _Unshard(torch.autograd.Function):
         return ctx.layout.reduce(gradient, ctx.shape, ctx.dtype), None, None
 
 
+class _UnshardHeld(torch.autograd.Function):
+    """The whole tensor; its gradient goes to ``held``, not reduced."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, held: torch.Tensor, layout: ShardLayout, compute_dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.dtype = held.dtype
+        if compute_dtype is not None and local.is_floating_point():
+            local = local.to(compute_dtype)
+        return layout.gather(local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
+        return None, gradient.to(ctx.dtype), None, None
+
+
 def _unshard(
     parameter: torch.Tensor,
-    mesh_dims: int,
     shard_shape: Sequence[int],
+    mesh_dims: int,
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     reshard: str,
     groups: str,
+    divisor: float | None,
+    held: torch.Tensor | None,
 ) -> torch.Tensor:
     del groups
     if not isinstance(parameter, DTensor):
@@ -181,12 +229,15 @@ def _unshard(
             f"this rank's shard of a parameter managed by simple_fsdp has shape {list(local.shape)}; expected "
             f"{list(shard_shape)}. It was laid out anew after simple_fsdp was applied."
         )
-    layout = ShardLayout.of(parameter, mesh_dims, reduce_dtype)
-    if reshard == "never":
-        whole = _Unshard.apply(local, layout, compute_dtype)
-    else:
-        with _torch.recomputed_in_backward(left_to_partitioner=reshard == "auto"):
+    layout = ShardLayout.of(parameter, mesh_dims, reduce_dtype, divisor)
+    again: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if reshard != "never":
+        again = _torch.recomputed_in_backward(left_to_partitioner=reshard == "auto")
+    with again:
+        if held is None:
             whole = _Unshard.apply(local, layout, compute_dtype)
+        else:
+            whole = _UnshardHeld.apply(local.detach(), held, layout, compute_dtype)
     if parameter.device_mesh.ndim == mesh_dims:
         return whole
     return DTensor.from_local(
@@ -214,27 +265,31 @@ torch.library.register_torch_dispatch(
 
 def unshard(
     parameter: torch.Tensor,
-    mesh_dims: int,
     shard_shape: Sequence[int],
+    mesh_dims: int,
     compute_dtype: torch.dtype | None,
     reduce_dtype: torch.dtype | None,
     reshard: str,
     groups: str,
+    divisor: float | None = None,
+    held: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The tensor to compute with: a plain one, or a DTensor on the inner mesh dimensions when there are any.
 
     Args:
         parameter: a DTensor whose first ``mesh_dims`` mesh dimensions are data-parallel.
-        mesh_dims: see ``parameter``.
         shard_shape: shape of this rank's local tensor. Ranks with uneven shards compile different graphs; as an
             argument it keeps their entries apart in a compile cache that they share.
+        mesh_dims: see ``parameter``.
         compute_dtype: dtype of the result (floating-point parameters only), or None.
         reduce_dtype: dtype in which gradients are reduced, or None.
         reshard: whether compiled backward gathers again instead of keeping the result: ``always``, ``never``, or
             ``auto``, which leaves that to our partitioner and else is ``always``.
         groups: names of this rank's data-parallel process groups. As an argument they keep ranks of different groups
             apart in a compile cache that they share: what is cached names the groups.
+        divisor: what the sum of the ranks' gradients is divided by; None is the number of data-parallel ranks.
+        held: of the result's shape; where given it gets the gradient, not reduced, and ``parameter`` gets none.
     """
     return torch.ops.inductor_passes.unshard.default(
-        parameter, mesh_dims, shard_shape, compute_dtype, reduce_dtype, reshard, groups
+        parameter, shard_shape, mesh_dims, compute_dtype, reduce_dtype, reshard, groups, divisor, held
     )

@@ -24,6 +24,7 @@ import torch.fx
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from inductor_passes import _torch
+from inductor_passes.config import ConfigError
 from inductor_passes.ir import groups, ops
 from inductor_passes.records import json_text
 from inductor_passes.records.convert import check_version, convert, plain, shown
@@ -157,8 +158,16 @@ def _record(graph: torch.fx.Graph) -> GraphRecord:
     return GraphRecord(1, named, nodes, bodies or UNSET)
 
 
-def save(graph: torch.fx.Graph, path: str | Path) -> None:
-    """Write a graph to a JSON file."""
+def save(graph: torch.fx.Graph, path: str | Path = "") -> None:
+    """Write a graph to a JSON file.
+
+    Raises:
+        ConfigError: no graph, or no path.
+    """
+    if not isinstance(graph, torch.fx.Graph):
+        raise ConfigError("graph", graph, "a torch.fx.Graph; a GraphModule has one as its attribute graph")
+    if not isinstance(path, (str, Path)) or not str(path):
+        raise ConfigError("path", path, "the path of the file to write: save(graph, path)")
     Path(path).write_text(json.dumps(to_json(graph), separators=(",", ":")))
 
 

@@ -1,0 +1,76 @@
+"""An adopted model trains as the wrapped one that it was: layouts, precisions, accumulation, odd parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.support import wrapped
+from tests.support.ranks import Ranks
+from tests.support.wrapped import compare
+
+pytestmark = pytest.mark.ranks
+
+TWO = [
+    wrapped.flat,
+    wrapped.sharded,
+    wrapped.kept,
+    wrapped.half,
+    wrapped.fp16,
+    wrapped.listed,
+    wrapped.ignoring,
+    wrapped.frozen,
+    wrapped.second_dim,
+    wrapped.replicated,
+    wrapped.divided,
+    wrapped.ddp,
+]
+FOUR = [wrapped.sharded, wrapped.hybrid, wrapped.tensor_parallel, wrapped.fewer_ranks, wrapped.ddp]
+
+
+def _name(value: Any) -> str:
+    return value.__name__
+
+
+def _same(found: list[tuple[float, float]], rounding: float = 0.0) -> None:
+    assert all(off <= rounding and worst <= rounding for off, worst in found), found
+
+
+@pytest.mark.parametrize("wrap", TWO, ids=_name)
+def test_two_ranks_train_bit_for_bit_as_before(two_ranks: Ranks, wrap: Any) -> None:
+    _same(two_ranks.run(compare, wrap))
+
+
+@pytest.mark.parametrize("wrap", TWO, ids=_name)
+def test_gradients_of_several_batches_are_reduced_once(two_ranks: Ranks, wrap: Any) -> None:
+    _same(two_ranks.run(compare, wrap, wrapped.Net, None, 3))
+
+
+@pytest.mark.parametrize("wrap", FOUR, ids=_name)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_four_ranks_train_as_before(four_ranks: Ranks, wrap: Any, parts: int) -> None:
+    """Four numbers have several sums."""
+    _same(four_ranks.run(compare, wrap, wrapped.Net, None, parts), 1e-6)
+
+
+@pytest.mark.parametrize("make", [wrapped.Tied, wrapped.Shared, wrapped.Norms], ids=_name)
+@pytest.mark.parametrize("wrap", [wrapped.flat, wrapped.ddp], ids=_name)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_parameters_that_are_read_twice_and_statistics(
+    two_ranks: Ranks, make: type[nn.Module], wrap: Any, parts: int
+) -> None:
+    if make is wrapped.Norms and wrap is wrapped.flat:
+        # Each rank has statistics of its own, so this compares with itself.
+        assert two_ranks.run(compare, wrap, make, None, parts)[0] == (0.0, 0.0)
+        return
+    # In one graph each read is reduced by itself, and the parts are added.
+    rounding = 0.0 if make is wrapped.Norms or (wrap is wrapped.ddp and parts > 1) else 1e-6
+    _same(two_ranks.run(compare, wrap, make, None, parts), rounding)
+
+
+@pytest.mark.parametrize("wrap", [wrapped.sharded, wrapped.half, wrapped.ddp], ids=_name)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_compiled_without_our_passes(two_ranks: Ranks, wrap: Any, parts: int) -> None:
+    _same(two_ranks.run(compare, wrap, wrapped.Net, "aot_eager", parts))
