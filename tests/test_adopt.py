@@ -55,6 +55,16 @@ def test_four_ranks_train_as_before(four_ranks: Ranks, wrap: Any, parts: int) ->
     _same(four_ranks.run(compare, wrap, wrapped.Net, None, parts), 1e-6)
 
 
+@pytest.mark.parametrize("wrap", [wrapped.sharded, wrapped.ddp], ids=_name)
+def test_fifty_steps(two_ranks: Ranks, wrap: Any) -> None:
+    _same(two_ranks.run(compare, wrap, wrapped.Net, None, 1, 50))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_experts_on_a_mesh_of_their_own(four_ranks: Ranks, parts: int) -> None:
+    _same(four_ranks.run(compare, wrapped.expert_parallel, wrapped.Mixture, None, parts), 1e-6)
+
+
 @pytest.mark.parametrize("make", [wrapped.Tied, wrapped.Shared, wrapped.Norms], ids=_name)
 @pytest.mark.parametrize("wrap", [wrapped.flat, wrapped.ddp], ids=_name)
 @pytest.mark.parametrize("parts", [1, 2])

@@ -358,6 +358,41 @@ def assert_reduced(model: Any, x: torch.Tensor) -> None:
     model.zero_grad()
 
 
+def all_reduced_later(rank: int, world_size: int) -> None:
+    """Hybrid: groups that replicate each other are summed by the last batch; also where adoption comes in between."""
+    torch.manual_seed(0)
+    clean = Net()
+    found = []
+    for taken in ("no", "before", "between"):
+        model: Any = wrapped.hybrid(copy.deepcopy(clean))
+        if taken == "before":
+            adopt(model)
+        model.set_requires_all_reduce(False)
+        if taken == "between":
+            adopt(model)
+        model(batch(0, 0)[0]).sum().backward()
+        model.set_requires_all_reduce(True)
+        model(batch(0, 1)[0]).sum().backward()
+        found.append([whole(parameter.grad) for parameter in model.parameters()])
+    for others in found[1:]:
+        assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(found[0], others))
+
+
+def compiled_before(rank: int, world_size: int) -> None:
+    """What ``torch.compile`` returned is taken for the module inside; nothing was compiled with hooks yet."""
+    torch.manual_seed(0)
+    clean = Net()
+    for wrap in (sharded, wrapped.ddp):
+        plain, model = wrap(copy.deepcopy(clean)), wrap(copy.deepcopy(clean))
+        compiled: Any = torch.compile(model, backend="aot_eager")
+        assert adopt(compiled) is compiled
+        losses = []
+        for module, called in ((plain, plain), (model, compiled)):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            losses.append([train(module, called, optimizer, step) for step in range(2)])
+        assert losses[0] == losses[1]
+
+
 def copies(rank: int, world_size: int) -> None:
     """A copy computes what its original does, and has its own parameters."""
     for wrap in (sharded, wrapped.ddp):
@@ -402,10 +437,15 @@ def recurrent(rank: int, world_size: int, how: str) -> None:
 @pytest.mark.parametrize(
     "check",
     [unshard_and_reshard, failed_step, sync_of_a_part, unequal_use, one_rank_alone, mixed_forwards, functional, pending]
-    + [held_on_one_rank, copies],
+    + [held_on_one_rank, copies, compiled_before],
 )
 def test_methods(two_ranks: Ranks, check: Any) -> None:
     two_ranks.run(check)
+
+
+@pytest.mark.ranks
+def test_a_later_all_reduce(four_ranks: Ranks) -> None:
+    four_ranks.run(all_reduced_later)
 
 
 @pytest.mark.ranks
@@ -434,6 +474,31 @@ def saved_and_loaded(rank: int, world_size: int, folder: str, adopted_first: boo
     assert train(source, source, optimizers[0], 1) == train(target, target, optimizers[1], 1)
 
 
+def saved(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = adopt(sharded(Net()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, model, optimizer, 0)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    return _everything(model, optimizer)
+
+
+def loaded(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model = adopt(sharded(Net()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return _everything(model, optimizer)
+
+
+def _everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    kept = [optimizer.state[parameter]["exp_avg_sq"] for parameter in model.parameters()]
+    return [whole(value) for value in [*model.parameters(), *kept]]
+
+
 def plain_states(rank: int, world_size: int) -> None:
     """``state_dict`` and ``load_state_dict`` of sharded and of whole values; pickles."""
     torch.manual_seed(rank)
@@ -458,6 +523,15 @@ def plain_states(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("adopted_first", [True, False])
 def test_checkpoints(two_ranks: Ranks, tmp_path: Path, adopted_first: bool) -> None:
     two_ranks.run(saved_and_loaded, str(tmp_path), adopted_first)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("grows", [True, False])
+def test_checkpoints_across_world_sizes(two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, grows: bool) -> None:
+    first, second = (two_ranks, four_ranks) if grows else (four_ranks, two_ranks)
+    before = first.run(saved, str(tmp_path))[0]
+    for values in second.run(loaded, str(tmp_path)):
+        assert all(torch.equal(one, other) for one, other in zip(before, values))
 
 
 @pytest.mark.ranks

@@ -185,8 +185,8 @@ from inductor_passes._torch.wrapper_state import (
     ddp_problems,
     ddp_syncs_buffers,
     registered_forward_methods,
-    release,
     release_ddp,
+    release_fsdp2,
     sharded_units,
 )
 from inductor_passes._torch.wrappers import (
@@ -305,8 +305,8 @@ __all__ = [
     "register_work",
     "registered_forward_methods",
     "registered_op",
-    "release",
     "release_ddp",
+    "release_fsdp2",
     "resolve_group_ranks",
     "returns_nothing",
     "returns_tensors",

@@ -51,6 +51,7 @@ class ShardedUnit:
         parameters: see :class:`ShardedParameter`.
         problems: settings that only FSDP2's hooks can serve, each with the way out.
         reduces: False after ``set_requires_gradient_sync(False)``.
+        all_reduces: False after ``set_requires_all_reduce(False)``.
         state: FSDP2's own object.
     """
 
@@ -60,13 +61,16 @@ class ShardedUnit:
     parameters: list[ShardedParameter]
     problems: list[str]
     reduces: bool
+    all_reduces: bool
     state: Any = field(repr=False)
 
 
 def sharded_units(module: nn.Module) -> list[ShardedUnit]:
-    """The calls of ``fully_shard`` that concern a module and its parts, outermost first; changes nothing."""
+    """The calls of ``fully_shard`` that concern a module and its parts, outermost first.
+
+    FSDP2 is told the dtypes that its first forward pass would tell it; nothing else changes.
+    """
     from torch.distributed import _composable_state
-    from torch.distributed.fsdp import _fully_shard  # noqa: F401  the package that the next import is part of
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     states: dict[int, Any] = {}
@@ -112,9 +116,15 @@ def _unit(state: Any, outermost: bool) -> ShardedUnit:
                 )
             )
             problems += _parameter_problems(one)
-    reduces = all(group.reduce_grads and group.all_reduce_grads for group in groups)
     return ShardedUnit(
-        tuple(state._modules), state._mp_policy, state._device, parameters, sorted(set(problems)), reduces, state
+        modules=tuple(state._modules),
+        policy=state._mp_policy,
+        device=state._device,
+        parameters=parameters,
+        problems=sorted(set(problems)),
+        reduces=all(group.reduce_grads for group in groups),
+        all_reduces=all(group.all_reduce_grads for group in groups),
+        state=state,
     )
 
 
@@ -170,8 +180,21 @@ def _parameter_problems(one: Any) -> list[str]:
     return found
 
 
-def release(unit: ShardedUnit) -> None:
-    """Shard everything again and take FSDP2's hooks, classes and marks off; parameters stay the same objects."""
+def release_fsdp2(module: nn.Module, units: list[ShardedUnit]) -> None:
+    """Shard everything again and take FSDP2's hooks, classes and marks off; parameters stay the same objects.
+
+    Args:
+        module: that the units are parts of.
+        units: see :func:`sharded_units`.
+    """
+    for unit in units:
+        _release(unit)
+    for part in module.modules():
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            part.__dict__.pop(mark, None)
+
+
+def _release(unit: ShardedUnit) -> None:
     from torch.distributed import _composable_state
 
     contract: Any = importlib.import_module("torch.distributed._composable.contract")
@@ -198,9 +221,6 @@ def release(unit: ShardedUnit) -> None:
             if not marks:
                 module.__dict__.pop(key, None)
         _composable_state._module_state_mapping.pop(module, None)
-        for part in module.modules():
-            for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-                part.__dict__.pop(mark, None)
 
 
 def registered_forward_methods(module: nn.Module) -> dict[str, Any]:

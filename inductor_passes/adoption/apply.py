@@ -108,11 +108,10 @@ def _check(module: nn.Module, problems: Iterable[str]) -> None:
 def _adopt_sharded(module: nn.Module, units: list[_torch.ShardedUnit]) -> None:
     problems = [problem for found in units for problem in found.problems]
     problems += [problem for found in units for one in found.parameters for problem in _layout_problems(one)]
-    problems += [problem for found in units for problem in _foreign(module, found)]
+    problems += _foreign(module, units)
     _check(module, problems)
     methods = {part: _torch.registered_forward_methods(part) for part in module.modules()}
-    for found in units:
-        _torch.release(found)
+    _torch.release_fsdp2(module, units)
     # Only now: after an evaluation FSDP2 leaves gathered parameters in the registry.
     owners = _owners(module)
     ledger = Ledger(tuple(sorted({rank for found in units for one in found.parameters for rank in ranks_of(one.mesh)})))
@@ -137,8 +136,8 @@ def _adopt_sharded(module: nn.Module, units: list[_torch.ShardedUnit]) -> None:
     for found, its_unit in zip(units, ledger.units):
         for part in found.modules:
             cast_at_the_border(part, found.policy, prepend=True)
-        if not found.reduces:
-            its_unit.set_reduces(reduces=False)
+        if not (found.reduces and found.all_reduces):
+            its_unit.set_reduces(found.reduces, found.all_reduces)
     _finish(module, methods)
     _move_inputs(module, units)
 
@@ -164,9 +163,9 @@ def _group_ranks(mesh: DeviceMesh) -> list[list[int]]:
     return [torch.distributed.get_process_group_ranks(group) for group in mesh.get_all_groups()]
 
 
-def _foreign(module: nn.Module, unit: _torch.ShardedUnit) -> list[str]:
+def _foreign(module: nn.Module, units: list[_torch.ShardedUnit]) -> list[str]:
     parts = set(module.modules())
-    if any(part not in parts for part in unit.modules):
+    if any(part not in parts for found in units for part in found.modules):
         return ["fully_shard was called on a list of modules of which some lie outside of this one: adopt the whole"]
     return []
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from inductor_passes import _torch
-from inductor_passes.simple_fsdp.settings import Settings
+from inductor_passes.simple_fsdp.access import Unsharding
 from inductor_passes.simple_fsdp.unshard import unshard
 
 
@@ -19,22 +19,8 @@ class AdoptError(ValueError):
     """A module that cannot be taken over; the message names the setting and the way out."""
 
 
-@dataclass(frozen=True)
-class AdoptedShard:
-    """Reads gather; backward reduces the gradient or holds it.
-
-    Attributes:
-        shape: of this rank's local tensor.
-        settings: taken from FSDP2.
-    """
-
-    shape: tuple[int, ...]
-    settings: Settings
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The global ranks that take part in a read."""
-        return self.settings.ranks
+class AdoptedShard(Unsharding):
+    """Reads gather; backward reduces the gradient or holds it."""
 
     def reading(self, name: str) -> Callable[[nn.Module, Any], Any]:
         """The function of (module, stored parameter) that a read inside of forward calls."""

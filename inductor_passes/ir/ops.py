@@ -241,11 +241,12 @@ def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
     return "fence" if its_role is Role.FENCE else ""
 
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 #: Where frames of torch and of our own data parallelism come from.
 _NOT_THE_USERS = (
     os.path.dirname(torch.__file__) + os.sep,
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "simple_fsdp") + os.sep,
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adoption") + os.sep,
+    os.path.join(_PACKAGE, "simple_fsdp") + os.sep,
+    os.path.join(_PACKAGE, "adoption") + os.sep,
     "<",
 )
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import inductor_passes
@@ -76,6 +76,28 @@ class Shared(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.into(x)
         return self.out(self.blocks[0](self.blocks[1](self.blocks[0](x))))
+
+
+class Experts(nn.Module):
+    """Weights of four experts; each rank of the expert dimension computes with those that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weights
+        local = weights.to_local(grad_placements=weights.placements) if isinstance(weights, DTensor) else weights
+        return torch.einsum("bi,eij->bj", x, local)
+
+
+class Mixture(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.experts(x))
 
 
 def mesh_of(*sizes: int) -> DeviceMesh:
@@ -143,6 +165,17 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return sharded(model, mesh=mesh["dp"])
+
+
+def expert_parallel(model: nn.Module) -> nn.Module:
+    """Experts lie on another mesh than the rest, as torchtitan wraps them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("expert_dp", "ep"))
+    experts: Any = model.experts
+    experts.weights = nn.Parameter(distribute_tensor(experts.weights.detach(), mesh["ep"], [Shard(0)]))
+    fully_shard(experts, mesh=mesh["expert_dp"])
+    experts.set_force_sum_reduction_for_comms(True)
+    experts.set_gradient_divide_factor(float(dist.get_world_size()))
+    return sharded(model)
 
 
 def replicated(model: nn.Module) -> nn.Module:
