@@ -153,7 +153,9 @@ class _Writer:
             else:
                 text = self._call(node)
             self._lines += 1
-            value = self._texts.value(node.meta.get("val"), node not in self._ragged.sizeless)
+            # What is returned is described where it is computed; sizes of shards are left out there.
+            returned = node.op == "output"
+            value = "" if returned else self._texts.value(node.meta.get("val"), node not in self._ragged.sizeless)
             source = ops.source_line(node)
             yield f"{indent}{self._names[node]} = {text} {value}".rstrip() + (f"{SOURCE}{source}" if source else "")
 

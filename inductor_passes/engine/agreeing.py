@@ -60,7 +60,7 @@ def reach(
 
         found = agreement.reach(
             view,
-            _facts(settings, profile, step),
+            _facts(settings, profile, phase, step),
             timeout_s=timeout_s,
             name=phase,
             describe_group=describe,
@@ -68,12 +68,14 @@ def reach(
     return found
 
 
-def _facts(settings: PassConfig, profile: CostProfile, step: StepFacts | None) -> Mapping[str, str]:
+def _facts(settings: PassConfig, profile: CostProfile, phase: str, step: StepFacts | None) -> Mapping[str, str]:
     """What decisions depend on besides the graph."""
     chosen = {name: value for name, value in settings.to_json().items() if name not in _OWN}
     plans = identity.load_plan(settings)
     known = availability.established()
     return {
+        # A rank whose joint graph is its final one has two questions, as the others have.
+        "phase": phase,
         "source": identity.source_hash(),
         "torch": torch.__version__,
         "settings": json.dumps(chosen, sort_keys=True),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import inductor_passes
+from inductor_passes.trace.collector import collect
 
 WIDTH, OUT = 7, 3
 
@@ -234,6 +235,24 @@ def train(
     return losses
 
 
+def compare_planned(
+    rank: int, world_size: int, wrap: Callable[[Any], nn.Module], parts: int
+) -> tuple[tuple[float, float], list[str], int]:
+    """:func:`compare` behind our passes.
+
+    Returns:
+        the differences, what ranks did not agree on, by phase of each graph, and how many merges there were.
+    """
+    options = {"codegen": "aot_eager", "verify": "strict", "memory_budget": "unlimited", "rank_agreement": "120s"}
+    dotted = {f"inductor_passes.{key}": value for key, value in options.items()}
+    with collect(what_if=False) as reports:
+        found = compare(rank, world_size, wrap, Net, "inductor_passes", parts, options=dotted)
+    passes = [(r.phase, p) for r in reports for p in r.passes]
+    said = [f"{phase}: {p.detail}" for phase, p in passes if p.name == "agreement" and "ranks agree" not in p.detail]
+    applied = [d for _, p in passes if p.name == "bucket" for d in p.decisions if d.verdict.value == "applied"]
+    return found, said, len(applied)
+
+
 def compare(
     rank: int,
     world_size: int,
@@ -242,6 +261,7 @@ def compare(
     backend: str | None = None,
     parts: int = 1,
     steps: int = 3,
+    options: dict[str, Any] | None = None,
 ) -> tuple[float, float]:
     """Train a wrapped model and an adopted copy of it; the largest differences of (losses, parameters and buffers).
 
@@ -257,7 +277,7 @@ def compare(
     before = {name: id(p) for name, p in adopted.named_parameters()}
     assert inductor_passes.adopt(adopted) is adopted
     assert {name: id(p) for name, p in adopted.named_parameters()} == before
-    called = adopted if backend is None else torch.compile(adopted, backend=backend, fullgraph=True)
+    called = adopted if backend is None else torch.compile(adopted, backend=backend, fullgraph=True, options=options)
     off = 0.0
     for step in range(1, steps + 1):
         one = train(reference, reference, optimizers[0], step, parts)
