@@ -12,7 +12,7 @@ from inductor_passes import _torch, verify
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint, nothing
+from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint, nothing, regions
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
@@ -77,6 +77,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         compilation.rank_steps = rank_check.check(graph, report.phase, settings)
     with guarded("stating what was verified", "the report does not say", settings):
         report.notes += verify.statement(graph, compared=settings.rank_check != "off")
+    with guarded("looking for what a graph does not see", "the report does not say", settings):
+        report.notes += regions.notes(graph)
     _hand_on(graph, compilation)
     return compilation
 

@@ -66,12 +66,6 @@ class SchedulerHook(identity.Configured):
     def __deepcopy__(self, memo: dict[int, Any]) -> SchedulerHook:
         return self
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SchedulerHook) and self._settings == other._settings
-
-    def __hash__(self) -> int:
-        return hash(("inductor_passes.SchedulerHook", self._settings))
-
     def __reduce__(self) -> tuple[Any, ...]:
         return (_hook_from_key, (self.uuid(),))
 

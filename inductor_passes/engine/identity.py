@@ -105,6 +105,15 @@ class Configured(Ours):
         super().__init__(others)
         self._settings = settings
 
+    def __eq__(self, other: object) -> bool:
+        # Dynamo uses what it compiled for one region again for an equal one only if their options are equal.
+        if not isinstance(other, Configured) or type(other) is not type(self):
+            return NotImplemented
+        return (self._settings, self.others) == (other._settings, other.others)
+
+    def __hash__(self) -> int:
+        return hash((type(self).__name__, self._settings))
+
     @property
     def settings(self) -> PassConfig:
         """What this hook runs with."""

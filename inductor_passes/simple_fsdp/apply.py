@@ -31,6 +31,9 @@ from inductor_passes.simple_fsdp.settings import Mode, Settings, SimpleFSDPError
 #: Every module that an application has covered. Those that own parameters also show it by their class.
 _COVERED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
+#: The outermost modules of them.
+_APPLICATIONS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
 #: Attribute of a parameter that was replaced: who still holds it shared it with a module that now holds another.
 _REPLACED = "_replaced_by_simple_fsdp"
 
@@ -107,9 +110,18 @@ def simple_fsdp(
 
 def cover(module: nn.Module) -> None:
     """Remember the parts of a module whose parameters are managed now."""
-    _COVERED.update(module.modules())
+    parts = set(module.modules())
+    _COVERED.update(parts)
+    for inner in [one for one in _APPLICATIONS if one in parts]:
+        _APPLICATIONS.discard(inner)
+    _APPLICATIONS.add(module)
     note_parametrizations(module)
     _watch_registrations()
+
+
+def applications() -> list[nn.Module]:
+    """The models whose parameters are managed, each once however many of its parts were managed first."""
+    return list(_APPLICATIONS)
 
 
 #: A part of a module and its own parameters by name.
