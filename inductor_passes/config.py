@@ -466,6 +466,11 @@ def check_key(key: object, name: str | None = None) -> None:
         plain = text.removeprefix(PREFIX)
         close = [plain] if plain in FIELDS else difflib.get_close_matches(text[:MOST_SHOWN], FIELDS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
+        # Imported here: the command line reads settings without torch.
+        from inductor_passes import _torch
+
+        if not close and _torch.is_inductor_option(text):
+            hint = f" (an option of Inductor: pass it as inductor={{{text!r}: ...}})"
         raise ConfigError("unknown key", name or key, f"one of {', '.join(sorted(FIELDS))}{hint}")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from inductor_passes import _torch, agreement
-from inductor_passes.config import ConfigError
+from inductor_passes.config import FIELDS, PREFIX, ConfigError, check_key
 from inductor_passes.engine.ours import is_ours
 from inductor_passes.plugin import compile_options
 from inductor_passes.report import GraphReport
@@ -100,7 +100,8 @@ def explain(
         model: a module or function, compiled already or not; it is not changed.
         inputs, keywords: what it is called with.
         options: settings of ours (fields of :class:`PassConfig`), ``mode`` and ``inductor`` included, as for
-            :func:`inductor_passes.options`.
+            :func:`inductor_passes.options`; or what that function returns; or as for ``backend="inductor_passes"``,
+            where our settings have the prefix ``inductor_passes.``.
 
     Returns:
         An object that prints as text, shows as HTML in a notebook and has ``to_json()``.
@@ -109,9 +110,7 @@ def explain(
         ConfigError: a setting that does not exist or is not allowed.
         Exception: what compiling the model raises.
     """
-    settings = _settings(options)
-    inductor = {"fx_graph_cache": False, **(settings.pop("inductor", None) or {})}
-    resolved = compile_options(inductor=inductor, **settings)
+    resolved = _resolved(options)
     function = getattr(model, "_torchdynamo_orig_callable", None) or getattr(model, "_orig_mod", model)
     result = Explanation()
 
@@ -137,18 +136,30 @@ def explain(
     return result
 
 
-def _settings(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A copy of the options.
+def _resolved(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What Inductor is given.
 
     Raises:
-        ConfigError: they are no mapping, or what :func:`inductor_passes.options` returns.
+        ConfigError: options that are no mapping, or a setting that does not exist or is not allowed.
     """
-    allowed = 'our settings by name, e.g. {"memory_budget": "+5%"}'
+    uncached = {"fx_graph_cache": False}
     if options is not None and not isinstance(options, Mapping):
-        raise ConfigError("options", options, allowed)
-    if any(is_ours(one) for value in (options or {}).values() for one in (value if type(value) is list else [value])):
-        raise ConfigError("options", "inductor_passes.options(...)", f"{allowed}: what options() is called with")
-    return dict(options or {})
+        raise ConfigError("options", options, 'our settings by name, e.g. {"memory_budget": "+5%"}')
+    given = dict(options or {})
+    if any(is_ours(one) for value in given.values() for one in (value if type(value) is list else [value])):
+        # What inductor_passes.options() returned has all of it; anything that was added is checked as torch does.
+        for key in given:
+            if key in FIELDS and not _torch.is_inductor_option(key):
+                raise ConfigError("options", {key: given[key]}, f"an argument: inductor_passes.options({key}=...)")
+        return {**uncached, **given}
+    settings = {key.removeprefix(PREFIX) if isinstance(key, str) else key: value for key, value in given.items()}
+    inductor = settings.pop("inductor", None)
+    if inductor is not None and not isinstance(inductor, Mapping):
+        raise ConfigError("inductor", inductor, 'options of Inductor by name, e.g. {"max_autotune": True}')
+    for key in settings:
+        if key != "mode":
+            check_key(key)
+    return compile_options(inductor={**uncached, **(inductor or {})}, **settings)
 
 
 def _stop(*_: Any) -> Any:

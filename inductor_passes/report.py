@@ -19,6 +19,10 @@ SCHEMA_VERSION = 1
 PHASES = ("forward", "backward", "inference")
 
 
+#: The setting of a row that is not profitable, where no setting or change is known that would make it so.
+NOTHING = "nothing"
+
+
 class Verdict(str, Enum):
     """Whether a pass changed what it looked at."""
 
@@ -72,6 +76,19 @@ class NothingPlanned(str, Enum):
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A parameter that a collective carries, for people.
+
+    Attributes:
+        name: as ``named_parameters()`` of the compiled module has it, e.g. ``layers.0.attention.wq.weight``.
+        module: path of the module that reads it there, e.g. ``layers.0.attention.wq``; "" is the compiled module.
+    """
+
+    name: str
+    module: str = ""
+
+
+@dataclass(frozen=True)
 class Decision:
     """One candidate, one verdict.
 
@@ -82,7 +99,8 @@ class Decision:
         source: the user's ``file:line`` or "".
         group: process-group name or "".
         gain_ns: estimated gain; 0 when unknown.
-        setting: the option that would change the verdict, e.g. ``memory_budget="+5%"``, or "".
+        setting: the option that would change the verdict, e.g. ``memory_budget="+5%"``, :data:`NOTHING`, or "".
+        parameters: names of those that the node carries.
     """
 
     subject: str
@@ -94,6 +112,7 @@ class Decision:
     group: str = ""
     gain_ns: Integer = 0
     setting: str = ""
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,7 @@ class Finding:
         rule: short kebab-case name of the broken rule, e.g. ``read-before-wait``.
         node: where; ``other`` the node it conflicts with, or "".
         message: what was found, what was expected.
+        parameters: names of those that ``node`` and ``other`` carry.
     """
 
     rule: str
@@ -111,6 +131,11 @@ class Finding:
     message: str
     other: str = ""
     source: str = ""
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        about = f" ({', '.join(self.parameters)})" if self.parameters else ""
+        return f"{self.rule}: {self.message}{about}"
 
 
 @dataclass
@@ -133,7 +158,9 @@ class CollectiveReport:
 
     ``exposed_ns`` is the time the compute lane stands still for it, ``hidden_ns`` the rest of its duration.
     ``kind`` is a :class:`~inductor_passes.operators.CollectiveKind`, or what the label says in a problem that was made
-    elsewhere. ``bucket`` says what a merged collective carries, e.g. ``bucket of 3``.
+    elsewhere. ``setting`` says what would help, :data:`NOTHING` that nothing known would. ``bucket`` says what a merged
+    collective carries, e.g. ``bucket of 3``, and ``members`` names the starts that it was made of. ``parameters`` are
+    those that it carries, in the order of the message; those of unknown name are left out.
     """
 
     name: str
@@ -152,6 +179,8 @@ class CollectiveReport:
     gain_ns: Integer = 0
     source: str = ""
     bucket: str = ""
+    members: tuple[str, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,6 +196,7 @@ class RedistributionReport:
         bytes_before / bytes_after: sent per rank (ring model) before and after the rewrites.
         rewrites: those that were applied, e.g. ``R5``.
         refused: why others were not.
+        parameters: names of those that the collectives carry.
     """
 
     names: tuple[str, ...]
@@ -178,6 +208,7 @@ class RedistributionReport:
     bytes_after: Count
     rewrites: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,7 +244,8 @@ class GraphReport:
 
     ``phase`` is ``forward``, ``backward`` or ``inference``; forward and backward share a compile id, so
     (compile_id, phase, graph_index) identifies a graph within a rank's trace. ``plan`` is the graph's plan in the form
-    of a plan file (``pin.file.GraphPlan``), empty when nothing was planned.
+    of a plan file (``pin.file.GraphPlan``), empty when nothing was planned. ``region`` is the class of the module that
+    was compiled, which names of parameters are relative to; "" when none are known.
     """
 
     phase: str
@@ -231,6 +263,7 @@ class GraphReport:
     plan: dict[str, Any] = field(default_factory=dict)
     order_check: str = ""
     digest: str = ""
+    region: str = ""
     from_cache: bool = False
     cost_profile: str = ""
     notes: list[str] = field(default_factory=list)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
 import subprocess
-from html import unescape
+import tempfile
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inductor_passes.report import Decision, PassReport, Reason, RedistributionReport, Verdict
+from inductor_passes.report import Decision, Parameter, PassReport, Reason, RedistributionReport, Verdict
 from inductor_passes.trace.compare import across_ranks
 from inductor_passes.trace.html import render_page
+from inductor_passes.trace.profiled import Measured, Pair
 from inductor_passes.trace.reader import read_trace
 from tests.support.processes import LIMIT_S
 from tests.support.trace_samples import fsdp_problem, planned
@@ -102,12 +105,16 @@ window.requestAnimationFrame = (draw) => setTimeout(draw, 1);
 
 
 def drive(page: str, folder: Path) -> dict[str, Any]:
+    return opened(page.replace("<head>", "<head>" + CATCH, 1).replace("</body>", DRIVER + "</body>"), folder)
+
+
+def opened(page: str, folder: Path, *flags: str) -> dict[str, Any]:
+    """What a script in the page left in the element ``seen``."""
     path = folder / "page.html"
-    driven = page.replace("<head>", "<head>" + CATCH, 1).replace("</body>", DRIVER + "</body>")
-    path.write_text(driven, encoding="utf-8")
+    path.write_text(page, encoding="utf-8")
     assert BROWSER is not None
     done = subprocess.run(
-        [BROWSER, *FLAGS, f"--user-data-dir={folder / 'profile'}", path.as_uri()],
+        [BROWSER, *FLAGS, *flags, f"--user-data-dir={tempfile.mkdtemp(dir=folder)}", path.as_uri()],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -115,6 +122,91 @@ def drive(page: str, folder: Path) -> dict[str, Any]:
     match = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.S)
     assert match is not None, done.stderr[-3000:]
     return json.loads(unescape(match[1]))
+
+
+#: A page in a frame, because windows have a least width; then what a reader of the frame sees.
+FRAME = """
+<!DOCTYPE html><body><iframe id="frame" style="width: {width}px; height: 4000px; border: 0" srcdoc="{page}"></iframe>
+<script>
+addEventListener("load", () => setTimeout(() => {{
+  const doc = byFrame().contentDocument, all = [...doc.querySelectorAll("main *")];
+  const seen = {{
+    ready: doc.documentElement.dataset.ready, width: doc.documentElement.clientWidth,
+    needed: doc.documentElement.scrollWidth,
+    scrolled: [...doc.querySelectorAll(".scroll")].filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.id),
+    outside: all.filter((e) => e.getBoundingClientRect().right > doc.documentElement.clientWidth + 1).length,
+    paper: getComputedStyle(doc.body).backgroundColor, ink: getComputedStyle(doc.body).color,
+    text: doc.querySelector("main").textContent,
+    heads: [...doc.querySelectorAll("#collectives th")].map((e) => e.textContent),
+    cards: doc.querySelector("#cards").textContent,
+  }};
+  const out = document.createElement("pre");
+  out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
+}}, 500));
+const byFrame = () => document.getElementById("frame");
+</script></body>
+"""
+
+
+def in_a_frame(page: str, folder: Path, width: int, *flags: str) -> dict[str, Any]:
+    return opened(FRAME.format(width=width, page=escape(page)), folder, *flags)
+
+
+LONG = "/home/somebody/a/rather/long/path/to/the/code/of/a/model/that/has/many/parts/transformer_block.py:1234"
+NAME = "layers.31.attention.and_something_else.projection_of_the_queries.weight"
+
+
+def named_page(folder: Path, monkeypatch: pytest.MonkeyPatch, *, measured: bool = False) -> str:
+    """A page whose collectives carry parameters of long names."""
+    traces = TraceDir(folder / "trace", monkeypatch)
+    problem = fsdp_problem(4)
+    report, answer = planned(problem)
+    report.region = "Transformer"
+    report.collectives = [
+        dataclasses.replace(c, source=LONG, parameters=(Parameter(NAME, "head"), Parameter(f"norm.{k}", "norm")))
+        for k, c in enumerate(report.collectives)
+    ]
+    decision = Decision("bucket", "ag_1", Verdict.REFUSED, Reason.NOT_PROFITABLE, setting="nothing", source=LONG)
+    report.passes.append(PassReport("bucket", decisions=[decision]))
+    traces.add(report, problem, answer.order)
+    trace = read_trace(traces.path)
+    pairs = [
+        Pair("step", "", 2_000_000, 3_000_000),
+        Pair("exposed", report.collectives[0].label, 1_000, 4_567_000),
+        Pair("transfer", report.collectives[0].label, 1_000, 7_654_000),
+    ]
+    found = [Measured(trace.graphs[0], 3, pairs)] if measured else []
+    return render_page(across_ranks(trace.graphs), trace.notes, title="a run of a model", measured=found)
+
+
+def test_the_page_is_read_on_a_narrow_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = in_a_frame(named_page(tmp_path, monkeypatch, measured=True), tmp_path, 420)
+    # A scroll bar takes some of it.
+    assert seen["ready"] == "yes" and 400 <= seen["width"] <= 420
+    assert seen["needed"] <= seen["width"] and seen["scrolled"] == [] and seen["outside"] == 0
+    assert LONG in seen["text"] and f"{NAME} (read in head)" in seen["text"] and "a Transformer" in seen["text"]
+
+
+def test_the_page_follows_a_dark_desktop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = named_page(tmp_path, monkeypatch)
+    light = in_a_frame(page, tmp_path, 420)
+    dark = in_a_frame(page, tmp_path, 420, "--blink-settings=preferredColorScheme=0")
+
+    def brightness(color: str) -> int:
+        return sum(map(int, re.findall(r"\d+", color)[:3]))
+
+    assert brightness(light["paper"]) > 600 > 200 > brightness(light["ink"])
+    assert brightness(dark["paper"]) < 200 < 600 < brightness(dark["ink"])
+
+
+def test_measured_stands_beside_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = in_a_frame(named_page(tmp_path, monkeypatch, measured=True), tmp_path, 1300)
+    assert [h for h in seen["heads"] if "measured" in h] == ["Exposed, measured", "Transfer, measured"]
+    assert "4.57 ms" in seen["text"] and "7.65 ms" in seen["text"]
+    assert "Measured step" in seen["cards"] and "predicted 2" in seen["cards"]
+    (tmp_path / "without").mkdir()
+    without = in_a_frame(named_page(tmp_path / "without", monkeypatch), tmp_path / "without", 1300)
+    assert not [h for h in without["heads"] if "measured" in h] and "Measured step" not in without["cards"]
 
 
 def test_a_user_can_read_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

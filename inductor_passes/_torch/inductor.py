@@ -75,6 +75,14 @@ def inductor_option_names() -> frozenset[str]:
     return frozenset(copy())
 
 
+def is_inductor_option(name: str) -> bool:
+    """Whether Inductor has an option of that name; False where it cannot be asked."""
+    try:
+        return name.replace("-", "_") in inductor_option_names()
+    except (ImportError, AttributeError):
+        return False
+
+
 def inductor_option(name: str, default: Any = None) -> Any:
     """Current value of a (possibly nested) Inductor option; ``default`` where this torch does not have it."""
     value: Any = inductor_config()

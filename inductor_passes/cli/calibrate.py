@@ -38,9 +38,11 @@ def calibrate(
     repeats: Annotated[int, typer.Option(min=1, max=MAX_REPEATS, help="Samples per size; the median counts.")] = 7,
     name: Annotated[str, typer.Option(help="Name of the profile in reports.")] = "",
 ) -> None:
-    """Measure collectives and compute, and write one cost profile that all ranks load.
+    """Measure this machine's links once and write a cost profile.
 
-    torchrun --nproc-per-node 2 -m inductor_passes.cli.main calibrate --out profile.json
+    Example: torchrun --nproc-per-node 2 -m inductor_passes.cli.main calibrate --out profile.json
+
+    Exit status: 0 the profile was written, 2 it was not.
     """
     shape = _shape(mesh)
     _check(out, name)

@@ -23,7 +23,9 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def check(
-    graphs: Annotated[list[Path], typer.Argument(help="Graph files; with --ranks one per rank, rank 0 first.")],
+    graphs: Annotated[
+        list[Path], typer.Argument(metavar="GRAPHS", help="Graph files; with --ranks one per rank, rank 0 first.")
+    ],
     reference: Annotated[
         Path | None, typer.Option(help="Graph file that the graphs were made from: finds what was lost or reordered.")
     ] = None,
@@ -39,9 +41,13 @@ def check(
         int, typer.Option(min=0, help="Collectives that the backend is sure to run at a time; 0: any number.")
     ] = 1,
 ) -> None:
-    """Verify graphs. Exit status: 0 nothing found, 1 findings, 2 a file cannot be read.
+    """Verify graph files, alone, against a reference, or between ranks.
 
     Files are written by inductor_passes.verify.save(graph, path); opening one runs no code from it.
+
+    Example: inductor-passes check after.json --reference before.json
+
+    Exit status: 0 nothing found, 1 findings, 2 a file cannot be read.
     """
     from inductor_passes.verify import certify, snapshot
     from inductor_passes.verify import check as verify

@@ -41,7 +41,12 @@ class Check:
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON instead of a table.")] = False,
 ) -> None:
-    """Check the environment and say what will work. Exit status 1 when something is broken."""
+    """Check the environment and say what will work.
+
+    Example: inductor-passes doctor
+
+    Exit status: 0 everything works, 1 something is broken.
+    """
     checks = run_checks()
     if as_json:
         import dataclasses

@@ -61,7 +61,7 @@ class LazyGroup(TyperGroup):
 app = typer.Typer(
     cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     help="Compiler passes for torch.compile that make distributed graphs faster: reports and tools.",
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from inductor_passes.records.json_text import RecordError
 from inductor_passes.records.text import printable
 
 if TYPE_CHECKING:
+    from inductor_passes.trace.profiled import Measured
     from inductor_passes.trace.reader import Trace
 
 
@@ -33,7 +34,9 @@ app = typer.Typer(cls=_ShowByDefault, add_completion=False)
 
 @app.command()
 def show(
-    trace_dir: Annotated[Path, typer.Argument(help="The directory that TORCH_TRACE named, or one log of it.")],
+    trace_dir: Annotated[
+        Path, typer.Argument(metavar="TRACE_DIR", help="The directory that TORCH_TRACE named, or one log of it.")
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Write one self-contained HTML page, for offline use.")
     ] = None,
@@ -61,29 +64,45 @@ def show(
     ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Only this rank.")] = None,
 ) -> None:
-    """What happened to each graph of a run, and why each exposed collective is exposed.
+    """What happened to each graph of a TORCH_TRACE directory, and why.
 
-    `inductor-passes report diff A B` compares two runs.
+    Example: inductor-passes report trace -o report.html
+
+    Compare two runs: inductor-passes report diff A B
+
+    Exit status: 0 graphs were reported, 1 there are none, 2 something cannot be read or written.
     """
     trace = _read(trace_dir)
     if rank is not None:
         _keep_rank(trace, rank)
-    if profile:
-        _measure(trace, profile, write_cost_profile)
-        return
-    if write_cost_profile is not None:
+    if write_cost_profile is not None and not profile:
         raise CommandError("--write-cost-profile needs --profile: there is nothing to correct a cost profile by")
-    wrote = list(_write_files(trace, trace_dir, output, perfetto, tlparse, plans))
-    for line in wrote:
-        terminal.say(f"wrote {line}", err=as_json)
+    measured = _match(trace, profile) if profile else []
+    # The files first: whoever reads the text may stop reading (`| head`), which ends us.
+    wrote = []
+    if write_cost_profile is not None:
+        _correct(measured, write_cost_profile)
+        wrote.append(str(write_cost_profile))
+    wrote += _write_files(trace, trace_dir, output, perfetto, tlparse, plans, measured)
     if as_json:
+        from inductor_passes.records.convert import plain
         from inductor_passes.trace.payload import dumps
 
         # With --json the output is JSON and nothing else.
         reports = [graph.report.to_json() for graph in trace.graphs if graph.report is not None]
-        print(dumps({"schema_version": 1, "graphs": reports, "notes": trace.notes}, indent=1))
+        found: dict[str, Any] = {"schema_version": 1, "graphs": reports, "notes": trace.notes}
+        if measured:
+            found["measured"] = [
+                {"graph": one.graph.title, "rank": one.graph.rank, "steps": one.steps, "pairs": plain(one.pairs)}
+                for one in measured
+            ]
+        print(dumps(found, indent=1))
+    elif measured:
+        _print_measured(measured)
     elif not wrote:
         _print(trace, top)
+    for line in wrote:
+        terminal.say(f"wrote {line}", err=as_json)
     if not any(graph.report for graph in trace.graphs):
         raise CommandError(f"{trace_dir} {_why_nothing(trace)}", status=1)
 
@@ -108,43 +127,56 @@ def _keep_rank(trace: Trace, rank: int) -> None:
     trace.graphs = [graph for graph in trace.graphs if graph.rank == rank]
 
 
-def _measure(trace: Trace, profiles: list[Path], output: Path | None) -> None:
-    """Predicted and measured side by side, and the corrected cost profile."""
-    from inductor_passes.cost.profile import CostProfile
+def _match(trace: Trace, profiles: list[Path]) -> list[Measured]:
+    """Predicted and measured side by side."""
     from inductor_passes.trace.profiled import match
-    from inductor_passes.trace.reprofile import updated_profile
-    from inductor_passes.trace.text import render_measured
 
     try:
-        measured = match(trace, profiles)
-        if output is not None:
-            report = measured[0].graph.report
-            named = str(report.config.get("cost_profile", "")) if report is not None else ""
-            base = CostProfile.load(named) if named else CostProfile.default("cpu")
-            if report is not None and not report.cost_profile.endswith(base.hash()):
-                raise CommandError(
-                    f"the trace was planned with cost profile {report.cost_profile!r}, but {named or base.name!r} is "
-                    f"another one now ({base.hash()}); expected the profile of that run in its place"
-                )
-            corrected = updated_profile(base, measured)
-            with terminal.naming(output):
-                corrected.save(output)
-        # The file first: whoever reads the text may stop reading (`| head`), which ends us.
-        console = terminal.console()
-        for one in measured:
-            console.print(render_measured(one))
-        if output is not None:
-            terminal.say(f"wrote {output}")
+        return match(trace, profiles)
     except RecordError as error:
         raise CommandError(str(error)) from error
 
 
+def _correct(measured: Sequence[Measured], output: Path) -> None:
+    """Write the cost profile of the run, corrected by what was measured."""
+    from inductor_passes.cost.profile import CostProfile
+    from inductor_passes.trace.reprofile import updated_profile
+
+    try:
+        report = measured[0].graph.report
+        named = str(report.config.get("cost_profile", "")) if report is not None else ""
+        base = CostProfile.load(named) if named else CostProfile.default("cpu")
+        if report is not None and not report.cost_profile.endswith(base.hash()):
+            raise CommandError(
+                f"the trace was planned with cost profile {report.cost_profile!r}, but {named or base.name!r} is "
+                f"another one now ({base.hash()}); expected the profile of that run in its place"
+            )
+        corrected = updated_profile(base, list(measured))
+        with terminal.naming(output):
+            corrected.save(output)
+    except RecordError as error:
+        raise CommandError(str(error)) from error
+
+
+def _print_measured(measured: Sequence[Measured]) -> None:
+    from inductor_passes.trace.text import render_measured
+
+    console = terminal.console()
+    for one in measured:
+        console.print(render_measured(one))
+
+
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="TORCH_TRACE directory of the first run.")],
-    b: Annotated[Path, typer.Argument(help="TORCH_TRACE directory of the second run.")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="TORCH_TRACE directory of the first run.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="TORCH_TRACE directory of the second run.")],
 ) -> None:
-    """Compare two runs graph by graph: figures, settings, verdicts."""
+    """Compare two runs graph by graph: figures, settings, verdicts.
+
+    Example: inductor-passes report diff trace-a trace-b
+
+    Exit status: 0 both were read, 2 one cannot be read.
+    """
     from inductor_passes.trace.compare import across_runs
     from inductor_passes.trace.text import render_diff
 
@@ -159,6 +191,7 @@ def _write_files(
     perfetto: Path | None,
     tlparse: Path | None,
     plans: Path | None,
+    measured: Sequence[Measured],
 ) -> Iterator[str]:
     """Write what was asked for; yields what to tell the user about each file."""
     if output is not None:
@@ -166,7 +199,7 @@ def _write_files(
 
         try:
             with terminal.naming(output):
-                write_page(trace, output, title=printable(trace_dir.name))
+                write_page(trace, output, title=printable(trace_dir.name), measured=measured)
         except ModuleNotFoundError as error:
             raise CommandError(str(error)) from error
         yield str(output)

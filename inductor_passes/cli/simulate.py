@@ -52,7 +52,7 @@ class Case:
 
 @app.command()
 def simulate(
-    problem_file: Annotated[Path, typer.Argument(metavar="PROBLEM.json", help="A captured scheduling problem.")],
+    problem_file: Annotated[Path, typer.Argument(metavar="PROBLEM", help="A captured scheduling problem.")],
     budget: Annotated[
         str, typer.Option(help='Memory budgets, comma-separated: "0", "+5%", "2GiB", "unlimited".')
     ] = "+5%",
@@ -65,7 +65,14 @@ def simulate(
     svg: Annotated[Path | None, typer.Option(help="Write a chart of the step over the swept option.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write the last case's timeline as a Chrome trace.")] = None,
 ) -> None:
-    """Plan a captured graph again. Options with several comma-separated values are swept in all combinations."""
+    """Plan a captured graph again for other links, budgets and devices.
+
+    Options with several comma-separated values are swept in all combinations.
+
+    Example: inductor-passes simulate problem.json --budget "0,+5%" --svg curve.svg
+
+    Exit status: 0 it was planned, 2 something cannot be read or written.
+    """
     swept = (
         _values("--budget", budget, _budget),
         _values("--bandwidth-scale", bandwidth_scale, _positive),

@@ -45,7 +45,7 @@ class Compilation:
         certificates: of the passes that were kept, in order.
         scheduled: the order that the graph has now; None when nothing ordered it.
         buckets: names of the starts that were merged, per bucket.
-        carriers: name of the start that a bucket became -> what it is, for the report.
+        carriers: name of the start that a bucket became -> names of the starts that it was made of.
         graph_before / graph_after: as it came and as the FX passes left it, as text; "" unless somebody debugs.
         pins: the pinned plan as far as it still holds.
         rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
@@ -59,7 +59,7 @@ class Compilation:
     certificates: list[verify.Certificate] = field(default_factory=list)
     scheduled: Scheduled | None = None
     buckets: list[tuple[str, ...]] = field(default_factory=list)
-    carriers: dict[str, str] = field(default_factory=dict)
+    carriers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     graph_before: str = ""
     graph_after: str = ""
     pins: Pins | None = None
@@ -80,7 +80,7 @@ class Compilation:
         self.certificates.extend(outcome.certificates)
         self.buckets.extend(outcome.buckets)
         for start, members in zip(outcome.carriers, outcome.buckets):
-            self.carriers[start] = f"bucket of {len(members)}"
+            self.carriers[start] = tuple(members)
         if outcome.redistributions:
             self.report.redistributions = list(outcome.redistributions)
         if outcome.given_up and self.pins is not None:

@@ -12,7 +12,7 @@ from inductor_passes import _torch, verify
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint, nothing, regions
+from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint, naming, nothing, regions
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
@@ -50,6 +50,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         nothing.left_alone(graph, is_inference, settings, bool(view.collectives))
         return None
     planned()
+    naming.note(graph, settings)
+    names = naming.names(graph, settings)
     graph_before = _readable(graph)
     profile = identity.load_profile(settings)
     phase, step = phase_of(graph, is_inference), facts_of(graph)
@@ -64,13 +66,14 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     asked = agreeing.report_of(agreed)
     if asked is not None:
         report.passes.append(asked)
-    pinned = _pins(report, collectives, settings) if agreed.agreed else None
+    pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
     known = Known(phase, agreed=agreed.agreed, pins=pinned, step=step)
     compilation = _run_alike(view, settings, profile, known, report, agreed)
     report = compilation.report
+    naming.enter(report, graph, names, settings)
     compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
     with guarded("writing down the plan", "the report has none", settings):
-        report.plan = _plan(compilation, collectives)
+        report.plan = _plan(compilation, collectives, names)
     note_pins(compilation)
     audit.close(report, settings)
     if settings.rank_check != "off":
@@ -115,16 +118,20 @@ def _readable(graph: torch.fx.Graph) -> str:
     return str(graph) if graphs_wanted() else ""
 
 
-def _pins(report: GraphReport, collectives: Mapping[str, str], settings: PassConfig) -> pins.Pins | None:
+def _pins(
+    report: GraphReport, collectives: Mapping[str, str], names: Mapping[str, tuple[str, ...]], settings: PassConfig
+) -> pins.Pins | None:
     """The plan that a file pins for the graph."""
     plans = identity.load_plan(settings)
     if plans is None:
         return None
     replan = settings.plan_mismatch == "replan"
-    return pins.find(plans, report.phase, report.graph_index, collectives, rank=report.rank, replan=replan)
+    return pins.find(plans, report.phase, report.graph_index, collectives, names, rank=report.rank, replan=replan)
 
 
-def _plan(compilation: Compilation, collectives: Mapping[str, str]) -> dict[str, object]:
+def _plan(
+    compilation: Compilation, collectives: Mapping[str, str], names: Mapping[str, tuple[str, ...]]
+) -> dict[str, object]:
     """What was decided on FX, in the form of a plan file."""
     report, scheduled = compilation.report, compilation.scheduled
     order = None
@@ -137,6 +144,7 @@ def _plan(compilation: Compilation, collectives: Mapping[str, str]) -> dict[str,
         rank=report.rank,
         world_size=report.world_size,
         collectives=collectives,
+        parameters={start: names[start] for start in collectives if start in names},
         buckets=tuple(compilation.buckets),
         kept=_kept(compilation.known.step),
         order=order,

@@ -157,7 +157,7 @@ def judge(
     )
     after = outcome.after or facts.of(graph)
     if findings:
-        detail = f"{findings[0].rule}: {findings[0].message}"
+        detail = str(findings[0])
         rules = {finding.rule for finding in findings}
         # Nothing is shown to be wrong: the verifier counts more bytes than the planner, or does not understand a value.
         mild = {frozenset({"memory"}): Reason.OVER_BUDGET, frozenset({"value-unproven"}): Reason.UNPROVEN}

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from inductor_passes import _torch, verify
-from inductor_passes.engine import judge
+from inductor_passes.engine import judge, naming
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation
 from inductor_passes.engine.complain import complain, warn_once
 from inductor_passes.engine.publish import publish, somebody_looks, write_problem
+from inductor_passes.ir.parameters import reported
 from inductor_passes.problems.kernel_memory import donated_inputs
 from inductor_passes.problems.kernels import build
 from inductor_passes.problems.record import schedule_report
@@ -77,7 +78,7 @@ def _checked(
     if not findings:
         return ordered
     report.changed, report.findings, report.rolled_back = False, findings, Reason.VERIFIER
-    report.detail = f"{findings[0].rule}: {findings[0].message}"
+    report.detail = str(findings[0])
     complain("the order of the kernels was undone", report, compilation.config, None)
     return ordered.left_alone()
 
@@ -97,10 +98,13 @@ def _record(ordered: Ordered, limit: int | None, compilation: Compilation, repor
         after,
         limit,
         ranks=groups,
-        buckets={tasks[i].name: carriers.get(c.start.name, "") for i, c in built.collectives.items()},
+        buckets={tasks[i].name: carriers.get(c.start.name, ()) for i, c in built.collectives.items()},
+        parameters={tasks[i].name: reported([c.start]) for i, c in built.collectives.items()},
         what_if=somebody_looks(),
     )
     report.decisions = ordered.decisions()
+    names = {c.name: tuple(dict.fromkeys(p.name for p in c.parameters)) for c in graph.collectives}
+    report.decisions = naming.decided([report], names)[0].decisions
     graph.plan |= {
         "kernels": [ordered.names[i] for i in ordered.plan.order],
         "predicted": {"step_ns": after.makespan_ns, "peak_bytes": after.peak_bytes},

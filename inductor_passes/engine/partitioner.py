@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, checkpointing, garbage, identity
+from inductor_passes.engine import agreeing, checkpointing, garbage, identity, naming
 from inductor_passes.engine.barrier import MEANT, guarded
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
@@ -46,6 +46,7 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
         """Forward and backward graph of a joint one."""
+        naming.note(gm.graph, lambda: self.settings)
         marked: list[torch.fx.Node] = []
         with guarded("looking for gathers to keep", "everything is gathered again", lambda: self.settings):
             marked = keep.marked(gm.graph)
@@ -106,13 +107,19 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
             return _Decided(None, step_peak)
         if not (forward.ranks_agree and backward.ranks_agree and _agreed(views, settings, profile)):
             return _Decided(keep.refused(found))
-        choice = self._pinned(forward, backward, found, step_peak) or keep.choose_kept(
+        names = naming.names(again[0].graph, settings)
+        choice = self._pinned(forward, backward, found, names, step_peak) or keep.choose_kept(
             forward.problem, backward.problem, found, settings.budget, step_peak
         )
         return _Decided(choice.report, step_peak, choice.kept)
 
     def _pinned(
-        self, forward: FxProblem, backward: FxProblem, found: Sequence[keep.Gathered], step_peak: int
+        self,
+        forward: FxProblem,
+        backward: FxProblem,
+        found: Sequence[keep.Gathered],
+        names: Mapping[str, tuple[str, ...]],
+        step_peak: int,
     ) -> keep.KeepChoice | None:
         """What the plan file says, None when it says nothing or was given up."""
         settings = self.settings
@@ -124,6 +131,7 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
             plans,
             int(name) if name.isdigit() else None,
             sorted(g.start for g in found),
+            names,
             replan=settings.plan_mismatch == "replan",
         )
         if pin is None or pin.given_up:

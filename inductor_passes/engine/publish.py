@@ -7,6 +7,7 @@ from pathlib import Path
 from inductor_passes import _torch
 from inductor_passes.engine.compilation import Compilation
 from inductor_passes.engine.complain import warn_once
+from inductor_passes.ir.parameters import reported
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import file as plan_file
 from inductor_passes.report import GraphReport
@@ -60,7 +61,8 @@ def publish_fx(compilation: Compilation) -> None:
     report.digest = problem.digest(result.order)
     if compilation.pins is not None and not compilation.pins.given_up:
         report.digest = compilation.pins.combined(report.digest)
-    groups = {c.group.name: c.group.ranks for c in GraphView(scheduled.fx.graph).collectives}
+    collectives = GraphView(scheduled.fx.graph).collectives
+    groups = {c.group.name: c.group.ranks for c in collectives}
     report.collectives = explain(
         problem,
         result.order,
@@ -69,6 +71,7 @@ def publish_fx(compilation: Compilation) -> None:
         result.budget_bytes,
         ranks=groups,
         buckets=compilation.carriers,
+        parameters={c.start.name: reported([c.start]) for c in collectives},
         what_if=somebody_looks(),
     )
     publish(report, problem, result.order, before, after, compilation.graphs)

@@ -5,10 +5,11 @@ One file holds any number of graphs, one name per line:
     {"schema_version": 1, "graphs": [{"phase": "forward", "graph_index": 0, ..., "buckets": [["a", "b"]],
      "kept": ["c"], "order": [...], "kernels": [...]}]}
 
-``collectives`` describes the graph that came in and tells whether the plan still fits. ``buckets`` names the
-collectives that travel together, ``kept`` the gathers of a forward graph whose results backward reuses, ``order``
-everything that the graph passes ordered (FX nodes that take time), and ``kernels`` the order of the fused kernels.
-``kept``, ``order`` and ``kernels`` may be left out: what is not written is planned.
+``collectives`` describes the graph that came in and tells whether the plan still fits; ``parameters`` says which
+parameters they carry. ``buckets`` names the collectives that travel together, ``kept`` the gathers of a forward graph
+whose results backward reuses, each by its node or by a parameter (``pins.resolved``), ``order`` everything that the
+graph passes ordered (FX nodes that take time), and ``kernels`` the order of the fused kernels. Every field may be left
+out or null: what is not written is planned, and fits any graph.
 
 A file is data: names are compared and never called, opened or evaluated.
 """
@@ -51,20 +52,21 @@ class GraphPlan:
     """The plan of one graph.
 
     Attributes:
-        phase, graph_index: which graph of a process it was.
+        phase, graph_index: which graph of a process it was; None: any.
         compile_id, rank, world_size: where it came from, for people; ``rank`` also tells whose kernels are listed.
-        collectives: start node of the graph that came in -> ``kind, bytes, ranks``.
-        buckets: start nodes that travel together, in buckets of two or more.
-        kept: start nodes of a forward graph's gathers whose results are held for backward; None: choose them.
+        collectives: start node of the graph that came in -> ``kind, bytes, ranks``; None: fits any graph.
+        buckets: starts that travel together, in buckets of two or more; None: plan them.
+        kept: starts of a forward graph's gathers whose results are held for backward; None: choose them.
         order: names of the FX tasks in order; None: plan them.
         kernels: names of the fused kernels in order; None: plan them.
         predicted: step time in ns and peak in bytes when the plan was made; not read back.
+        parameters: start node of the graph that came in -> parameters that it carries, where known; not read back.
     """
 
-    phase: Annotated[str, one_of(*PHASES)]
-    graph_index: Count
-    collectives: Mapping[str, str]
-    buckets: tuple[Names, ...] = ()
+    phase: Annotated[str, one_of(*PHASES)] | None = None
+    graph_index: Count | None = None
+    collectives: Mapping[str, str] | None = None
+    buckets: tuple[Names, ...] | None = None
     kept: Names | None = None
     order: Names | None = None
     kernels: Names | None = None
@@ -72,10 +74,11 @@ class GraphPlan:
     rank: Count = 0
     world_size: Count = 1
     predicted: Mapping[str, Integer] = field(default_factory=dict)
+    parameters: Mapping[str, Names] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         taken: set[str] = set()
-        for number, bucket in enumerate(self.buckets):
+        for number, bucket in enumerate(self.buckets or ()):
             if len(bucket) < 2:
                 raise PlanFileError(f"buckets[{number}] is {shown(list(bucket))}; expected at least two collectives")
             if twice := taken.intersection(bucket):
@@ -83,7 +86,7 @@ class GraphPlan:
                 raise PlanFileError(f"buckets[{number}] is {name!r}; expected a collective in one bucket only")
             taken.update(bucket)
         lists = {"kept": self.kept, "order": self.order, "kernels": self.kernels}
-        lists |= {f"buckets[{number}]": bucket for number, bucket in enumerate(self.buckets)}
+        lists |= {f"buckets[{number}]": bucket for number, bucket in enumerate(self.buckets or ())}
         for key, names in lists.items():
             if names is not None and len(set(names)) != len(names):
                 name = next(n for n, count in Counter(names).items() if count > 1)
@@ -92,25 +95,22 @@ class GraphPlan:
     @property
     def title(self) -> str:
         """``forward_0``."""
-        return f"{self.phase}_{self.graph_index}"
+        return f"{self.phase or 'any'}_{'any' if self.graph_index is None else self.graph_index}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; what is to be planned is left out."""
         data: dict[str, Any] = plain(self)
-        for key in ("kept", "order", "kernels"):
-            if data[key] is None:
-                del data[key]
-        return data
+        return _written(data)
 
     @staticmethod
     def from_json(data: object, where: str) -> GraphPlan:
         """Inverse of :meth:`to_json`.
 
         Raises:
-            PlanFileError: an unknown or missing key or a value of another form; it names the place.
+            PlanFileError: an unknown key or a value of another form; it names the place.
         """
         try:
-            return convert(data, GraphPlan, "a plan", keys="known", place=where)
+            return convert(_written(data), GraphPlan, "a plan", keys="known", place=where)
         except RecordError as error:
             raise PlanFileError(str(error)) from None
 
@@ -156,11 +156,16 @@ def _files(path: str) -> list[Path]:
     return [root]
 
 
+def _written(data: Any) -> Any:
+    """A JSON object without what is null."""
+    return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
 @dataclass(frozen=True)
 class _Content:
     """A file without its version."""
 
-    graphs: list[GraphPlan]
+    graphs: list[GraphPlan] = field(default_factory=list)
 
 
 @functools.lru_cache(maxsize=8)
@@ -185,8 +190,12 @@ def _load(path: str, stamps: tuple[tuple[str, int, int], ...]) -> PlanFile:
 
 def _graphs(data: object, name: str) -> list[GraphPlan]:
     try:
-        top = check_version(data, SCHEMA_VERSION, "plan")
+        # A version that is not written is this one.
+        given = {"schema_version": SCHEMA_VERSION, **_written(data)} if isinstance(data, dict) else data
+        top = check_version(given, SCHEMA_VERSION, "plan")
         rest = {key: value for key, value in top.items() if key != "schema_version"}
+        if isinstance(rest.get("graphs"), list):
+            rest["graphs"] = [_written(graph) for graph in rest["graphs"]]
         return convert(rest, _Content, "a plan", keys="known").graphs
     except RecordError as error:
         raise PlanFileError(f"{name}: {error}") from None

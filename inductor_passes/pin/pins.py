@@ -1,6 +1,7 @@
 """One graph's pinned plan: does it still fit, and which order does it ask for.
 
-A plan fits when the graph that came in has the collectives that it was made for (names, kinds, sizes, group sizes). It
+A plan fits when the graph that came in has the collectives that it was made for (names, kinds, sizes, group sizes), or
+when it does not say which. It
 is applied level by level: buckets, order of the FX tasks, order of the fused kernels. A level that is not written is
 planned. Everything asked for is checked against the graph's own dependencies and the memory budget, and the verifier
 looks at the result as at any other.
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.pin.file import GraphPlan, PlanFile, PlanFileError
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.plan import Plan
@@ -136,28 +138,83 @@ def _described(collective: Collective) -> str:
 
 
 def find(
-    plans: PlanFile, phase: str, graph_index: int, collectives: Mapping[str, str], *, rank: int, replan: bool
+    plans: PlanFile,
+    phase: str,
+    graph_index: int,
+    collectives: Mapping[str, str],
+    names: Mapping[str, tuple[str, ...]] | None = None,
+    *,
+    rank: int,
+    replan: bool,
 ) -> Pins | None:
     """The plan for a graph, given up or not; None when the file says nothing about it.
 
     A graph is recognised by phase and collectives, so that a model that is compiled a second time in a process gets the
-    plan of its first graph; then by phase and number, and the only plan of a phase is meant for every graph of it.
+    plan of its first graph; then by phase and number, and the only plan of a phase is meant for every graph of it. A
+    plan that does not say for which collectives, phase or number it was made fits any.
+
+    Args:
+        collectives: of the graph, see :func:`described`.
+        names: start node -> parameters that it carries.
 
     Raises:
-        PlanFileError: the file's plan of that number was made for other collectives (unless ``replan``).
+        PlanFileError: the file's plan of that number was made for other collectives, or it names a parameter that no
+            collective carries, or several (unless ``replan``).
     """
-    same_phase = [g for g in plans.graphs if g.phase == phase]
-    fitting = [g for g in same_phase if dict(g.collectives) == dict(collectives)]
-    numbered = [g for g in same_phase if g.graph_index == graph_index] or (same_phase if len(same_phase) == 1 else [])
+    same_phase = [g for g in plans.graphs if g.phase in (phase, None)]
+    fitting = [g for g in same_phase if g.collectives is not None and dict(g.collectives) == dict(collectives)]
+    numbered = [g for g in same_phase if g.graph_index == graph_index]
+    numbered = numbered or [g for g in same_phase if g.graph_index is None]
+    numbered = numbered or (same_phase if len(same_phase) == 1 else [])
+    fitting += [g for g in numbered if g.collectives is None]
     graph = next((g for g in fitting if g in numbered), next(iter([*fitting, *numbered]), None))
     if graph is None:
         return None
     pins = Pins(graph, plans.path, plans.digest, rank, replan)
     if graph in fitting:
-        return pins
+        return resolved(pins, collectives, names or {})
     return _given_up(
-        pins, "the graph has changed since the plan was made: " + _difference(graph.collectives, collectives)
+        pins, "the graph has changed since the plan was made: " + _difference(graph.collectives or {}, collectives)
     )
+
+
+def resolved(pins: Pins, collectives: Mapping[str, str], names: Mapping[str, tuple[str, ...]]) -> Pins:
+    """The pins with nodes in the place of parameters.
+
+    ``buckets`` and ``kept`` name a collective by its start node, by a parameter that it alone carries
+    (``head.weight``), or by kind and parameter (``reduce_scatter head.weight``).
+
+    Args:
+        collectives: start node -> what it does, see :func:`described`.
+        names: start node -> parameters that it carries.
+
+    Raises:
+        GivenUp, PlanFileError: see :meth:`Pins.refuse`. The pins are given up where that is allowed.
+    """
+    carriers: dict[str, list[str]] = {}
+    for start, description in collectives.items():
+        for name in names.get(start, ()):
+            for said in (name, f"{description.split()[0]} {name}"):
+                carriers.setdefault(said, []).append(start)
+    graph, problem = pins.graph, ""
+
+    def node(said: str) -> str:
+        nonlocal problem
+        found = [said] if said in collectives else carriers.get(said, [])
+        if len(found) > 1:
+            kinds = sorted({f"{collectives[start].split()[0]} {said}" for start in found if " " not in said})
+            other = f"; expected one of {', '.join([*kinds, *found][: 2 * _SHOWN])}"
+            problem = problem or f"{said!r} is carried by {len(found)} collectives{other}"
+        return found[0] if len(found) == 1 else said
+
+    buckets = None if graph.buckets is None else tuple(tuple(map(node, bucket)) for bucket in graph.buckets)
+    kept = None if graph.kept is None else tuple(map(node, graph.kept))
+    if not problem:
+        try:
+            return dataclasses.replace(pins, graph=dataclasses.replace(graph, buckets=buckets, kept=kept))
+        except PlanFileError as error:
+            problem = str(error)
+    return _given_up(pins, problem)
 
 
 def _given_up(pins: Pins, why: str) -> Pins:
@@ -172,27 +229,42 @@ def _given_up(pins: Pins, why: str) -> Pins:
         return dataclasses.replace(pins, given_up=str(error))
 
 
-def find_kept(plans: PlanFile, graph_index: int | None, keepable: Sequence[str], *, replan: bool) -> Pins | None:
+def find_kept(
+    plans: PlanFile,
+    graph_index: int | None,
+    keepable: Sequence[str],
+    names: Mapping[str, tuple[str, ...]] | None = None,
+    *,
+    replan: bool,
+) -> Pins | None:
     """The forward plan that says which parameters stay gathered for backward; None when no plan does.
 
     Asked before forward and backward are taken apart, so the plan is recognised by naming all that could be kept.
 
     Args:
         graph_index: of the graph, None where it is not known yet.
+        names: start node of a gather -> parameters that it carries.
 
     Raises:
         PlanFileError: the plan says so of a graph with other gathers, or of a gather that cannot be kept (unless
             ``replan``).
     """
-    saying = [g for g in plans.graphs if g.phase == "forward" and g.kept is not None]
+    saying = [g for g in plans.graphs if g.phase in ("forward", None) and g.kept is not None]
     if not saying:
         return None
-    fitting = [g for g in saying if all(name in g.collectives for name in keepable)]
+    fitting = [g for g in saying if g.collectives is None or all(name in g.collectives for name in keepable)]
     numbered = [g for g in fitting or saying if g.graph_index == graph_index]
     graph = next(iter([*numbered, *fitting, *saying]))
     pins = Pins(graph, plans.path, plans.digest, 0, replan)
-    if not fitting:
-        missing = ", ".join([n for n in keepable if n not in graph.collectives][:_SHOWN])
+    if graph in fitting:
+        # All that can be kept are gathers.
+        gathers = dict.fromkeys(keepable, CollectiveKind.ALL_GATHER.value)
+        pins = resolved(dataclasses.replace(pins, graph=dataclasses.replace(graph, buckets=None)), gathers, names or {})
+        if pins.given_up:
+            return pins
+        graph = pins.graph
+    else:
+        missing = ", ".join([n for n in keepable if n not in (graph.collectives or {})][:_SHOWN])
         return _given_up(pins, f"`kept` was written for another graph: this one also gathers {missing}")
     if unknown := [name for name in graph.kept or () if name not in keepable]:
         allowed = ", ".join(keepable[:_SHOWN]) + (" ..." if len(keepable) > _SHOWN else "")

@@ -15,6 +15,7 @@ import torch.fx
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.communication import wire_bytes
 from inductor_passes.ir.ops import source_line
+from inductor_passes.ir.parameters import names_of
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Decision, GraphReport, RedistributionReport, Verdict
@@ -29,13 +30,15 @@ class LargeRedistributionError(RuntimeError):
 
 def listed(view: GraphView) -> list[RedistributionReport]:
     """The redistributions of a graph before it is rewritten, in graph order."""
-    by_origin: dict[tuple[str, object], list[Collective]] = {}
-    origins: dict[tuple[str, object], Origin] = {}
+    by_origin: dict[tuple[object, ...], list[Collective]] = {}
+    origins: dict[tuple[object, ...], Origin] = {}
     for collective in view.collectives:
         if collective.kind is CollectiveKind.BROADCAST:
             continue
         origin = origin_of(collective.start)
-        key = (origin.name, origin.backward) if origin.name else ("", collective.start.name)
+        # Calls in checkpointed regions have equal names: parameters tell them apart.
+        names = names_of([collective.start])
+        key = (origin.name, origin.backward, names) if origin.name else ("", collective.start.name)
         by_origin.setdefault(key, []).append(collective)
         origins[key] = origin
     return [_record(origins[key], found) for key, found in by_origin.items()]
@@ -51,6 +54,7 @@ def _record(origin: Origin, found: Sequence[Collective]) -> RedistributionReport
         placements=tuple(_placements(c) for c in found),
         bytes_before=size,
         bytes_after=size,
+        parameters=names_of(c.start for c in found),
     )
 
 

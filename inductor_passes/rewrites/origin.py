@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch.fx
 
+from inductor_passes.ir.parameters import is_managed
+
 #: Calls that say what layout they want.
 CONVERSIONS = frozenset({"redistribute", "full_tensor", "to_local", "from_local", "distribute_tensor"})
 #: What :mod:`inductor_passes.simple_fsdp` issues for a parameter: the user asked for it by wrapping the model.
@@ -45,7 +47,17 @@ class Origin:
 
 
 def origin_of(node: torch.fx.Node) -> Origin:
-    """The call that a node was traced from; an origin without name when the graph does not say."""
+    """The call that a node was traced from; an origin without name when the graph does not say.
+
+    What carries a managed parameter between the ranks that share it is data parallelism's, whatever the call is called.
+    """
+    found = _traced_from(node)
+    if found.explicit or not is_managed(node):
+        return found
+    return Origin(found.name or node.name, DATA_PARALLEL, found.backward)
+
+
+def _traced_from(node: torch.fx.Node) -> Origin:
     for key, backward in (("source_fn_stack", False), ("fwd_source_fn_stack", True)):
         stack = node.meta.get(key)
         if stack:

@@ -10,6 +10,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes.ir import parameters
 
 #: Dtypes whose sums are taken in float32.
 NARROW = (torch.float16, torch.bfloat16)
@@ -17,7 +18,7 @@ NARROW = (torch.float16, torch.bfloat16)
 #: Facts about a node's origin that its replacement inherits: where it was written, the user's annotations, what
 #: activation checkpointing and the partitioner were told.
 RECOMPUTE_META = ("recompute", "ac_graph_id", "partitioner_tag")
-INHERITED_META = ("stack_trace", "custom", "nn_module_stack", "seq_nr", *RECOMPUTE_META)
+INHERITED_META = ("stack_trace", "custom", "nn_module_stack", "seq_nr", parameters.META_KEY, *RECOMPUTE_META)
 
 
 class Emitter:

@@ -23,6 +23,7 @@ from typing import Literal
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes.ir.parameters import note_merged
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import COALESCED, SINGLE, CollectiveKind
 from inductor_passes.rewriting.emit import Emitter
@@ -184,6 +185,7 @@ def _emit_start(emit: Emitter, bucket: _Bucket) -> None:
             bucket.started = emit.call(op, sent, arguments["reduce_op"], group)
         else:
             bucket.started = emit.call(op, sent, *splits, group)
+    note_merged(bucket.started, [c.start for c in bucket.collectives])
 
 
 def _with_source(slot: Slot, source: torch.fx.Node) -> Slot:

@@ -168,6 +168,12 @@ def managed_parameters(module: nn.Module) -> tuple[Managed, ...]:
     return key[1] if key else ()
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module's user gave it."""
+    key = _MANAGED.get(type(module))
+    return key[0] if key else type(module)
+
+
 def manage_again(module: nn.Module, change: Callable[[Reader], Reader]) -> None:
     """Give a managed module the class that reads its parameters in another way."""
     cls, parameters, saver, mixin = _MANAGED[type(module)]

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from inductor_passes.config import MemoryBudget
-from inductor_passes.report import Reason
+from inductor_passes.report import NOTHING, Reason
+from inductor_passes.schedule.bounds import lower_bound
+from inductor_passes.schedule.effort import HIGH
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace import whatif
@@ -23,11 +25,17 @@ BUDGETS = ("0", "+1%", "+2%", "+5%", "+10%", "+25%", "+50%", "+100%", "+200%")
 ENOUGH = Fraction(9, 10)
 #: Above this many tasks the what-if plans are constructed only, without local search, unless told otherwise.
 LARGE = 3000
+#: Up to this many tasks it is tried whether more planning would help.
+SMALL = 500
+_FEWER_BYTES = "fewer bytes or a faster link (simulate --bandwidth-scale 2)"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting or change, its gain in ns for the whole graph (0: unknown), and what the gain rests on."""
+    """A setting or change, its gain in ns for the whole graph (0: unknown), and what the gain rests on.
+
+    The setting is :data:`~inductor_passes.report.NOTHING` where it was tried and nothing helps.
+    """
 
     setting: str = ""
     gain_ns: int = 0
@@ -65,7 +73,7 @@ def advise(
         elif reason is Reason.LANE_BUSY:
             faster = whatif.scale_links(problem, bandwidth=Fraction(2))
             advice = Advice(
-                "fewer bytes or a faster link (simulate --bandwidth-scale 2)",
+                _FEWER_BYTES,
                 gain(faster),
                 "communication fills its lane; gain for half the bytes",
             )
@@ -81,10 +89,12 @@ def advise(
                 gain(whatif.without_fences(problem)),
                 "gain without any fence or fixed order",
             )
+        elif reason is Reason.NOT_PROFITABLE:
+            advice = _not_profitable(problem, makespan_ns, input_peak_bytes, budget_bytes, work)
         elif reason in _CHANGES:
             free = gain(whatif.without_transfers(problem, starts))
             advice = Advice(_CHANGES[reason], free, "gain at most, if they took no time")
-        if advice.gain_ns > 0:
+        if advice.gain_ns > 0 or advice.setting == NOTHING:
             result[reason] = advice
     return result
 
@@ -95,6 +105,26 @@ _CHANGES = {
     Reason.HEAD: "a smaller first collective, or one issued before this graph",
     Reason.TAIL: "a smaller last collective, or work after it in the same graph",
 }
+
+
+def _not_profitable(
+    problem: Problem, makespan_ns: int, input_peak_bytes: int, budget_bytes: int | None, effort: int
+) -> Advice:
+    """Where an order was legal but none that is faster was found: memory, more planning, fewer bytes, or nothing."""
+    if makespan_ns <= lower_bound(problem):
+        return Advice(NOTHING, 0, "no order of this graph is faster")
+    memory = _memory(problem, makespan_ns, input_peak_bytes, budget_bytes, effort)
+    if memory.gain_ns > 0:
+        return memory
+    if len(problem) <= SMALL:
+        searched = makespan_ns - plan(problem, budget_bytes, effort=HIGH).makespan_ns
+        if searched > 0:
+            return Advice('effort="high"', searched)
+    faster = whatif.scale_links(problem, bandwidth=Fraction(2))
+    gain = makespan_ns - plan(faster, budget_bytes, effort=effort).makespan_ns
+    if gain > 0:
+        return Advice(_FEWER_BYTES, gain, "gain for half the bytes")
+    return Advice(NOTHING, 0, "neither memory, nor more planning, nor half the bytes makes the step faster")
 
 
 def _memory(

@@ -258,7 +258,10 @@ def _planned(
             from inductor_passes.trace.chrome import chrome_trace
 
             at = simulate(problem, order) if timeline is None else timeline
-            return chrome_trace(problem, order, at, rank=report.rank, head=identity, budget_bytes=budget)
+            names = {one.name: [p.name for p in one.parameters] for one in report.collectives}
+            return chrome_trace(
+                problem, order, at, rank=report.rank, head=identity, budget_bytes=budget, parameters=names
+            )
 
         return payload
 

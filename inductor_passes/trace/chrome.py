@@ -8,7 +8,7 @@ survive. ``args.task`` is the task's number in the problem: whoever reads the tr
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inductor_passes.schedule.memory import profile
@@ -28,6 +28,7 @@ def chrome_trace(
     rank: int = 0,
     head: dict[str, Any] | None = None,
     budget_bytes: int | None = None,
+    parameters: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """The trace as JSON text: an object with ``traceEvents``, ``head``'s keys and ``displayTimeUnit``.
 
@@ -35,9 +36,10 @@ def chrome_trace(
         timeline: the simulation of ``order``.
         rank: the process id of all events.
         head: further top-level keys (phase, graph index); viewers ignore them.
+        parameters: task name of a start -> names of those that it carries.
         budget_bytes: drawn as a second series of the memory counter when given.
     """
-    events = [*_metadata(problem, rank), *_slices(problem, order, timeline, rank)]
+    events = [*_metadata(problem, rank), *_slices(problem, order, timeline, rank, parameters or {})]
     events += _memory(problem, order, timeline, rank, budget_bytes)
     top = {"schema_version": SCHEMA_VERSION, **(head or {}), "displayTimeUnit": "ns"}
     return dumps_records(top, "traceEvents", events)
@@ -62,7 +64,9 @@ def _metadata(problem: Problem, rank: int) -> Iterator[str]:
         yield meta("thread_sort_index", thread, {"sort_index": thread})
 
 
-def _slices(problem: Problem, order: Sequence[int], at: Timeline, rank: int) -> Iterator[str]:
+def _slices(
+    problem: Problem, order: Sequence[int], at: Timeline, rank: int, parameters: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
     def slice_(name: str, category: str, thread: int, begin: int, end: int, args: dict[str, Any]) -> str:
         return _encode(
             {
@@ -88,12 +92,12 @@ def _slices(problem: Problem, order: Sequence[int], at: Timeline, rank: int) -> 
         task = problem.tasks[i]
         begin, end = at.start_ns[i], at.end_ns[i]
         if task.kind is Kind.COMPUTE:
-            yield slice_(task.name, "compute", COMPUTE_THREAD, begin, end, _args(i, task))
+            yield slice_(task.name, "compute", COMPUTE_THREAD, begin, end, _args(i, task, {}))
         elif task.kind is Kind.START:
             name = task.label or task.name
             thread = 1 + task.lane
             yield slice_(f"issue {name}", "issue", COMPUTE_THREAD, begin, end, {"task": i})
-            yield slice_(name, "transfer", thread, at.lane_begin_ns[i], at.lane_end_ns[i], _args(i, task))
+            yield slice_(name, "transfer", thread, at.lane_begin_ns[i], at.lane_end_ns[i], _args(i, task, parameters))
             yield flow("s", i, COMPUTE_THREAD, begin)
             yield flow("t", i, thread, at.lane_begin_ns[i])
         else:
@@ -102,12 +106,14 @@ def _slices(problem: Problem, order: Sequence[int], at: Timeline, rank: int) -> 
             yield flow("f", task.start, COMPUTE_THREAD, end)
 
 
-def _args(number: int, task: Task) -> dict[str, Any]:
+def _args(number: int, task: Task, parameters: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     args: dict[str, Any] = {"task": number}
     if task.label and task.label != task.name:
         args["label"] = task.label
     if task.kind is Kind.START:
         args |= {"node": task.name, "bytes": task.size_bytes}
+    if names := parameters.get(task.name):
+        args["parameters"] = list(names)
     if task.source:
         args["source"] = task.source
     return args

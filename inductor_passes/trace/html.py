@@ -19,6 +19,7 @@ from inductor_passes.records.convert import convert, plain
 from inductor_passes.records.json_text import RecordError
 from inductor_passes.report import GraphReport
 from inductor_passes.trace.compare import RankGroup, across_ranks
+from inductor_passes.trace.profiled import Measured
 from inductor_passes.trace.reader import GraphTrace, Trace
 from inductor_passes.trace.records import ChromeEvent, Counter, FailureArtifact, Metadata, Slice
 
@@ -27,13 +28,19 @@ CATEGORIES = ("compute", "wait", "issue", "transfer")
 _NUMBER = {category: number for number, category in enumerate(CATEGORIES)}
 
 
-def write_page(trace: Trace, path: Path, *, title: str) -> None:
-    """Write the page of a whole trace to ``path``."""
-    path.write_text(render_page(across_ranks(trace.graphs), trace.notes, title=title), encoding="utf-8")
+def write_page(trace: Trace, path: Path, *, title: str, measured: Sequence[Measured] = ()) -> None:
+    """Write the page of a whole trace to ``path``; see :func:`render_page`."""
+    page = render_page(across_ranks(trace.graphs), trace.notes, title=title, measured=measured)
+    path.write_text(page, encoding="utf-8")
 
 
-def render_page(groups: Sequence[RankGroup], notes: Sequence[str], *, title: str) -> str:
+def render_page(
+    groups: Sequence[RankGroup], notes: Sequence[str], *, title: str, measured: Sequence[Measured] = ()
+) -> str:
     """The page of these graphs as text.
+
+    Args:
+        measured: of the same trace, shown beside what was predicted.
 
     Raises:
         ModuleNotFoundError: jinja2 is missing; the message names the extra that brings it.
@@ -50,7 +57,7 @@ def render_page(groups: Sequence[RankGroup], notes: Sequence[str], *, title: str
     data = {
         "title": title,
         "categories": CATEGORIES,
-        "graphs": [_graph(group, lines) for group, lines in zip(groups, drawn)],
+        "graphs": [_graph(group, lines, measured) for group, lines in zip(groups, drawn)],
         "notes": list(notes),
     }
     return template.render(
@@ -70,7 +77,7 @@ def embed(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _graph(group: RankGroup, lines: dict[str, Any]) -> dict[str, Any]:
+def _graph(group: RankGroup, lines: dict[str, Any], measured: Sequence[Measured]) -> dict[str, Any]:
     report = group.graph.report
     assert isinstance(report, GraphReport)
     data = report.to_json()
@@ -84,7 +91,24 @@ def _graph(group: RankGroup, lines: dict[str, Any]) -> dict[str, Any]:
         "differences": [list(d) for d in group.differences],
         "timelines": list(lines),
         "failures": _failures(group.graph),
+        "measured": _measured(group, measured),
     }
+
+
+def _measured(group: RankGroup, measured: Sequence[Measured]) -> dict[str, Any] | None:
+    """Predicted and measured ns of the group's graph: on the rank that is shown, or on one with the same plan."""
+    same = [one for one in measured if one.graph.title == group.graph.title and one.graph.rank in group.agreeing]
+    if not same:
+        return None
+    one = min(same, key=lambda m: (m.graph.rank != group.graph.rank, m.graph.rank))
+    found: dict[str, Any] = {"rank": one.graph.rank, "steps": one.steps, "step": None, "collectives": {}}
+    for pair in one.pairs:
+        times = [pair.predicted_ns, pair.measured_ns]
+        if pair.what == "step":
+            found["step"] = times
+        elif pair.what in ("exposed", "transfer"):
+            found["collectives"].setdefault(pair.label, {})[pair.what] = times
+    return found
 
 
 def _failures(graph: GraphTrace) -> list[Any]:

@@ -106,6 +106,7 @@ class SliceFacts(Struct, omit_defaults=True):
     label: str | UnsetType = UNSET
     node: str | UnsetType = UNSET
     bytes: Count | UnsetType = UNSET
+    parameters: tuple[str, ...] | UnsetType = UNSET
     source: str | UnsetType = UNSET
 
 

@@ -16,6 +16,9 @@ from inductor_passes.trace.profiled import Measured
 from inductor_passes.trace.table import PlainTable
 from inductor_passes.trace.units import change, duration, percent, size
 
+#: Members of a bucket that a table lists; the page and JSON have all.
+MOST_NAMES = 6
+
 
 def render_group(group: RankGroup, *, top: int | None = None) -> RenderableType:
     """One graph of a trace on all its ranks; see :func:`render_graph`."""
@@ -43,6 +46,8 @@ def render_graph(report: GraphReport, *, title: str = "", top: int | None = None
         parts += [_figures(schedule), Text(_plan_line(report, schedule))]
     parts += [Text(line, style="yellow") for line in _rollbacks(report)]
     parts += [Text(note, style="dim") for note in report.notes]
+    if report.region:
+        parts.append(Text(f"names of parameters are those of the compiled region, a {report.region}", style="dim"))
     if report.collectives:
         parts += [_collectives(report.collectives, top), *_help(report.collectives)]
     if report.redistributions:
@@ -181,7 +186,8 @@ def _rollbacks(report: GraphReport) -> Iterator[str]:
             detail = f" ({one.detail})" if one.detail else ""
             yield f"pass {one.name} was rolled back: {one.rolled_back.value}{detail}"
             for finding in one.findings:
-                yield f"  {finding.rule} at {finding.node}: {finding.message}"
+                about = f" ({', '.join(finding.parameters)})" if finding.parameters else ""
+                yield f"  {finding.rule} at {finding.node}: {finding.message}{about}"
 
 
 def _collectives(collectives: Sequence[CollectiveReport], top: int | None) -> Table:
@@ -189,11 +195,16 @@ def _collectives(collectives: Sequence[CollectiveReport], top: int | None) -> Ta
     if top is not None and len(shown) > top:
         shown = sorted(shown, key=lambda c: -c.exposed_ns)[:top]
     table = PlainTable()
-    for head in ("", "kind", "size", "lane", "hidden", "exposed", "why", "setting that would help", "source"):
+    heads = ["", "kind", "size", "lane", "hidden", "exposed", "why", "what would help", "source"]
+    named = any(one.parameters for one in shown)
+    if named:
+        heads.insert(1, "parameters")
+    for head in heads:
         table.add_column(head, justify="right" if head in ("size", "hidden", "exposed") else "left")
     for one in shown:
         table.add_row(
             one.label + (f", {one.bucket}" if one.bucket else ""),
+            *([_parameters(one)] if named else []),
             one.kind,
             size(one.size_bytes),
             one.lane,
@@ -208,9 +219,19 @@ def _collectives(collectives: Sequence[CollectiveReport], top: int | None) -> Ta
     return table
 
 
+def _parameters(one: CollectiveReport) -> str:
+    """What a collective carries, one name per line; where it is read, if that is another module than its own."""
+    lines = []
+    for parameter in one.parameters[:MOST_NAMES]:
+        elsewhere = parameter.module != parameter.name.rpartition(".")[0]
+        lines.append(parameter.name + (f" (read in {parameter.module or 'the region'})" if elsewhere else ""))
+    more = len(one.parameters) - MOST_NAMES
+    return "\n".join([*lines, f"and {more} more"] if more > 0 else lines)
+
+
 def _redistributions(found: Sequence[RedistributionReport], top: int | None) -> Table:
     # Every layer of a model redistributes alike: one line, and how often.
-    alike = Counter(dataclasses.replace(one, names=(), refused=()) for one in found)
+    alike = Counter(dataclasses.replace(one, names=(), refused=(), parameters=()) for one in found)
     shown = sorted(alike, key=lambda one: -one.bytes_before * alike[one])[:top]
     table = PlainTable()
     for head in ("times", "redistribution", "layouts", "kind", "sent each, before", "after", "rewrites", "source"):

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from inductor_passes.operators import KIND_OF_LABEL
-from inductor_passes.report import CollectiveReport, Reason
+from inductor_passes.report import CollectiveReport, Parameter, Reason
 from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import Kind, Problem
 from inductor_passes.schedule.simulate import Timeline
@@ -41,7 +41,8 @@ def explain(
     *,
     order_before: Sequence[int] | None = None,
     ranks: Mapping[str, tuple[int, ...]] | None = None,
-    buckets: Mapping[str, str] | None = None,
+    buckets: Mapping[str, tuple[str, ...]] | None = None,
+    parameters: Mapping[str, tuple[Parameter, ...]] | None = None,
     what_if: bool = True,
     effort: int | None = None,
 ) -> list[CollectiveReport]:
@@ -52,7 +53,8 @@ def explain(
         timeline_before: the simulation of ``order_before`` (default: the input order).
         budget_bytes: the cap on the peak, None when unlimited.
         ranks: lane name -> global ranks of the communicator.
-        buckets: task name of a start -> what it carries, e.g. ``bucket of 3``.
+        buckets: task name of a start -> the starts that it was made of.
+        parameters: task name of a start -> what it carries.
         what_if: plan again to find settings and gains; without it they are empty and 0.
         effort: of that planning, best the one that found ``order``; by default 1, and 0 for large graphs.
 
@@ -72,6 +74,7 @@ def explain(
         reason, detail = reasons.get(i, (Reason.HIDDEN, ""))
         hint = advice.get(reason, Advice())
         lane = problem.lanes[task.lane].name
+        members = (buckets or {}).get(task.name, ())
         reports.append(
             CollectiveReport(
                 name=task.name,
@@ -89,7 +92,9 @@ def explain(
                 setting=hint.setting,
                 gain_ns=hint.gain_ns,
                 source=task.source,
-                bucket=(buckets or {}).get(task.name, ""),
+                bucket=f"bucket of {len(members)}" if members else "",
+                members=members,
+                parameters=(parameters or {}).get(task.name, ()),
             )
         )
     return reports

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import torch.fx
 
+from inductor_passes.ir.parameters import names_by_node
 from inductor_passes.report import Finding
 from inductor_passes.verify import graph as rules
 from inductor_passes.verify import memory, values
@@ -119,7 +120,8 @@ def check(
     except ValueError as error:
         return [Finding("reference", "", f"there is nothing to hold the graph against: {error}")]
     try:
-        return _checked(graph, before, memory_budget, donated, certificates, group_order, numerics)
+        found = _checked(graph, before, memory_budget, donated, certificates, group_order, numerics)
+        return _named(found, graph, before) if found else found
     except Exception as error:  # as in snapshot()
         return [Finding("unreadable", "", f"nothing can be made of the graph: {_said(error)}")]
 
@@ -145,6 +147,15 @@ def _checked(
         found.extend(compare(before, after, certificates, group_order))
         found.extend(values.compared(before.program, after.program, certificates, numerics))
     return found
+
+
+def _named(found: list[Finding], graph: torch.fx.Graph, before: ReferenceSnapshot | None) -> list[Finding]:
+    """The findings with the names of the parameters that they are about."""
+    names = {**({} if before is None else before.parameters), **names_by_node(graph)}
+    return [
+        dataclasses.replace(f, parameters=tuple(dict.fromkeys((*names.get(f.node, ()), *names.get(f.other, ())))))
+        for f in found
+    ]
 
 
 def _budget(peak: int | None, budget: int) -> list[Finding]:

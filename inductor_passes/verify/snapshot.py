@@ -10,6 +10,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir.ops import Role, source_line
+from inductor_passes.ir.parameters import names_by_node
 from inductor_passes.report import Finding
 from inductor_passes.verify.constants import Literals
 from inductor_passes.verify.events import Event, events
@@ -93,7 +94,7 @@ class ReferenceSnapshot:
 
     ``bodies`` are the graphs that its higher-order operators run, by attribute. ``held`` keeps alive what is compared
     by identity.
-    ``program`` is what its values are derived from.
+    ``program`` is what its values are derived from. ``parameters`` are the names that starts and waits carry.
     """
 
     nodes: Mapping[str, NodeRecord]
@@ -104,6 +105,7 @@ class ReferenceSnapshot:
     bodies: Mapping[str, ReferenceSnapshot] = field(default_factory=dict)
     held: tuple[object, ...] = ()
     program: Program | None = None
+    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def group_order(self) -> dict[str, tuple[str, ...]]:
@@ -187,6 +189,7 @@ def take(
         bodies=bodies or {},
         held=tuple(constants.held),
         program=Program(view),
+        parameters=names_by_node(view.graph),
     )
 
 

@@ -10,6 +10,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.ir.groups import resolve
 from inductor_passes.ir.ops import Role, source_line
+from inductor_passes.ir.parameters import names_at
 from inductor_passes.report import Finding
 from inductor_passes.verify.facts.operators import by_name
 from inductor_passes.verify.facts.places import NodeFacts
@@ -71,7 +72,8 @@ class SnodeOrder:
     def finding(self, rule: str, i: int, message: str, other: str = "") -> Finding:
         """A finding about node ``i``."""
         origin = self.origin(i)
-        return Finding(rule, self.names[i], message, other, source_line(origin) if origin is not None else "")
+        source, names = ("", ()) if origin is None else (source_line(origin), names_at(origin))
+        return Finding(rule, self.names[i], message, other, source, names)
 
     def dependencies(self) -> Iterator[Finding]:
         """Every producer comes before whoever depends on it."""

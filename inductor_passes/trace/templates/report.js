@@ -54,7 +54,7 @@ const sortable = (columns, rows, { sortBy, descending, rowAttributes } = {}) => 
     table.replaceChildren(
       el("thead", {}, el("tr", {}, heads)),
       el("tbody", {}, sorted.slice(0, limit).map((row) => el("tr", rowAttributes ? rowAttributes(row) : {},
-        columns.map((column) => el("td", { class: column.number ? "n" : null }, column.show ? column.show(row) : column.value(row)))))),
+        columns.map((column) => el("td", { class: column.number ? "n" : null, "data-head": column.head }, column.show ? column.show(row) : column.value(row)))))),
       sorted.length > limit ? el("tfoot", {}, el("tr", {}, el("td", { colspan: columns.length },
         el("button", { type: "button", on: { click: () => { limit = Infinity; draw(); } } }, `Show all ${sorted.length} rows`)))) : "",
     );
@@ -114,7 +114,7 @@ const tags = (g) => {
 
 const summary = (g) => {
   const report = g.report, s = lastSchedule(report);
-  fill("state", tags(g));
+  fill("state", tags(g), report.region ? el("span", { class: "hint" }, `Names of parameters are those of the compiled region, a ${report.region}.`) : null);
   if (!s) { fill("cards", empty("Nothing was planned for this graph.")); return; }
   const card = (title, value, sub, quality) => el("div", { class: "card" },
     el("span", {}, title), el("b", { class: quality || (value.length > 14 ? "long" : null) }, value), el("span", {}, sub));
@@ -122,6 +122,7 @@ const summary = (g) => {
   const faster = s.makespan_after_ns < s.makespan_before_ns;
   fill("cards",
     card("Predicted step", time(s.makespan_after_ns), `before ${time(s.makespan_before_ns)} (${change(s.makespan_before_ns, s.makespan_after_ns) || "0%"})`, faster ? "good" : ""),
+    g.measured && g.measured.step ? card("Measured step", time(g.measured.step[1]), `predicted ${time(g.measured.step[0])}, rank ${g.measured.rank}, ${g.measured.steps} profiled`, "") : null,
     card("Exposed communication", time(s.exposed_after_ns), `before ${time(s.exposed_before_ns)}, of ${time(s.communication_ns)}`, s.exposed_after_ns < s.exposed_before_ns ? "good" : ""),
     card("Peak memory", size(s.peak_after_bytes), `before ${size(s.peak_before_bytes)}, ` + (s.budget_bytes === null ? "no budget" : `budget ${size(s.budget_bytes)}`), over ? "bad" : ""),
     card("Distance to the limit", s.gap === null ? "-" : (100 * s.gap).toFixed(1) + "%", `no order beats ${time(s.lower_bound_ns)}`, ""),
@@ -147,14 +148,19 @@ const help = (g) => {
   ], rows, { sortBy: 1, descending: true }) : empty("Nothing exposed for which a change is known to help."));
 };
 
+const carried = (names) => (names || []).map((name) => el("span", { class: "sub name" }, name));
+const parameterText = (p) => p.name + (p.module === p.name.split(".").slice(0, -1).join(".") ? "" : ` (read in ${p.module || "the region"})`);
 const collectives = (g) => {
-  const rows = g.report.collectives;
+  const rows = g.report.collectives, measured = g.measured;
+  const times = (c, what) => (measured && measured.collectives[c.label] || {})[what];
+  const columnOf = (head, what, k) => ({ head, number: true, value: (c) => (times(c, what) || [0, 0])[k], show: (c) => (times(c, what) ? time(times(c, what)[k]) : "") });
   const columns = [
-    { head: "Collective", value: (c) => c.label, show: (c) => [c.label, el("span", { class: "sub" }, c.kind + (c.bucket ? ", " + c.bucket : ""))] },
+    { head: "Collective", value: (c) => c.label, show: (c) => [c.label, el("span", { class: "sub" }, c.kind + (c.bucket ? ", " + c.bucket : "")), ...carried((c.parameters || []).map(parameterText))] },
     { head: "Size", number: true, value: (c) => c.size_bytes, show: (c) => size(c.size_bytes) },
     { head: "Lane", value: (c) => c.lane, show: (c) => [c.lane, c.ranks.length ? el("span", { class: "sub line" }, ranksText(c.ranks)) : null] },
     { head: "Hidden", number: true, value: (c) => c.hidden_ns, show: (c) => time(c.hidden_ns) },
     { head: "Exposed", number: true, value: (c) => c.exposed_ns, show: (c) => time(c.exposed_ns) },
+    ...(measured ? [columnOf("Exposed, measured", "exposed", 1), columnOf("Transfer, predicted", "transfer", 0), columnOf("Transfer, measured", "transfer", 1)] : []),
     { head: "Exposed before", number: true, value: (c) => c.exposed_before_ns, show: (c) => time(c.exposed_before_ns) },
     { head: "Why", value: (c) => c.reason, show: (c) => [c.reason, c.detail ? el("span", { class: "sub" }, c.detail) : null] },
     { head: "What would help", value: (c) => c.setting, show: (c) => [c.setting, c.gain_ns ? el("span", { class: "sub" }, "gain " + time(c.gain_ns)) : null] },
@@ -163,7 +169,7 @@ const collectives = (g) => {
   const draw = () => {
     const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
     const shown = rows.filter((c) => {
-      const text = [c.label, c.name, c.kind, c.lane, c.reason, c.setting, c.source, c.bucket].join(" ").toLowerCase();
+      const text = [c.label, c.name, c.kind, c.lane, c.reason, c.setting, c.source, c.bucket, ...(c.parameters || []).map((p) => p.name)].join(" ").toLowerCase();
       return words.every((word) => text.includes(word));
     });
     byId("count").textContent = `${shown.length} of ${rows.length}`;
@@ -190,7 +196,7 @@ const decisionList = (passes) => passes.filter((p) => p.decisions.length).map((p
     const content = () => {
       if (box.open && box.children.length === 1) box.append(el("div", { class: "scroll" }, sortable([
         { head: "What", value: (d) => d.subject },
-        { head: "Node", value: (d) => d.node, show: (d) => [d.node, d.group ? el("span", { class: "sub" }, d.group) : null] },
+        { head: "Node", value: (d) => d.node, show: (d) => [d.node, d.group ? el("span", { class: "sub" }, d.group) : null, ...carried(d.parameters)] },
         { head: "Verdict", value: (d) => d.verdict, show: (d) => el("span", { class: "tag " + (d.verdict === "applied" ? "good" : "") }, d.verdict) },
         { head: "Reason", value: (d) => d.reason, show: (d) => [d.reason, d.detail ? el("span", { class: "sub" }, d.detail) : null] },
         { head: "Gain", number: true, value: (d) => d.gain_ns, show: (d) => (d.gain_ns ? time(d.gain_ns) : "") },
@@ -215,7 +221,7 @@ const redistributions = (g) => {
   const rows = g.report.redistributions || [];
   const asked = (r) => (r.explicit === null ? "" : r.explicit ? "asked for" : "implicit");
   fill("redistributions", rows.length ? sortable([
-    { head: "Caused by", value: (r) => r.call, show: (r) => [r.call || "unknown call", r.source ? el("span", { class: "sub line" }, r.source) : null] },
+    { head: "Caused by", value: (r) => r.call, show: (r) => [r.call || "unknown call", r.source ? el("span", { class: "sub line" }, r.source) : null, ...carried(r.parameters)] },
     { head: "Layouts", value: (r) => r.placements.join(), show: (r) => r.placements.map((p) => el("div", {}, p)) },
     { head: "Kind", value: asked },
     { head: "Collectives", value: (r) => r.names.join(), show: (r) => r.names.join(", ") },
@@ -233,7 +239,7 @@ const passes = (g) => {
     { head: "", value: (p) => p.duration_ns, show: (p) => { const bar = el("div", { class: "bar" }); bar.style.width = (180 * p.duration_ns) / longest + "px"; return bar; } },
     { head: "Result", value: (p) => p.rolled_back || (p.changed ? "changed" : "unchanged"),
       show: (p) => [p.rolled_back ? "rolled back: " + p.rolled_back : p.changed ? "changed the graph" : "no change", p.detail ? el("span", { class: "sub" }, p.detail) : null] },
-    { head: "Findings", number: true, value: (p) => p.findings.length, show: (p) => (p.findings.length ? p.findings.map((f) => el("span", { class: "sub" }, `${f.rule}: ${f.message}`)) : "") },
+    { head: "Findings", number: true, value: (p) => p.findings.length, show: (p) => (p.findings.length ? p.findings.map((f) => el("span", { class: "sub" }, `${f.rule}: ${f.message}${f.parameters && f.parameters.length ? ` (${f.parameters.join(", ")})` : ""}`)) : "") },
   ], g.report.passes) : empty("No passes ran."), g.failures.map((f) => el("details", {},
     el("summary", {}, `Graph that ${f.pass && f.pass.name} was rolled back from`), el("pre", { tabindex: 0 }, (f.graph || []).join("\n")))));
 };
@@ -425,7 +431,7 @@ const describe = (view, k) => {
   const lines = [`${name} (${kind})`, `${time(s[6 * k + 3])} from ${time(s[6 * k + 2])}`];
   if (source) lines.push(source);
   const verdict = data.graphs[current].report.collectives.find((c) => name === c.label || name.endsWith(" " + c.label));
-  if (verdict && view.when === "after") lines.push(`${size(verdict.size_bytes)} on ${verdict.lane}: ${verdict.reason}`, verdict.detail, verdict.setting);
+  if (verdict && view.when === "after") lines.push(`${size(verdict.size_bytes)} on ${verdict.lane}: ${verdict.reason}`, verdict.detail, verdict.setting, ...(verdict.parameters || []).map(parameterText));
   return lines.filter(Boolean).join("\n");
 };
 const memoryAt = (view, ns) => {

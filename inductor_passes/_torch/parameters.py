@@ -1,0 +1,154 @@
+"""Which parameters a graph's inputs are, and which outputs are their gradients.
+
+AOTAutograd describes the inputs and outputs of its graphs (``meta["desc"]``): an input is a part of argument number k
+of dynamo's graph, an output its gradient. Where argument k came from, dynamo knows while it compiles. A graph that
+dynamo did not make, a backward that is compiled later and a torch without descriptors have no sources.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+#: An argument's number in dynamo's graph, or the name of an attribute of the module that AOTAutograd got.
+Key = int | str
+
+#: One step of a source's name: ``._modules['layers']``, ``.weight``, ``['a']``, ``[0]``.
+_STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\.(\w+)|\['([^']*)'\]|\[(\d+)\]")
+#: Where an attribute of a module begins.
+_MEMBER = re.compile(r"\._(?:modules|parameters)\['")
+#: How dynamo writes an attribute whose name is no identifier.
+_GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")
+#: A variable of the compiled function, or of its file.
+_VARIABLE = re.compile(r"([LG])\['([^']*)'\]")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where an argument of dynamo's graph comes from.
+
+    Attributes:
+        path: names of the modules on the way, and the attribute, e.g. ``("layers", "0", "weight")``.
+        root: the object that the path begins at, as dynamo writes it, e.g. ``L['self']``.
+        module: the module that the path begins at, None where it was not found.
+        shape: of this rank's part, None where it is not known or not a constant.
+    """
+
+    path: tuple[str, ...]
+    root: str
+    module: torch.nn.Module | None = field(compare=False)
+    shape: tuple[int, ...] | None
+
+    @property
+    def variable(self) -> str:
+        """The variable that holds the root, e.g. ``self``; how dynamo writes it where it is no plain variable."""
+        found = _VARIABLE.fullmatch(self.root)
+        return found[2] if found else self.root
+
+    @property
+    def owner(self) -> torch.nn.Module | None:
+        """The module that holds the attribute, None where it was not found."""
+        found: Any = self.module
+        for name in self.path[:-1]:
+            found = getattr(found, "_modules", {}).get(name)
+        return found if isinstance(found, torch.nn.Module) else None
+
+
+def parameter_sources() -> Mapping[Key, Source]:
+    """The parameters among the arguments of the graph that dynamo hands over right now; empty outside of that."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        output = InstructionTranslator.current_tx().output
+    except (ImportError, AttributeError):
+        return {}
+    scopes = {"L": getattr(output, "local_scope", {}), "G": getattr(output, "global_scope", {})}
+    found: dict[Key, Source] = {}
+    placeholders = (node for node in output.graph.nodes if node.op == "placeholder")
+    for number, node in enumerate(placeholders):
+        source = _source(getattr(node, "_dynamo_source", None), scopes, node.meta.get("example_value"))
+        if source is not None:
+            found[number] = source
+    for name, given in (getattr(output, "param_name_to_source", None) or {}).items():
+        source = _source(given, scopes, None)
+        if source is not None:
+            found[name] = source
+    return found
+
+
+def _source(source: Any, scopes: Mapping[str, Any], value: Any) -> Source | None:
+    """A parameter's source; None of anything else."""
+    name = getattr(source, "name", "")
+    name = str(name() if callable(name) else name)
+    while "getattr(" in name and (plain := _GETATTR.sub(r"\1._modules['\2']", name)) != name:
+        name = plain
+    member = _MEMBER.search(name)
+    if member is None:
+        return None
+    root, rest = name[: member.start()], name[member.start() :]
+    path = tuple(next(filter(None, step.groups()), "") for step in _STEP.finditer(rest))
+    variable = _VARIABLE.fullmatch(root)
+    module = scopes[variable[1]].get(variable[2]) if variable else None
+    return Source(path, root, module if isinstance(module, torch.nn.Module) else None, _constant_shape(value))
+
+
+def _constant_shape(value: Any) -> tuple[int, ...] | None:
+    local = getattr(value, "_local_tensor", value)
+    if not isinstance(local, torch.Tensor) or any(type(size) is not int for size in local.shape):
+        return None
+    return tuple(local.shape)
+
+
+def argument_inputs(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, Key]]:
+    """Inputs of a graph that are tensors, or parts of tensors, of dynamo's graph."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+            key = _argument(node.meta.get("desc"))
+            if key is not None:
+                yield node, key
+
+
+def argument_gradients(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, Key]]:
+    """Outputs of a graph that are gradients of arguments, with the argument."""
+    output = next((node for node in reversed(graph.nodes) if node.op == "output"), None)
+    if output is None or not output.args:
+        return
+    values = output.args[0] if isinstance(output.args[0], (tuple, list)) else (output.args[0],)
+    descriptions = output.meta.get("desc")
+    if not isinstance(descriptions, (tuple, list)) or len(descriptions) != len(values):
+        return
+    for value, description in zip(values, descriptions):
+        if isinstance(value, torch.fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
+            key = _argument(_without_subclass(description), "grad_of")
+            if key is not None:
+                yield value, key
+
+
+def _without_subclass(description: Any) -> Any:
+    while hasattr(description, "attr") and hasattr(description, "base"):
+        description = description.base
+    return description
+
+
+def _argument(description: Any, of: str = "") -> Key | None:
+    """The argument that a description is about."""
+    found = _without_subclass(getattr(description, of, None) if of else description)
+    name = type(found).__name__
+    if name == "PlainAOTInput":
+        return int(found.idx)
+    return str(found.target) if name == "ParamAOTInput" else None
+
+
+def module_path(node: torch.fx.Node) -> str:
+    """The module whose forward made a node, or whose gradient it belongs to, as dynamo writes it, or ""."""
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+        stack = node.meta.get(key)
+        if isinstance(stack, Mapping) and stack:
+            last = list(stack.values())[-1]
+            return str(last[0]) if isinstance(last, (tuple, list)) and last else ""
+    return ""
