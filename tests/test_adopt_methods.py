@@ -393,6 +393,37 @@ def compiled_before(rank: int, world_size: int) -> None:
         assert losses[0] == losses[1]
 
 
+def assigned(rank: int, world_size: int) -> None:
+    """Weights that were loaded in place of the parameters that ``fully_shard`` made, before any forward pass."""
+    torch.manual_seed(0)
+    models: list[Any] = [sharded(Net()) for _ in range(2)]
+    values = {name: value.clone() for name, value in models[0].state_dict().items()}
+    models[1].load_state_dict(values, assign=True)
+    adopt(models[1])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    for step in range(2):
+        first, second = (train(model, model, optimizer, step) for model, optimizer in zip(models, optimizers))
+        assert first == second
+    for one, other in zip(*(model.parameters() for model in models)):
+        assert torch.equal(whole(one), whole(other))
+
+
+def compiled_copies(rank: int, world_size: int) -> None:
+    """What was compiled in place can be pickled and copied, as any module; the copy is not compiled."""
+    for wrap in (sharded, wrapped.ddp):
+        model: Any = adopt(wrap(Net()))
+        model.compile(backend="eager")
+        x, _ = batch(0, 0)
+        expected = model(x)
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(x), expected)
+        if wrap is wrapped.ddp:
+            stored = io.BytesIO()
+            torch.save(model, stored)
+            stored.seek(0)
+            assert torch.equal(torch.load(stored, weights_only=False)(x), expected)
+
+
 def copies(rank: int, world_size: int) -> None:
     """A copy computes what its original does, and has its own parameters."""
     for wrap in (sharded, wrapped.ddp):
@@ -437,7 +468,7 @@ def recurrent(rank: int, world_size: int, how: str) -> None:
 @pytest.mark.parametrize(
     "check",
     [unshard_and_reshard, failed_step, sync_of_a_part, unequal_use, one_rank_alone, mixed_forwards, functional, pending]
-    + [held_on_one_rank, copies, compiled_before],
+    + [held_on_one_rank, copies, compiled_before, assigned, compiled_copies],
 )
 def test_methods(two_ranks: Ranks, check: Any) -> None:
     two_ranks.run(check)

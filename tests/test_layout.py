@@ -25,7 +25,7 @@ FLOORS: list[set[str]] = [
     {"rewrites", "bucket", "async_tp", "reorder", "replay", "step"},
     {"engine"},
     {"plugin", "authoring"},
-    {"explanation"},
+    {"explanation", "integrations"},
     {"cli"},
 ]
 

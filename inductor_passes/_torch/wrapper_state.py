@@ -105,7 +105,7 @@ def _unit(state: Any, outermost: bool) -> ShardedUnit:
             one.init_dtype_attrs(group.mp_policy)
             parameters.append(
                 ShardedParameter(
-                    parameter=one.sharded_param,
+                    parameter=_registered(one),
                     mesh=info.mesh,
                     mode=_mode(info),
                     compute_dtype=one.param_dtype,
@@ -126,6 +126,19 @@ def _unit(state: Any, outermost: bool) -> ShardedUnit:
         all_reduces=all(group.all_reduce_grads for group in groups),
         state=state,
     )
+
+
+def _registered(one: Any) -> nn.Parameter:
+    """What its module has while it is sharded.
+
+    ``load_state_dict(assign=True)`` and loaders replace it; FSDP2 looks for that only in the first forward pass.
+    """
+    kept: nn.Parameter = one.sharded_param
+    if one.sharded_state.name != "SHARDED":
+        return kept
+    where = one._module_info
+    found: nn.Parameter | None = where.module._parameters.get(where.param_name)
+    return kept if found is None else found
 
 
 def _parameter_groups(state: Any) -> list[Any]:

@@ -224,8 +224,9 @@ class AdoptedDDP(DistributedDataParallel):
             self.require_backward_grad_sync = before
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the process group, which stays with the process."""
-        return {key: value for key, value in self.__dict__.items() if key != "process_group"}
+        """Without the process group and what was compiled, which stay with the process."""
+        state: dict[str, Any] = nn.Module.__getstate__(self)  # type: ignore[operator]
+        return {key: value for key, value in state.items() if key != "process_group"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As it was, in the default process group."""
