@@ -18,6 +18,7 @@ from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.greedy import greedy
 from inductor_passes.bucket.planned import planned
 from inductor_passes.bucket.question import Partition, Question
+from inductor_passes.bucket.room import Room
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import Solved
 from inductor_passes.schedule.construct import SMALL
@@ -92,7 +93,8 @@ def choose(
         return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
 
     before = of_input(thorough)
-    question = Question(problem, before, found, dependencies, costs, limit_bytes)
+    room = Room(problem, limit_bytes) if limit_bytes is not None else None
+    question = Question(problem, before, found, dependencies, costs, limit_bytes, room)
     trials: list[list[list[Candidate]]] = []
     chosen: tuple[Plan, list[list[Candidate]], Problem, Partition] | None = None
     refused: tuple[Plan, Reason] | None = None

@@ -68,7 +68,6 @@ class BucketCosts:
         view: of the graph.
         profile: costs.
         coalesced: names of process groups whose buckets are not copied, see ``rewrite.Form``.
-        room_bytes: what the memory budget leaves above the peak of the graph as it is; None: unlimited.
         owner: nodes that count as part of a start or a wait, see ``canonical.Shards``.
     """
 
@@ -77,10 +76,8 @@ class BucketCosts:
         view: GraphView,
         profile: CostProfile,
         coalesced: frozenset[str] = frozenset(),
-        room_bytes: int | None = None,
         owner: Mapping[torch.fx.Node, torch.fx.Node] = MappingProxyType({}),
     ) -> None:
-        self.room_bytes = room_bytes
         self._owner = owner
         self._view = view
         self._profile = profile

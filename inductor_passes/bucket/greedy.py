@@ -3,7 +3,7 @@
 In graph order, a collective joins the latest open bucket of its key with whose members it shares no dependency, as
 long as that saves more latency than it costs in copies. A bucket is full when its transfer takes ``spread`` times its
 latency (from there on little latency is left to save, while its first member waits ever longer for the last), and when
-it takes more than a ``share`` of the memory that the budget leaves.
+it takes more than a ``share`` of the memory that the budget leaves where it lives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from inductor_passes.bucket.candidates import Candidate, GroupKey
 from inductor_passes.bucket.gain import BucketCosts, Load
 from inductor_passes.bucket.question import Question
+from inductor_passes.bucket.room import Room, Span
 
 #: Buckets of one key that stay open at a time: bounds the work per collective.
 OPEN_BUCKETS = 4
@@ -21,6 +22,7 @@ OPEN_BUCKETS = 4
 def greedy(question: Question, *, spread: float = 4.0, share: float = 1.0) -> list[list[Candidate]]:
     """Disjoint buckets of at least two members each, of one key, mergeable together."""
     dependencies, costs = question.dependencies.copy(), question.costs
+    room = question.room.copy() if question.room is not None else None
     buckets: list[_Open] = []
     open_of: dict[GroupKey, list[_Open]] = {}
     for candidate in question.found:
@@ -31,7 +33,9 @@ def greedy(question: Question, *, spread: float = 4.0, share: float = 1.0) -> li
             if dependencies.conflict([bucket.members[0].collective], candidate.collective) is not None:
                 continue
             joined = bucket.load + load
-            if costs.gain_ns([bucket.load, load]) <= 0 or _full(costs, joined, spread, share):
+            if costs.gain_ns([bucket.load, load]) <= 0 or _full(costs, joined, spread):
+                continue
+            if room is not None and not _moved_in(bucket, candidate, costs.extra_bytes(joined), room, share):
                 continue
             bucket.members.append(candidate)
             bucket.load = joined
@@ -48,10 +52,26 @@ def greedy(question: Question, *, spread: float = 4.0, share: float = 1.0) -> li
 class _Open:
     members: list[Candidate]
     load: Load
+    taken: tuple[Span, int] | None = None
 
 
-def _full(costs: BucketCosts, load: Load, spread: float, share: float) -> bool:
-    if costs.room_bytes is not None and costs.extra_bytes(load) > share * costs.room_bytes:
-        return True
+def _moved_in(bucket: _Open, candidate: Candidate, extra_bytes: int, room: Room, share: float) -> bool:
+    """Whether a bucket finds the memory that it takes with one member more; takes it then."""
+    span = room.span([candidate])
+    if bucket.taken is not None:
+        old, size = bucket.taken
+        span |= old
+        room.take(old, -size)
+    else:
+        span |= room.span(bucket.members)
+    fits = extra_bytes <= share * room.free_bytes(span)
+    if fits:
+        bucket.taken = span, extra_bytes
+    if bucket.taken is not None:
+        room.take(*bucket.taken)
+    return fits
+
+
+def _full(costs: BucketCosts, load: Load, spread: float) -> bool:
     latency = costs.latency_ns(load)
     return costs.transfer_ns(load) - latency > spread * latency

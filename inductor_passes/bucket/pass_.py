@@ -27,6 +27,7 @@ from inductor_passes.bucket.choose import PARTITIONS, Choice, choose
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.question import Partition
+from inductor_passes.bucket.room import Room
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
@@ -96,13 +97,13 @@ class BucketPass:
         if not facts.ranks_agree:
             return self._nothing(view, Reason.RANKS_DIFFER, UNEQUAL if facts.agreed else NOT_AGREED)
         coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
-        room = None if limit is None else max(0, limit - facts.peak_bytes)
-        costs = BucketCosts(view, facts.profile, coalesced, room, facts.shards.owner)
+        costs = BucketCosts(view, facts.profile, coalesced, facts.shards.owner)
         dependencies = Dependencies(view)
         choice = choose(
             fx.problem, found, dependencies, costs, self.partitions, limit, effort=self.effort, start=facts.solved
         )
-        report = PassReport(self.name, decisions=decisions + _decisions(found, choice, dependencies, costs))
+        room = Room(fx.problem, limit) if limit is not None else None
+        report = PassReport(self.name, decisions=decisions + _decisions(found, choice, dependencies, costs, room))
         report.metrics = _metrics(choice, len(view.collectives))
         solved = Solved(choice.problem, choice.plan)
         if not choice.buckets:
@@ -176,7 +177,7 @@ def _metrics(choice: Choice, collectives: int) -> dict[str, float]:
 
 
 def _decisions(
-    found: Sequence[Candidate], choice: Choice, dependencies: Dependencies, costs: BucketCosts
+    found: Sequence[Candidate], choice: Choice, dependencies: Dependencies, costs: BucketCosts, room: Room | None
 ) -> list[Decision]:
     """One decision per candidate."""
     buckets = choice.buckets or choice.tried
@@ -194,7 +195,7 @@ def _decisions(
         if number is None:
             others, here = by_key[candidate.key], at[candidate]
             neighbours = [*others[max(0, here - 1) : here], *others[here + 1 : here + 2]]
-            decisions.append(_single(candidate, neighbours, dependencies, costs))
+            decisions.append(_single(candidate, neighbours, dependencies, costs, room))
             continue
         if choice.objection is not None:
             setting = "memory_budget" if choice.objection is Reason.OVER_BUDGET else ""
@@ -227,7 +228,11 @@ def _comparison(choice: Choice) -> str:
 
 
 def _single(
-    candidate: Candidate, neighbours: Sequence[Candidate], dependencies: Dependencies, costs: BucketCosts
+    candidate: Candidate,
+    neighbours: Sequence[Candidate],
+    dependencies: Dependencies,
+    costs: BucketCosts,
+    room: Room | None,
 ) -> Decision:
     """Why a candidate stayed alone: its neighbours in graph order depend on it, or merging does not pay."""
     free = [n for n in neighbours if dependencies.conflict([n.collective], candidate.collective) is None]
@@ -235,12 +240,12 @@ def _single(
         names = " and ".join(n.collective.label for n in neighbours)
         return refusal(candidate.collective, Reason.DATA_DEPENDENCY, f"between it and {names}")
     gain = max(costs.gain_ns([costs.load([n]), costs.load([candidate])]) for n in free)
-    if gain > 0 and costs.room_bytes is not None:
-        least = min(costs.extra_bytes(costs.load([n, candidate])) for n in free)
-        if least > costs.room_bytes:
-            detail = (
-                f"with {free[0].collective.label} it takes {least} bytes more, the budget leaves {costs.room_bytes}"
-            )
+    if gain > 0 and room is not None:
+        pairs = [([n, candidate], costs.extra_bytes(costs.load([n, candidate]))) for n in free]
+        short = [(extra, max(0, room.free_bytes(room.span(pair)))) for pair, extra in pairs]
+        if all(extra > left for extra, left in short):
+            extra, left = short[0]
+            detail = f"with {free[0].collective.label} it takes {extra} bytes more, the budget leaves {left} there"
             return refusal(candidate.collective, Reason.MEMORY_BUDGET, detail, gain_ns=gain, setting="memory_budget")
     detail = f"with {free[0].collective.label} it would save {gain} ns on all lanes, copies included"
     return refusal(candidate.collective, Reason.NOT_PROFITABLE, detail, gain_ns=gain)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from inductor_passes.bucket.candidates import Candidate
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
+from inductor_passes.bucket.room import Room
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
 
@@ -23,6 +24,7 @@ class Question:
         dependencies: between all collectives of the graph, nothing merged.
         costs: of buckets.
         limit_bytes: cap on the peak, None: unlimited.
+        room: what the cap leaves over time, None: unlimited; nothing is taken.
     """
 
     problem: Problem
@@ -31,6 +33,7 @@ class Question:
     dependencies: Dependencies
     costs: BucketCosts
     limit_bytes: int | None
+    room: Room | None = None
 
 
 #: Proposes disjoint buckets of two members or more, of one key each, mergeable together.
