@@ -22,18 +22,19 @@ from inductor_passes.bucket.room import Room
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import Solved
 from inductor_passes.schedule.construct import SMALL
+from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.merge import Bucket
 from inductor_passes.schedule.merge import merge as merged_problem
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Kind, Problem
 
-#: Tried by default: several appetites for latency, smaller shares of the memory for when buckets overlap, and the
-#: planner's own partition.
+#: Appetites for latency, and shares of the memory for when buckets overlap in time or what they take is misjudged.
+_GREEDY = ((1.0, 1.0), (4.0, 1.0), (16.0, 1.0), (16.0, 0.25), (16.0, 0.0625))
+#: Tried by default: these with the memory that there is, the same with as little as there may be, and the planner's own
+#: partition.
 PARTITIONS: tuple[Partition, ...] = (
-    *(
-        functools.partial(greedy, spread=spread, share=share)
-        for spread, share in ((4.0, 1.0), (4.0, 0.25), (1.0, 0.25), (16.0, 1.0), (4.0, 0.0625))
-    ),
+    *(functools.partial(greedy, spread=spread, share=share) for spread, share in _GREEDY),
+    *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _GREEDY),
     planned,
 )
 #: Above this many tasks the first partition that helps is taken: planning is what takes time.
@@ -93,8 +94,9 @@ def choose(
         return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
 
     before = of_input(thorough)
+    tight = Room(problem, peak_bytes(problem))
     room = Room(problem, limit_bytes) if limit_bytes is not None else None
-    question = Question(problem, before, found, dependencies, costs, limit_bytes, room)
+    question = Question(problem, before, found, dependencies, costs, limit_bytes, room, tight)
     trials: list[list[list[Candidate]]] = []
     chosen: tuple[Plan, list[list[Candidate]], Problem, Partition] | None = None
     refused: tuple[Plan, Reason] | None = None

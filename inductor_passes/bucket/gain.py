@@ -131,7 +131,9 @@ class BucketCosts:
         """Memory that a bucket takes at once beyond what its largest member takes alone."""
         received = load.received_bytes
         messages = load.sent_bytes + (received if self.copies_out(load) else 0) if self.copies(load) else 0
-        return messages + received - load.largest_bytes
+        # What is reduced waits for the last member; what is gathered are mostly parameters, which live anyway.
+        waiting = load.copied_bytes if load.key.kind.reduces else 0
+        return waiting + messages + received - load.largest_bytes
 
     def gain_ns(self, loads: Sequence[Load]) -> int:
         """What merging the loads into one bucket saves on all lanes together; negative when it costs."""

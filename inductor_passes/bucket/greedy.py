@@ -19,10 +19,18 @@ from inductor_passes.bucket.room import Room, Span
 OPEN_BUCKETS = 4
 
 
-def greedy(question: Question, *, spread: float = 4.0, share: float = 1.0) -> list[list[Candidate]]:
-    """Disjoint buckets of at least two members each, of one key, mergeable together."""
+def greedy(
+    question: Question, *, spread: float = 4.0, share: float = 1.0, tight: bool = False
+) -> list[list[Candidate]]:
+    """Disjoint buckets of at least two members each, of one key, mergeable together.
+
+    Args:
+        tight: take no more memory than ``memory_budget="0"`` leaves, so that what a small budget finds is tried under
+            a larger one too.
+    """
     dependencies, costs = question.dependencies.copy(), question.costs
-    room = question.room.copy() if question.room is not None else None
+    given = question.tight if tight else question.room
+    room = given.copy() if given is not None else None
     buckets: list[_Open] = []
     open_of: dict[GroupKey, list[_Open]] = {}
     for candidate in question.found:

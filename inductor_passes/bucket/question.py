@@ -25,6 +25,7 @@ class Question:
         costs: of buckets.
         limit_bytes: cap on the peak, None: unlimited.
         room: what the cap leaves over time, None: unlimited; nothing is taken.
+        tight: what the peak of the graph as it is would leave.
     """
 
     problem: Problem
@@ -34,6 +35,7 @@ class Question:
     costs: BucketCosts
     limit_bytes: int | None
     room: Room | None = None
+    tight: Room | None = None
 
 
 #: Proposes disjoint buckets of two members or more, of one key each, mergeable together.
