@@ -1,0 +1,81 @@
+"""Memory is asked for where a bucket would live, and what a small budget finds is found under a larger one."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inductor_passes.bucket.candidates import Candidate, candidates
+from inductor_passes.bucket.room import Room
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.view import GraphView
+from inductor_passes.problems.fx import build
+from inductor_passes.report import PassReport
+from inductor_passes.schedule.memory import peak_bytes, profile
+from inductor_passes.schedule.problem import Problem
+from tests.support.bucket_graphs import Program, aten, kinds
+from tests.support.world import fake_world
+from tests.test_bucket_pass import layers, run_pass
+
+GPU = CostProfile.default("cuda")
+
+
+def narrow_then_wide(world: str, count: int) -> torch.fx.GraphModule:
+    """Small parameters, and a step whose memory none of them is near."""
+    p = Program()
+    x, y = p.input(8, 16, dtype=torch.bfloat16), p.input(2048, 2048)
+    for _ in range(count):
+        weight = p.collective("all_gather", p.input(2, 16, dtype=torch.bfloat16), world)
+        x = p.call(aten.relu.default, p.call(aten.mm.default, x, p.call(aten.permute.default, weight, [1, 0])))
+    wide = p.call(aten.relu.default, p.call(aten.neg.default, y))
+    return p.done(x, p.call(aten.sum.default, wide))
+
+
+def test_a_peak_elsewhere_refuses_nothing() -> None:
+    with fake_world(8) as world:
+        gm = narrow_then_wide(world, 12)
+        before = peak_bytes(build(GraphView(gm.graph), GPU).problem)
+        report = run_pass(gm, budget="0")
+        assert report.changed and len(kinds(gm).split()) <= 3
+        assert peak_bytes(build(GraphView(gm.graph), GPU).problem) <= before
+
+
+def test_more_memory_is_no_slower() -> None:
+    def planned(report: PassReport) -> float:
+        name = "makespan_after_ns" if report.changed else "makespan_before_ns"
+        return report.metrics[name]
+
+    for make in (layers, narrow_then_wide):
+        with fake_world(8) as world:
+            found = [planned(run_pass(make(world, 6), budget=b)) for b in ("0", "+5%", "+100%", "+400%", "unlimited")]
+        assert all(later <= earlier * 1.001 for earlier, later in itertools.pairwise(found)), found
+
+
+@functools.cache
+def _six_layers() -> tuple[Problem, list[Candidate]]:
+    with fake_world(8) as world:
+        view = GraphView(layers(world, 6).graph)
+        return build(view, GPU).problem, candidates(view)[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 17), st.integers(0, 17), st.integers(0, 9000)), max_size=12), st.data())
+def test_what_is_free_is_the_cap_less_everything_at_each_place(
+    takes: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    problem, found = _six_layers()
+    memory = profile(problem)
+    cap = data.draw(st.integers(0, 2 * max(memory)))
+    room = Room(problem, cap)
+    for one, other, size in takes:
+        span = room.span([found[one], found[other]])
+        assert room.free_bytes(span) == min(cap - memory[at] for at in range(span.first, span.stop))
+        room.take(span, size)
+        for at in range(span.first, span.stop):
+            memory[at] += size
+    span = room.span(found)
+    assert room.copy().free_bytes(span) == min(cap - m for m in profile(problem)[span.first : span.stop])
