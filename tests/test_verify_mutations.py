@@ -13,7 +13,7 @@ from tests.support.verify_mutations import MUTATIONS, Case, inject
 from tests.support.world import grouped_world
 
 #: Injections per kind, spread over the programs.
-INJECTIONS = 200
+INJECTIONS = 80
 PROGRAMS = 40
 
 
