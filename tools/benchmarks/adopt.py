@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tools.benchmarks.link import contenders_of, run_job
+from tools.benchmarks.link import Batch, Layers, Out, Rounds, Timeout, contenders_of, run_job
 from tools.link.lab import RATES, WRAPPED
 from tools.link.models import WRAPPED as LAYOUTS
 from tools.link.report import COLUMNS, errors, facts, lines, notes, table
@@ -67,11 +67,11 @@ def _draw(everything: Sequence[dict[str, Any]], path: Path) -> None:
 def adopt(
     model: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(LAYOUTS)}. Default: all.")] = None,
     rate: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(RATES)}. Default: balanced.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved steps per contender and rate.")] = 7,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 8,
-    timeout_s: Annotated[int, typer.Option(min=1, help="Per model.")] = 7200,
-    out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
+    rounds: Rounds = 7,
+    layers: Layers = 4,
+    batch: Batch = 8,
+    timeout_s: Timeout = 7200,
+    out: Out = RESULTS,
 ) -> None:
     """FSDP2 and DDP as they are, compiled, and adopted, on an emulated link."""
     models, rates = chosen(model, LAYOUTS, "model"), chosen(rate or ["balanced"], RATES, "rate")

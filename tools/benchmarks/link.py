@@ -24,6 +24,12 @@ from tools.link.summary import HEADER, REFERENCE, means, standing, step_ns
 from tools.shared.launch import torchrun
 from tools.shared.record import RESULTS, chosen, markdown_table, write
 
+Rounds = Annotated[int, typer.Option(min=1, help="Interleaved steps per contender and rate.")]
+Layers = Annotated[int, typer.Option(min=1)]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences per rank.")]
+Timeout = Annotated[int, typer.Option(min=1, help="Per model.")]
+Out = Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")]
+
 
 def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -> list[dict[str, Any]]:
     """Run a job until it gets through, each time without the contender that took it down.
@@ -120,11 +126,11 @@ def link(
     contender: Annotated[
         list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(CONTENDERS)}. Default: all.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved steps per contender and rate.")] = 7,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 8,
-    timeout_s: Annotated[int, typer.Option(min=1, help="Per model.")] = 7200,
-    out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
+    rounds: Rounds = 7,
+    layers: Layers = 4,
+    batch: Batch = 8,
+    timeout_s: Timeout = 7200,
+    out: Out = RESULTS,
 ) -> None:
     """Real ranks on an emulated link: eager, Inductor, in-tree settings and ours, interleaved."""
     models, rates = chosen(model, LAYOUTS, "model"), chosen(rate, RATES, "rate")
