@@ -88,7 +88,7 @@ def _batches(config: LlamaConfig, rank: int) -> Callable[[int], Batch]:
     return lambda step: language_batch(config, 1_000 * rank + step % 4)
 
 
-def _native(model: LanguageModel, mesh: DeviceMesh) -> nn.Module:
+def _native(model: LanguageModel | HuggingFace, mesh: DeviceMesh) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.layers:
@@ -100,6 +100,47 @@ def _native(model: LanguageModel, mesh: DeviceMesh) -> nn.Module:
 def _fsdp(config: LlamaConfig, spread: Spread) -> Laid:
     mesh = _mesh(dist.get_world_size(), names=("dp",))
     model = language_model(config)
+    whole = _native(model, mesh) if spread.native else simple_fsdp(model, mesh, reshard_after_forward=spread.reshard)
+    return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
+
+
+class HuggingFace(nn.Module):
+    """A Llama of ``transformers`` with its loss."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        from transformers import LlamaConfig as Theirs
+        from transformers import LlamaForCausalLM
+
+        super().__init__()
+        torch.manual_seed(config.seed)
+        theirs = Theirs(
+            vocab_size=config.vocab,
+            hidden_size=config.dim,
+            intermediate_size=config.hidden,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            max_position_embeddings=config.seq,
+            initializer_range=config.std,
+            use_cache=False,
+        )
+        self.model = LlamaForCausalLM(theirs)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's."""
+        found: nn.ModuleList = self.model.model.layers
+        return found
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean loss."""
+        logits = self.model(input_ids=tokens).logits
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _hugging_face(config: LlamaConfig, spread: Spread) -> Laid:
+    mesh = _mesh(dist.get_world_size(), names=("dp",))
+    model = HuggingFace(config)
     whole = _native(model, mesh) if spread.native else simple_fsdp(model, mesh, reshard_after_forward=spread.reshard)
     return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
 
@@ -177,5 +218,9 @@ LAYOUTS = {
 }
 
 #: Layouts of models that torch wrapped.
-WRAPPED = {"fsdp": LAYOUTS["fsdp"], "ddp": Layout("ddp", "DDP", 2, _ddp, native=True)}
+WRAPPED = {
+    "fsdp": LAYOUTS["fsdp"],
+    "ddp": Layout("ddp", "DDP", 2, _ddp, native=True),
+    "hugging_face": Layout("hugging_face", "FSDP, Llama of transformers", 2, _hugging_face, native=True, sharded=True),
+}
 ALL_LAYOUTS = {**LAYOUTS, **WRAPPED}
