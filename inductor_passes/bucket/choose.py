@@ -29,12 +29,13 @@ from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Kind, Problem
 
 #: Appetites for latency, and shares of the memory for when buckets overlap in time or what they take is misjudged.
-_GREEDY = ((1.0, 1.0), (4.0, 1.0), (16.0, 1.0), (16.0, 0.25), (16.0, 0.0625))
-#: Tried by default: these with the memory that there is, the same with as little as there may be, and the planner's own
+_GREEDY = ((1.0, 1.0), (16.0, 1.0), (16.0, 0.25), (16.0, 0.0625))
+_TIGHT = ((1.0, 1.0), (16.0, 0.25))
+#: Tried by default: these with the memory that there is, two with as little as there may be, and the planner's own
 #: partition.
 PARTITIONS: tuple[Partition, ...] = (
     *(functools.partial(greedy, spread=spread, share=share) for spread, share in _GREEDY),
-    *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _GREEDY),
+    *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _TIGHT),
     planned,
 )
 #: Above this many tasks the first partition that helps is taken: planning is what takes time.
