@@ -157,6 +157,19 @@ def test_both_halves_on_every_rank_agree() -> None:
     assert both(lambda rank: lambda x: ar(torch.cat([-x[:, 2:], x[:, :2]], 1)), (8, 4))
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["cut", "split"])
+def test_the_row_that_padding_leaves_is_no_own_piece(split: bool) -> None:
+    """A parameter with one row is gathered with padding. A cut takes that off; a split could be a redistribution."""
+
+    def first(x: torch.Tensor) -> torch.Tensor:
+        whole = ag(x)
+        return (whole.split(1)[0] if split else whole[:1]).relu()
+
+    assert both(lambda rank: first, (1, 4)) is not split
+    # Of longer shards it is half of the result, which no padding is.
+    assert not both(lambda rank: lambda x: ag(x)[:2].relu(), (2, 4))
+
+
 def test_halves_in_another_order_do_not_agree() -> None:
     def halves(rank: int) -> Callable[..., Any]:
         first, second = (slice(0, 4), slice(4, 8)) if rank == 0 else (slice(4, 8), slice(0, 4))

@@ -226,7 +226,7 @@ class _Writer:
         """Whether a node takes the only piece that is read, next to a collective over as many ranks as there are
         pieces, so that a rewrite may take it for the rank's own.
         """
-        count = pieces.only_piece(node, arguments)
+        count = None if node in self._ragged.cuts else pieces.only_piece(node, arguments)
         near = self._near.get(node, 0)
         return any(near >> k & 1 and group.size == count for k, group in enumerate(self._near_groups))
 

@@ -7,6 +7,7 @@ described without sizes, and so are the shards themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch.fx
@@ -15,7 +16,7 @@ from inductor_passes import _torch
 from inductor_passes.agreement.roles import IncomparableError
 from inductor_passes.ir.canonical import PADS, UNEQUAL, shards
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.view import GraphView
+from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 
 _PADDING = PADS | {"aten::clone"}
@@ -28,10 +29,13 @@ class Uneven:
     Attributes:
         stands_for: nodes that are left out -> what a reader of theirs is said to read.
         sizeless: nodes whose sizes are left out.
+        cuts: slices that take the padding off what was gathered, on all ranks the same. One row is left of a dimension
+            of size 1: that is no rank's own piece, although it is as long as one.
     """
 
     stands_for: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     sizeless: frozenset[torch.fx.Node] = frozenset()
+    cuts: frozenset[torch.fx.Node] = frozenset()
 
 
 def uneven(view: GraphView) -> Uneven:
@@ -45,7 +49,8 @@ def uneven(view: GraphView) -> Uneven:
         raise IncomparableError(UNEQUAL)
     if not found.uneven:
         return Uneven()
-    starts = {c.start for c in found.uneven if c.kind == CollectiveKind.ALL_GATHER}
+    gathers = [c for c in found.uneven if c.kind == CollectiveKind.ALL_GATHER]
+    starts = {c.start for c in gathers}
     waits = {wait for c in found.uneven if c.kind == CollectiveKind.REDUCE_SCATTER for wait in c.waits}
     before = {node for node, owner in found.owner.items() if owner in starts}
     after = set(waits)
@@ -67,4 +72,14 @@ def uneven(view: GraphView) -> Uneven:
             source = node.all_input_nodes[0]
             if view.role(node) is Role.FREE or _torch.op_name(node.target) in _PADDING:
                 stands_for[node] = stands_for.get(source, source)
-    return Uneven(stands_for, frozenset(sizeless))
+    return Uneven(stands_for, frozenset(sizeless), frozenset(_cuts(view, gathers)))
+
+
+def _cuts(view: GraphView, gathers: Iterable[Collective]) -> Iterator[torch.fx.Node]:
+    todo = [wait for gather in gathers for wait in gather.waits]
+    while todo:
+        for user in todo.pop().users:
+            if _torch.op_name(user.target) == "aten::slice":
+                yield user
+            elif user.op == "call_function" and view.role(user) is Role.FREE:
+                todo.append(user)

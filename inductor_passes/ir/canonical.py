@@ -103,7 +103,8 @@ def trims(
 
     A node qualifies when its only tensor input is a wait of a reduction (through views or nodes that qualify) and its
     value is used by graph outputs only (or by nodes that qualify). Nobody else may write to what it touches: it would
-    move ahead of the write. What follows the waits of ``uneven`` may compute, element by element.
+    move ahead of the write. What follows the waits of ``uneven`` may compute, element by element; what it makes of
+    several waits (the gradients of a parameter that is read twice are added) counts to the last of them.
     """
     found: dict[torch.fx.Node, torch.fx.Node] = {}
     root: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -121,18 +122,20 @@ def trims(
             user.op == "output" or user in leaves for user in node.users
         ):
             leaves.add(node)
-    for node in view.nodes:
+    place: dict[torch.fx.Node, int] = {}
+    for number, node in enumerate(view.nodes):
         role = view.role(node)
         if role is Role.WAIT:
-            root[node] = node
+            root[node], place[node] = node, number
         elif node in leaves:
-            sources = {root.get(n) for n in node.all_input_nodes}
-            if len(sources) == 1 and (source := sources.pop()) is not None:
-                if not moves_data(view, node) and source not in computing:
-                    continue
-                root[node] = source
-                if role is Role.COMPUTE:
-                    found[node] = source
+            sources = {root[n] for n in node.all_input_nodes if n in root}
+            if not sources or any(n not in root for n in node.all_input_nodes):
+                continue
+            if not (sources <= computing or (len(sources) == 1 and moves_data(view, node))):
+                continue
+            root[node] = max(sources, key=place.__getitem__)
+            if role is Role.COMPUTE:
+                found[node] = root[node]
     return found
 
 

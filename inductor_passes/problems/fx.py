@@ -142,9 +142,10 @@ class _Reader:
         elif role is Role.WAIT and self.view.collectives_of_wait.get(node):
             self._wait(node, preds)
         else:
+            # What belongs to several waits has a size that is the rank's own: it costs nothing, on all ranks.
             task = self.builder.compute(
                 node.name,
-                self.costs.duration_ns(node),
+                0 if node in self.owner else self.costs.duration_ns(node),
                 preds,
                 label=ops.label(node),
                 source=ops.source_line(node),

@@ -223,17 +223,23 @@ def _unshard(
             f"a parameter managed by simple_fsdp is a {type(parameter).__name__}; expected a DTensor. It was "
             "replaced after simple_fsdp was applied: copy values into the parameter instead."
         )
-    local = parameter.to_local()
+    layout = ShardLayout.of(parameter, mesh_dims, reduce_dtype, divisor)
+
+    def again() -> contextlib.AbstractContextManager[None]:
+        if reshard == "never":
+            return contextlib.nullcontext()
+        return _torch.recomputed_in_backward(left_to_partitioner=reshard == "auto")
+
+    # Recomputed too, so that the parameter itself is saved for backward, and not a view of it on those ranks where the
+    # shard is empty and both cost nothing: ranks with different graphs cannot agree on a plan.
+    with again() if reshard == "always" else contextlib.nullcontext():
+        local = parameter.to_local()
     if list(local.shape) != list(shard_shape):
         raise RuntimeError(
             f"this rank's shard of a parameter managed by simple_fsdp has shape {list(local.shape)}; expected "
             f"{list(shard_shape)}. It was laid out anew after simple_fsdp was applied."
         )
-    layout = ShardLayout.of(parameter, mesh_dims, reduce_dtype, divisor)
-    again: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if reshard != "never":
-        again = _torch.recomputed_in_backward(left_to_partitioner=reshard == "auto")
-    with again:
+    with again():
         if held is None:
             whole = _Unshard.apply(local, layout, compute_dtype)
         else:
