@@ -19,6 +19,7 @@ TWO = [
     wrapped.kept,
     wrapped.half,
     wrapped.fp16,
+    wrapped.narrow,
     wrapped.listed,
     wrapped.ignoring,
     wrapped.frozen,
@@ -94,6 +95,16 @@ def test_compiled_with_our_passes(two_ranks: Ranks, wrap: Any, parts: int) -> No
         assert max(differences) <= (2e-3 if wrap is wrapped.half else 1e-6), differences
         # DDP's parameters are whole: a graph whose gradients are held has no collectives.
         assert not said and (merged or (wrap is wrapped.ddp and parts > 1)), (said, merged)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shards_that_are_empty_on_some_ranks(request: pytest.FixtureRequest, ranks: int) -> None:
+    """They make no other graph: ranks agree, and buckets form."""
+    pool: Ranks = request.getfixturevalue("two_ranks" if ranks == 2 else "four_ranks")
+    for differences, said, merged in pool.run(compare_planned, wrapped.sharded, 1, wrapped.Gated):
+        # The last block runs twice: its gradients are added after they are reduced.
+        assert max(differences) <= 1e-5, differences
+        assert not said and merged, (said, merged)
 
 
 @pytest.mark.parametrize("wrap", [wrapped.sharded, wrapped.half, wrapped.ddp], ids=_name)

@@ -22,6 +22,8 @@ Key = int | str
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\.(\w+)|\['([^']*)'\]|\[(\d+)\]")
 #: Where an attribute of a module begins.
 _MEMBER = re.compile(r"\._(?:modules|parameters)\['")
+#: Where dynamo keeps the modules that a node was traced in; of a backward node's forward one, too.
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 #: How dynamo writes an attribute whose name is no identifier.
 _GETATTR = re.compile(r"getattr\(([^()]*), '([^']*)'\)")
 #: A variable of the compiled function, or of its file.
@@ -146,9 +148,17 @@ def _argument(description: Any, of: str = "") -> Key | None:
 
 def module_path(node: torch.fx.Node) -> str:
     """The module whose forward made a node, or whose gradient it belongs to, as dynamo writes it, or ""."""
-    for key in ("nn_module_stack", "fwd_nn_module_stack"):
+    for key in _STACKS:
         stack = node.meta.get(key)
         if isinstance(stack, Mapping) and stack:
             last = list(stack.values())[-1]
             return str(last[0]) if isinstance(last, (tuple, list)) and last else ""
     return ""
+
+
+def traced_modules(graph: torch.fx.Graph) -> set[int]:
+    """``id`` of the modules that a graph's nodes were traced in; the one that was compiled itself is not among them."""
+    stacks = (node.meta.get(key) or () for node in graph.nodes for key in _STACKS)
+    # A module that is called again has a number behind its id.
+    names = {str(name).partition("@")[0] for stack in stacks for name in stack}
+    return {int(name) for name in names if name.isdecimal()}

@@ -43,7 +43,10 @@ class Entry:
         layout: how it is sharded; None for a whole parameter of DDP.
         group: of DDP, (name, ranks).
         dtype: of held gradients.
+        rounded: what FSDP2 rounds the sum of the passes to after each of them, because it reduces in it; None where
+            that is not less than :attr:`dtype`.
         held: where whole gradients go; the parameter itself for DDP; None before any is held.
+        total: the sum of earlier passes where it is rounded.
     """
 
     parameter: nn.Parameter
@@ -51,7 +54,9 @@ class Entry:
     layout: ShardLayout | None
     group: tuple[str, int] | None
     dtype: torch.dtype
+    rounded: torch.dtype | None = None
     held: torch.Tensor | None = None
+    total: torch.Tensor | None = None
 
     @property
     def steps(self) -> tuple[tuple[str, str, int], ...]:
@@ -90,15 +95,28 @@ class Entry:
     @property
     def holding(self) -> bool:
         """Whether a gradient waits to be reduced."""
-        return self.held is not None and self.held.grad is not None
+        return self.total is not None or (self.held is not None and self.held.grad is not None)
 
     def take(self) -> torch.Tensor | None:
         """The gradient that is held, whose place is free afterwards."""
         if not self.holding:
             return None
         assert self.held is not None
+        self.round()
         gradient, self.held.grad = self.held.grad, None
+        if self.total is not None:
+            gradient, self.total = self.total, None
         return gradient
+
+    def round(self) -> None:
+        """A backward pass has ended: add what it gave to the rounded sum, where there is one."""
+        if self.rounded is None or self.held is None or self.held.grad is None:
+            return
+        gradient, self.held.grad = self.held.grad, None
+        if self.total is None:
+            self.total = gradient.to(self.rounded)
+        else:
+            self.total += gradient
 
     def whole_zeros(self) -> torch.Tensor:
         """For a rank without a gradient, where others have one."""
@@ -181,9 +199,19 @@ class Ledger:
         """A gradient was held: when backward ends, reduce if it is time."""
         # A backward pass that fails calls nothing, so what is remembered is which one it was.
         number = _torch.backward_number()
-        if number != self._backward and any(unit.due for unit in self.units):
+        if number == self._backward:
+            return
+        if any(unit.due or any(entry.rounded for entry in unit.entries) for unit in self.units):
             self._backward = number
-            _torch.after_backward(self.reduce)
+            _torch.after_backward(self.ended)
+
+    @torch.no_grad()
+    def ended(self) -> None:
+        """A backward pass has ended whose gradients are held."""
+        for entry in (entry for unit in self.units for entry in unit.entries):
+            entry.round()
+        if any(unit.due for unit in self.units):
+            self.reduce()
 
     @torch.no_grad()
     def reduce(self) -> None:

@@ -199,8 +199,11 @@ def _entry(one: _torch.ShardedParameter, settings: Settings, places: list[tuple[
     parameter = one.parameter
     assert isinstance(parameter, DTensor)
     layout = ShardLayout.of(parameter, settings.mesh_dims, settings.reduce_dtype, settings.divisor)
-    dtype = one.reduce_dtype or one.compute_dtype or parameter.dtype
-    return Entry(parameter, places, layout, None, dtype)
+    made = one.compute_dtype or parameter.dtype
+    reduced = one.reduce_dtype or made
+    if reduced.itemsize < made.itemsize:
+        return Entry(parameter, places, layout, None, made, rounded=reduced)
+    return Entry(parameter, places, layout, None, reduced)
 
 
 def _move_inputs(module: nn.Module, units: list[_torch.ShardedUnit]) -> None:

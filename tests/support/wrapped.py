@@ -101,6 +101,31 @@ class Mixture(Net):
         return super().forward(x + self.experts(x))
 
 
+class Gated(Net):
+    """Parameters of one element: most ranks have an empty shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ParameterList([nn.Parameter(torch.full((1,), 0.5)) for _ in self.blocks])
+        self.blocks.append(Gate())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.into(x)
+        for gate, block in zip(self.gates, self.blocks):
+            x = self.blocks[-1](block(x) * gate)
+        return self.out(x)
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(WIDTH, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tanh(self.narrow(x)) * self.scale
+
+
 def mesh_of(*sizes: int) -> DeviceMesh:
     names = {1: ("dp",), 2: ("replicate", "shard"), 3: ("replicate", "shard", "tp")}[len(sizes)]
     return init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -133,6 +158,11 @@ def half(model: nn.Module) -> nn.Module:
 
 def fp16(model: nn.Module) -> nn.Module:
     return sharded(model, mp_policy=MixedPrecisionPolicy(torch.float16))
+
+
+def narrow(model: nn.Module) -> nn.Module:
+    """Sums are rounded to less than what backward computes in."""
+    return sharded(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
 
 
 def listed(model: nn.Module) -> nn.Module:
@@ -236,7 +266,7 @@ def train(
 
 
 def compare_planned(
-    rank: int, world_size: int, wrap: Callable[[Any], nn.Module], parts: int
+    rank: int, world_size: int, wrap: Callable[[Any], nn.Module], parts: int, make: type[nn.Module] = Net
 ) -> tuple[tuple[float, float], list[str], int]:
     """:func:`compare` behind our passes.
 
@@ -246,7 +276,7 @@ def compare_planned(
     options = {"codegen": "aot_eager", "verify": "strict", "memory_budget": "unlimited", "rank_agreement": "120s"}
     dotted = {f"inductor_passes.{key}": value for key, value in options.items()}
     with collect(what_if=False) as reports:
-        found = compare(rank, world_size, wrap, Net, "inductor_passes", parts, options=dotted)
+        found = compare(rank, world_size, wrap, make, "inductor_passes", parts, options=dotted)
     passes = [(r.phase, p) for r in reports for p in r.passes]
     said = [f"{phase}: {p.detail}" for phase, p in passes if p.name == "agreement" and "ranks agree" not in p.detail]
     applied = [d for _, p in passes if p.name == "bucket" for d in p.decisions if d.verdict.value == "applied"]
