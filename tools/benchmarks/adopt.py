@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -64,6 +65,14 @@ def _draw(everything: Sequence[dict[str, Any]], path: Path) -> None:
     bars(path, groups, series, "step / eager FSDP2's or DDP's", line=1.0)
 
 
+def _models(asked: list[str] | None) -> list[str]:
+    """Those asked for, else all whose framework is installed."""
+    missing = [] if importlib.util.find_spec("torchtitan") else ["torchtitan"]
+    if unmet := sorted(set(asked or ()) & set(missing)):
+        raise typer.BadParameter(f"--model {unmet[0]} needs the package torchtitan: pip install torchtitan")
+    return [key for key in chosen(asked, LAYOUTS, "model") if key not in missing]
+
+
 def adopt(
     model: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(LAYOUTS)}. Default: all.")] = None,
     rate: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(RATES)}. Default: balanced.")] = None,
@@ -74,7 +83,7 @@ def adopt(
     out: Out = RESULTS,
 ) -> None:
     """FSDP2 and DDP as they are, compiled, and adopted, on an emulated link."""
-    models, rates = chosen(model, LAYOUTS, "model"), chosen(rate or ["balanced"], RATES, "rate")
+    models, rates = _models(model), chosen(rate or ["balanced"], RATES, "rate")
     console = Console(width=max(180, Console().width))
     everything: list[dict[str, Any]] = []
     for key in models:

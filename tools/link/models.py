@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from inductor_passes.models import DEMO, LanguageModel, LlamaConfig, language_batch, language_model, tensor_parallel
 from inductor_passes.simple_fsdp import simple_fsdp
+from tools.link.framework_models import HuggingFace, TorchTitan
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -104,44 +105,21 @@ def _fsdp(config: LlamaConfig, spread: Spread) -> Laid:
     return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
 
 
-class HuggingFace(nn.Module):
-    """A Llama of ``transformers`` with its loss."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        from transformers import LlamaConfig as Theirs
-        from transformers import LlamaForCausalLM
-
-        super().__init__()
-        torch.manual_seed(config.seed)
-        theirs = Theirs(
-            vocab_size=config.vocab,
-            hidden_size=config.dim,
-            intermediate_size=config.hidden,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            max_position_embeddings=config.seq,
-            initializer_range=config.std,
-            use_cache=False,
-        )
-        self.model = LlamaForCausalLM(theirs)
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        """The decoder's."""
-        found: nn.ModuleList = self.model.model.layers
-        return found
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss."""
-        logits = self.model(input_ids=tokens).logits
-        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
 def _hugging_face(config: LlamaConfig, spread: Spread) -> Laid:
     mesh = _mesh(dist.get_world_size(), names=("dp",))
     model = HuggingFace(config)
     whole = _native(model, mesh) if spread.native else simple_fsdp(model, mesh, reshard_after_forward=spread.reshard)
+    return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
+
+
+def _torchtitan(config: LlamaConfig, spread: Spread) -> Laid:
+    mesh = _mesh(dist.get_world_size(), names=("dp",))
+    model = TorchTitan(config)
+    if spread.native:
+        model.shard()
+        whole: nn.Module = model
+    else:
+        whole = simple_fsdp(model, mesh, reshard_after_forward=spread.reshard)
     return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
 
 
@@ -222,5 +200,8 @@ WRAPPED = {
     "fsdp": LAYOUTS["fsdp"],
     "ddp": Layout("ddp", "DDP", 2, _ddp, native=True),
     "hugging_face": Layout("hugging_face", "FSDP, Llama of transformers", 2, _hugging_face, native=True, sharded=True),
+    "torchtitan": Layout(
+        "torchtitan", "torchtitan's Llama", 2, _torchtitan, native=True, sharded=True, config={"vocab": 2048}
+    ),
 }
 ALL_LAYOUTS = {**LAYOUTS, **WRAPPED}
