@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Else Inductor compiles and loads a library per vector extension: ten seconds for every cache that begins empty,
     # more than one for every process.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    # Tests start hundreds of processes: each would compile three hundred files of ours for a second.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if _OWN_CACHE not in os.environ:
         folder = tempfile.mkdtemp(prefix="inductor_passes_cache_")
         os.environ[_OWN_CACHE] = os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder

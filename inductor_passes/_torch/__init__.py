@@ -129,6 +129,7 @@ from inductor_passes._torch.parameters import (
     argument_inputs,
     module_path,
     parameter_sources,
+    traced_modules,
 )
 from inductor_passes._torch.saved import (
     Saved,
@@ -362,6 +363,7 @@ __all__ = [
     "trace_artifact",
     "trace_enabled",
     "traced_call",
+    "traced_modules",
     "when_generated",
     "without_implicit_communication",
     "wrapper_being_called",

@@ -6,8 +6,8 @@ graph. :func:`statement` and :func:`loaded` do the same for code that comes out 
 :func:`bounded` are the protocol itself, for code that compares something else.
 """
 
-from inductor_passes.agreement.asking import bounded, explaining, forget, session_of
-from inductor_passes.agreement.cached import StaleVerdictError, loaded, statement
+from inductor_passes.agreement.asking import bounded, explaining, forget, nobody_to_ask, session_of
+from inductor_passes.agreement.cached import StaleVerdictError, loaded, refuse, statement
 from inductor_passes.agreement.consensus import Ballot, Kind, Outcome
 from inductor_passes.agreement.literals import Literals
 from inductor_passes.agreement.reach import TIMEOUT_S, Agreement, confirm, reach
@@ -25,7 +25,9 @@ __all__ = [
     "explaining",
     "forget",
     "loaded",
+    "nobody_to_ask",
     "reach",
+    "refuse",
     "session_of",
     "statement",
 ]

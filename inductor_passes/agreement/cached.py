@@ -9,6 +9,7 @@ a cache miss and compiles the graph again.
 from __future__ import annotations
 
 import logging
+from typing import NoReturn
 
 from inductor_passes import _torch
 from inductor_passes.agreement.asking import ask, nobody_to_ask
@@ -44,10 +45,19 @@ def loaded(text: str) -> None:
         log.debug("a stored verdict cannot be checked", exc_info=True)
         why = f"{type(error).__name__}: {error}"
     if why:
-        _torch.forget_cached_entry()
-        message = f"inductor_passes: compiling a graph anew instead of taking it from the cache: {why}"
-        log.warning("%s", message)
-        raise StaleVerdictError(message)
+        refuse(why)
+
+
+def refuse(why: str) -> NoReturn:
+    """Called while a generated module is loaded: its code must not be used.
+
+    Raises:
+        StaleVerdictError: always.
+    """
+    _torch.forget_cached_entry()
+    message = f"inductor_passes: compiling a graph anew instead of taking it from the cache: {why}"
+    log.warning("%s", message)
+    raise StaleVerdictError(message)
 
 
 def _objection(text: str) -> str:
@@ -62,7 +72,7 @@ def _objection(text: str) -> str:
         # Nobody could be asked then, nor now: every rank goes on by itself.
         return "its graph cannot be compared between ranks" if claim.agreed and not nobody_to_ask() else ""
     outcome, _ = ask(claim)
-    if outcome.agreed == claim.agreed:
+    if claim.agreed is None or outcome.agreed == claim.agreed:
         return ""
     if outcome.agreed:
         return "it was compiled while ranks were not known to agree, and now they do"

@@ -33,7 +33,7 @@ class Claim:
         phase: name within its compilation.
         lines: what the digest is made of, packed.
         timeout_s: how long to wait for the others.
-        agreed: the verdict.
+        agreed: the verdict; None where the code is right under either.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Claim:
     phase: str
     lines: str
     timeout_s: float
-    agreed: bool
+    agreed: bool | None
 
     def ballot(self, compile_id: str, lines: Sequence[str] | None = None) -> Ballot:
         """What to vote for; ``lines`` where they are at hand."""
@@ -99,7 +99,7 @@ def _checked(data: dict[str, Any]) -> Claim:
         phase=str(data["phase"]),
         lines=str(data["lines"]),
         timeout_s=float(data["timeout_s"]),
-        agreed=data["agreed"] is True,
+        agreed=None if data["agreed"] is None else data["agreed"] is True,
     )
     if not (claim.digest.isalnum() or not claim.participants) or len(claim.kinds) != len(claim.values):
         raise ValueError("no claim: its fields do not fit together")

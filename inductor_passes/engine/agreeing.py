@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from inductor_passes.engine.waiting import Waiting
 from inductor_passes.groups import availability
 from inductor_passes.ir.groups import Group
 from inductor_passes.ir.view import GraphView
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting.step_facts import StepFacts
 
@@ -99,7 +101,10 @@ def confirm(
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("asking what the other ranks did", "collectives stay as they are", settings):
         lines = [f"pass {p.name}: changed {p.changed}, undone {p.rolled_back and p.rolled_back.value}" for p in done]
-        lines += [f"{c.kind.name} between {c.group.size} ranks" for c in GraphView(graph).collectives]
+        for one in GraphView(graph).collectives:
+            # Ranks may exchange pieces of unequal size.
+            size = "" if one.kind is CollectiveKind.ALL_TO_ALL else f" of {one.input_bytes} bytes"
+            lines.append(f"{one.kind.name}{size} between {one.group.size} ranks")
         # In whole steps: the time is part of the generated code, which should not change from run to run.
         found = agreement.confirm(before, lines, _STEP_S * math.ceil(took_ns / 1e9 / _STEP_S))
     if before.agreed and not found.agreed:
@@ -114,6 +119,7 @@ def report_of(found: Agreement) -> PassReport | None:
     if found.agreed and not found.operations:
         return None
     metrics: dict[str, int | float] = {
+        "agreed": int(found.agreed),
         "participants": len(found.participants),
         "operations": found.operations,
         "described_ns": found.described_ns,
@@ -130,10 +136,18 @@ def remember(found: Agreement) -> None:
 
 def attach(graph: torch.fx.Graph, found: Agreement) -> None:
     """Leave with a graph what its generated code has to ask when it comes out of a cache."""
+    leave(graph, *filter(None, map(agreement.statement, (*_waiting.take(), found))))
+
+
+def attach_for_either(graph: torch.fx.Graph, found: Agreement) -> None:
+    """The same for code that is right whether or not the ranks agree."""
+    attach(graph, found if found.claim is None else replace(found, claim=replace(found.claim, agreed=None)))
+
+
+def leave(graph: torch.fx.Graph, *statements: str) -> None:
+    """Leave statements with a graph, for its generated code; they run in this order."""
     module: Any = graph.owning_module
-    all_found = [*_waiting.take(), found]
     if module is not None:
-        statements = filter(None, map(agreement.statement, all_found))
         module.meta[META_KEY] = tuple(dict.fromkeys((*module.meta.get(META_KEY, ()), *statements)))
 
 

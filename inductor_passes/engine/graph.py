@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 
 import torch.fx
 
-from inductor_passes import _torch, verify
-from inductor_passes.agreement import Agreement
+from inductor_passes import _torch, agreement, verify
 from inductor_passes.config import PassConfig
-from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, garbage, identity, in_tree, joint, naming, nothing, regions
-from inductor_passes.engine.backup import Backup
+from inductor_passes.engine import (
+    agreeing,
+    alike,
+    garbage,
+    identity,
+    in_tree,
+    joint,
+    naming,
+    nothing,
+    regions,
+    variants,
+)
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
 from inductor_passes.engine.complain import warn_once
-from inductor_passes.engine.passes import passes_of
-from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.engine.publish import publish_fx
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
 from inductor_passes.pin.file import GraphPlan
-from inductor_passes.report import GraphReport, PassReport, Verdict
+from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.rewrites import audit
+from inductor_passes.rewriting.messages import messages
 from inductor_passes.rewriting.step_facts import StepFacts, facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
 from inductor_passes.trace.nothing import planned
@@ -62,13 +68,27 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         report.passes.extend(joint.REPORTS.take())
     collectives = pins.described(view)
     agreed = agreeing.reach(view, settings, profile, phase, step)
-    agreeing.attach(graph, agreed)
-    asked = agreeing.report_of(agreed)
-    if asked is not None:
-        report.passes.append(asked)
-    pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
-    known = Known(phase, agreed=agreed.agreed, pins=pinned, step=step)
-    compilation = _run_alike(view, settings, profile, known, report, agreed)
+    about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
+    job = alike.Job(graph, settings, profile, Known(phase, agreed=agreed.agreed, step=step), agreed, report.passes)
+    earlier, compilation = variants.earlier(about, collectives), None
+    if earlier is not None and not agreed.agreed:
+        compilation = alike.run_as_before(job, earlier)
+    alone = compilation is not None
+    if compilation is None:
+        agreeing.attach(graph, agreed)
+        # Whether graphs of a function fit together is looked at where there are two with the same collectives.
+        asked = agreeing.report_of(agreed if earlier is None else replace(agreed, mixed=False))
+        if asked is not None:
+            report.passes.append(asked)
+        pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
+        job = replace(job, known=replace(job.known, pins=pinned))
+        compilation = alike.run_alike(job, view if earlier is None else None, earlier)
+    if len(agreed.participants) != 1 and not agreement.nobody_to_ask():
+        sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
+        variant = variants.Variant(collectives, sent, tuple(compilation.buckets), rewritten)
+        agreeing.leave(graph, variants.statement(about, variant, alone=alone))
+        if not alone:
+            variants.remember(about, variant)
     report = compilation.report
     naming.enter(report, graph, names, settings)
     compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
@@ -84,33 +104,6 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         report.notes += regions.notes(graph)
     _hand_on(graph, compilation)
     return compilation
-
-
-def _run_alike(
-    view: GraphView,
-    settings: PassConfig,
-    profile: CostProfile,
-    known: Known,
-    report: GraphReport,
-    agreed: Agreement,
-) -> Compilation:
-    """Run the passes; where the ranks that agreed on the graph did not all do the same, start again without them."""
-    graph, begun = view.graph, list(report.passes)
-    backup, began = Backup(graph), time.perf_counter_ns()
-    compilation = run_passes(graph, passes_of(settings), settings, profile, known=known, report=report, view=view)
-    if not agreed.agreed:
-        return compilation
-    done = report.passes[len(begun) :]
-    did = agreeing.confirm(agreed, graph, done, settings, time.perf_counter_ns() - began)
-    if did is not agreed:
-        agreeing.attach(graph, did)
-    if did.agreed:
-        return compilation
-    backup.restore()
-    anew = new_report(graph, known.phase, settings, profile)
-    anew.passes = [*begun, PassReport(agreeing.NAME, detail=f"undone on all ranks: {did.why}")]
-    alone = replace(known, agreed=False, pins=None)
-    return run_passes(graph, passes_of(settings), settings, profile, known=alone, report=anew)
 
 
 def _readable(graph: torch.fx.Graph) -> str:

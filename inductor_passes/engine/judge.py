@@ -89,6 +89,14 @@ def lower(cap: Cap, config: PassConfig) -> Iterator[Cap]:
             yield dataclasses.replace(cap, limit_bytes=limit)
 
 
+def larger(budget: MemoryBudget) -> list[str]:
+    """The budgets of :data:`RUNGS` above one, the smallest first, then ``unlimited``."""
+    if budget.unlimited:
+        return []
+    own = budget.fraction or 0
+    return [*(r for r in reversed(RUNGS) if (MemoryBudget.parse(r).fraction or 0) > own), "unlimited"]
+
+
 def fused_limit_bytes(compilation: Compilation, peak_bytes: int) -> int | None:
     """The cap for fused kernels that peak at ``peak_bytes`` in the order in which they came.
 
@@ -125,6 +133,8 @@ def slower(before: Facts, outcome: Outcome | None, scheduled: Scheduled | None) 
     """How much slower the graph plans since a pass; "" when it is not, or that is not known."""
     if outcome is None or outcome.scheduled is not None or scheduled is None or not before.ranks_agree:
         return ""
+    if outcome.pinned:
+        return ""  # what the user asked for is not compared
     known = outcome.before or (None if before.solved is None else before.solved.plan)
     if known is None or not known.feasible:
         return ""

@@ -17,6 +17,7 @@ from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import graph_index, phase_of
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.report import GraphReport, NothingPlanned
+from inductor_passes.simple_fsdp.apply import applications
 from inductor_passes.trace import nothing
 
 #: Where a graph module carries the statement for the generated code.
@@ -40,11 +41,18 @@ _LINES = {
     NothingPlanned.NOTHING_DISTRIBUTED: _HEAD
     + "nothing distributed was found in them. That is right for a function that does not communicate; a model is "
     "sharded with fully_shard and inductor_passes.adopt(model), inductor_passes.simple_fsdp or DTensor",
+    NothingPlanned.MANAGED: "nothing to plan, no collective is in the graphs that were compiled so far. A model is "
+    "managed by inductor_passes.adopt or simple_fsdp, but these graphs read none of its shards and reduce none of its "
+    "gradients: they are of another function, of ddp.module, of an evaluation of DDP, or of batches whose gradients "
+    "are held (no_sync), which are reduced after backward",
     NothingPlanned.ONE_RANK: "nothing to plan: there was one rank when the graphs were compiled. With several, "
     "initialise the process group before the first compilation",
     NothingPlanned.LEFT_TO_INDUCTOR: "nothing was planned: Inductor's own communication passes were on, and "
     'in_tree_passes="warn" leaves graphs to them',
 }
+
+#: What may be right, or was said elsewhere.
+_NOT_WARNED = (NothingPlanned.MANAGED, NothingPlanned.ONE_RANK, NothingPlanned.LEFT_TO_INDUCTOR)
 
 
 def left_alone(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig, collectives: bool) -> None:
@@ -87,7 +95,7 @@ def _say(phase: str, index: int, collectives: bool = False) -> None:
         return
     about = GraphReport(phase, index, _torch.compile_id(), rank, world)
     new = nothing.say(about, reason, _LINES[reason])
-    if new and rank == 0 and reason not in (NothingPlanned.ONE_RANK, NothingPlanned.LEFT_TO_INDUCTOR):
+    if new and rank == 0 and reason not in _NOT_WARNED:
         warn_once(f"inductor_passes: {_LINES[reason]}")
 
 
@@ -100,4 +108,6 @@ def _reason(phase: str, world: int) -> NothingPlanned | None:
         return NothingPlanned(wrapper)
     if phase == "forward":
         return None
-    return NothingPlanned.GRAPH_BREAKS if _torch.graph_breaks() else NothingPlanned.NOTHING_DISTRIBUTED
+    if _torch.graph_breaks():
+        return NothingPlanned.GRAPH_BREAKS
+    return NothingPlanned.MANAGED if applications() else NothingPlanned.NOTHING_DISTRIBUTED

@@ -12,8 +12,12 @@ from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
 from inductor_passes.rewriting.contract import Pass
 
 
-def passes_of(settings: PassConfig) -> list[Pass]:
-    """The FX passes that a configuration switches on, in order."""
+def passes_of(settings: PassConfig, like: tuple[str, ...] = ()) -> list[Pass]:
+    """The FX passes that a configuration switches on, in order.
+
+    Args:
+        like: messages in the order in which the graph has to send them, see ``rewriting.messages``; empty: in any.
+    """
     passes: list[Pass] = [RewriteCollectives(settings.tier)]
     if settings.uses_async_tp:
         overrides = settings.async_tp_overrides
@@ -32,5 +36,5 @@ def passes_of(settings: PassConfig) -> list[Pass]:
             passes.append(UnpackPass())
     passes.append(ScatterByExchange(settings.tier))
     if settings.schedule == "on":
-        passes.append(ReorderPass(effort=settings.effort))
+        passes.append(ReorderPass(settings.effort, like))
     return passes

@@ -26,6 +26,7 @@ from inductor_passes.engine.complain import VerificationError, complain
 from inductor_passes.engine.snapshot import Snapshot
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.file import PlanFileError
+from inductor_passes.pin.pins import GivenUp
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import GraphReport, PassReport, Reason
 from inductor_passes.rewriting.contract import Cap, Facts, Look, Outcome, Pass, Scheduled
@@ -255,7 +256,9 @@ class _Run:
         step = self.steps[number]
         assert step.outcome is not None
         self.back_to(number)
-        if step.outcome.otherwise is not None:
+        if step.outcome.pinned:
+            self.steps.append(self._timed(self._unpinned(step.one, step.outcome, detail)))
+        elif step.outcome.otherwise is not None:
             self.steps.append(self._timed(step.outcome.otherwise))
         else:
             report = judge.refused(step.outcome, judge.Judgement(self.facts, reason, detail))
@@ -299,12 +302,31 @@ class _Run:
                 return self._undone(one, report, snapshot, error)
             if judgement.objection is None:
                 return self._kept(one, outcome, judgement, snapshot)
+            if outcome.pinned and judgement.objection in judge.BY_COST:
+                self._restore(snapshot, facts)
+                one = self._unpinned(one, outcome, judgement.detail)
+                continue
             if outcome.otherwise is not None and judgement.objection in judge.BY_COST:
                 self._restore(snapshot, facts)
                 one = outcome.otherwise
                 continue
             return self._undone(one, judge.refused(outcome, judgement), snapshot, None)
         raise AssertionError(f"pass {one.name!r} asked to be run more than {MAX_ATTEMPTS} times")
+
+    def _unpinned(self, one: Pass, outcome: Outcome, detail: str) -> Pass:
+        """The pass without what a plan file asked for, which is above the cap.
+
+        Raises:
+            PlanFileError: the settings do not allow to plan anew.
+        """
+        assert self.facts.pins is not None
+        try:
+            self.facts.pins.refuse(
+                f"`{outcome.pinned}` is above the memory budget: {detail}; raise memory_budget or pin fewer"
+            )
+        except GivenUp as error:
+            unpinned: Pass = dataclasses.replace(one, given_up=str(error))  # type: ignore[type-var]
+            return unpinned
 
     def _snapshot(self) -> Snapshot:
         """Of the graph as it is: a pass that changed nothing leaves the one before it good for the next."""

@@ -16,6 +16,7 @@ here (Inductor keeps it from now on); where exactly starts and waits sit among t
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +29,8 @@ from inductor_passes.records.words import Effort
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.rewriting.arrange import arrange
 from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Scheduled
+from inductor_passes.rewriting.messages import order_like
+from inductor_passes.rewriting.order import CycleError
 from inductor_passes.schedule.construct import SMALL
 from inductor_passes.schedule.effort import plan_with_effort
 from inductor_passes.schedule.plan import Plan
@@ -37,23 +40,31 @@ from inductor_passes.schedule.simulate import simulate
 
 @dataclass(frozen=True)
 class ReorderPass:
-    """See the module's docstring. ``effort`` is how hard the planner tries."""
+    """See the module's docstring.
+
+    Attributes:
+        effort: how hard the planner tries.
+        like: messages in the order in which the graph has to send them, see ``rewriting.messages``; empty: in any.
+    """
 
     effort: Effort = "normal"
+    like: tuple[str, ...] = ()
     name: str = "reorder"
     group_order: ClassVar[GroupOrder] = "any"
 
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Plan and apply; the input order stays when nothing better fits the budget."""
+        arranged = _arranged(graph, facts, self.like) if self.like else None
+        facts = arranged or facts
         try:
             fx = facts.problem
         except NoHintError as error:
-            return Outcome(_without_hint(facts, str(error)))
+            return Outcome(_without_hint(facts, str(error), changed=arranged is not None))
         before = simulate(fx.problem)
         pinned, given_up = _pinned(facts, fx.problem)
         result = pinned or self._plan(facts, fx.problem)
         after = simulate(fx.problem, result.order)
-        changed = result.method != "input"
+        changed = result.method != "input" or arranged is not None
         if changed:
             arrange(graph, fx.node_order(result.order))
         reason = Reason.PROFITABLE if changed else Reason.ALREADY_OPTIMAL
@@ -83,7 +94,6 @@ class ReorderPass:
         report = PassReport(self.name, changed=changed, decisions=decisions, metrics=metrics)
         return Outcome(report, scheduled=Scheduled(fx, result, record), given_up=given_up)
 
-
     def _plan(self, facts: Facts, problem: Problem) -> Plan:
         """The best order found, no worse than the one that is known of this problem already."""
         known = _known(facts, problem)
@@ -93,12 +103,25 @@ class ReorderPass:
         return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
 
 
-def _without_hint(facts: Facts, detail: str) -> PassReport:
+def _arranged(graph: torch.fx.Graph, facts: Facts, like: tuple[str, ...]) -> Facts | None:
+    """Facts about the graph once it sends like another one, and may not send otherwise; None where it cannot."""
+    try:
+        order = order_like(facts.view, like)
+    except CycleError:
+        order = None
+    if order is None:
+        return None
+    arrange(graph, order)
+    found = facts.of(graph)
+    return dataclasses.replace(found, look=dataclasses.replace(found.look, agreed=False))
+
+
+def _without_hint(facts: Facts, detail: str, *, changed: bool) -> PassReport:
     decisions = [
         Decision("reorder", c.start.name, Verdict.REFUSED, Reason.NO_HINT, detail, group=c.group.name)
         for c in facts.view.collectives
     ]
-    return PassReport("reorder", decisions=decisions)
+    return PassReport("reorder", changed=changed, decisions=decisions)
 
 
 def _pinned(facts: Facts, problem: Problem) -> tuple[Plan | None, str]:

@@ -206,6 +206,8 @@ class Outcome:
         redistributions: for the report.
         apart: starts that later passes must not merge.
         given_up: why a pinned plan was given up, "" when it was not.
+        pinned: the field of a plan file that asked for this, "" when none did. Where it cannot be kept the file is
+            refused, or the pass is run again with the reason as its ``given_up``.
         after: facts about the graph as the pass left it, when it has looked at it.
         forced: a setting asks for the result whatever it costs: it is not compared with the graph as it came.
         insist: the setting with which the result would be kept although the graph plans no faster.
@@ -223,6 +225,7 @@ class Outcome:
     redistributions: tuple[RedistributionReport, ...] = ()
     apart: frozenset[str] = field(default_factory=frozenset)
     given_up: str = ""
+    pinned: str = ""
     after: Facts | None = None
     forced: bool = False
     insist: str = ""

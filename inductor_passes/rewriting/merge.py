@@ -28,6 +28,7 @@ from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import COALESCED, SINGLE, CollectiveKind
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.members import Refused, Slot, slots
+from inductor_passes.rewriting.messages import note_members
 from inductor_passes.rewriting.order import Stage, repaired_order
 from inductor_passes.rewriting.pack import Message, aten, travels_as_bytes
 
@@ -185,7 +186,9 @@ def _emit_start(emit: Emitter, bucket: _Bucket) -> None:
             bucket.started = emit.call(op, sent, arguments["reduce_op"], group)
         else:
             bucket.started = emit.call(op, sent, *splits, group)
-    note_merged(bucket.started, [c.start for c in bucket.collectives])
+    starts = [c.start for c in bucket.collectives]
+    note_merged(bucket.started, starts)
+    note_members(bucket.started, starts)
 
 
 def _with_source(slot: Slot, source: torch.fx.Node) -> Slot:

@@ -53,6 +53,15 @@ def repaired_order(view: GraphView, stages: Sequence[Stage]) -> list[Step]:
         return _sorted(view, stage_of, [])
 
 
+def ordered(view: GraphView, extra: Iterable[tuple[torch.fx.Node, torch.fx.Node]]) -> list[torch.fx.Node]:
+    """The nodes of ``view`` in their order, changed only as far as further pairs (before, after) ask for it.
+
+    Raises:
+        CycleError: no legal order exists.
+    """
+    return [step for step in _sorted(view, {}, extra) if isinstance(step, torch.fx.Node)]
+
+
 def _lane_order(view: GraphView, stage_of: Mapping[torch.fx.Node, Stage]) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
     last: dict[str, torch.fx.Node] = {}
     edges = []

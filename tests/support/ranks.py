@@ -13,6 +13,7 @@ take the others with it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import multiprocessing
 import multiprocessing.connection
@@ -34,6 +35,8 @@ GRACE_S = 3.0
 
 #: A rank whose pool was killed while it waits for another rank ends by itself after this long.
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)
+
+_PR_SET_PDEATHSIG = 1
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -94,6 +97,7 @@ class Ranks:
             raise ValueError(f"{fn.__qualname__} lives in __main__; ranks import functions of modules")
         if not self._processes:
             self._start()
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             # A rank that has already died shows up as the end of its pipe below, with its output.
             with contextlib.suppress(BrokenPipeError):
@@ -111,22 +115,32 @@ class Ranks:
                 if not answers[rank][0]:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         if len(answers) == self.world_size and all(ok for ok, _ in answers.values()):
+            # Gloo wakes up a hundred times a second for every process group that was ever made: an idle pool with
+            # many of them took a third of a processor.
+            self._signal(signal.SIGSTOP)
             return [answers[rank][1] for rank in range(self.world_size)]
         raise RankError(self._failure(fn.__qualname__, answers, timeout))
 
     def close(self) -> None:
         """End the processes that this pool started, and their children."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=2.0)
-            # Each rank leads its own session, so this reaches its compile workers and nobody else.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self._resources.close()
         self._processes, self._pipes, self._logs = [], [], []
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send a signal to all ranks and their children."""
+        for process in self._processes:
+            # Each rank leads its own session, so this reaches its compile workers and nobody else.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
 
     def _start(self) -> None:
         folder = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="ranks_"))
@@ -190,6 +204,9 @@ def run_ranks(
 
 def _serve(descriptor: int) -> None:
     """A rank's main loop: take (function, arguments), answer (ok, result), until the pipe closes."""
+    if sys.platform == "linux":
+        # A rank that is stopped would not notice that its pipe was closed.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     pipe = multiprocessing.connection.Connection(descriptor)
     rank, world_size, store, backend, path = pipe.recv()
     sys.path[:] = path

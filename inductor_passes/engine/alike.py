@@ -1,0 +1,150 @@
+"""Runs the passes so that all ranks send the same: those that compile the graph, and those that run another variant."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.agreement import Agreement
+from inductor_passes.bucket.pass_ import BucketPass
+from inductor_passes.bucket.unpack_pass import UnpackPass
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import agreeing, judge, variants
+from inductor_passes.engine.backup import Backup
+from inductor_passes.engine.barrier import guarded
+from inductor_passes.engine.compilation import Compilation, Known, new_report
+from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.passes import passes_of
+from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir.view import GraphView
+from inductor_passes.reorder.pass_ import ReorderPass
+from inductor_passes.report import PassReport
+from inductor_passes.rewriting.messages import messages
+
+UNLIKE = (
+    "inductor_passes: two variants of a function send different messages. Ranks that run both at the same time may "
+    "hang: pad inputs to equal sizes on all ranks, or compile with dynamic=True"
+)
+#: Passes that merge and reorder collectives and change nothing else about them.
+_NO_REWRITES = (BucketPass, UnpackPass, ReorderPass)
+
+
+def rewritten(compilation: Compilation) -> bool:
+    """Whether a pass changed collectives in other ways than merging and reordering."""
+    rewrites = {one.name for one in passes_of(compilation.config) if not isinstance(one, _NO_REWRITES)}
+    return any(one.changed and one.name in rewrites for one in compilation.report.passes)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the passes of one graph are run with.
+
+    Attributes:
+        begun: what was done to it before.
+    """
+
+    graph: torch.fx.Graph
+    settings: PassConfig
+    profile: CostProfile
+    known: Known
+    agreed: Agreement
+    begun: list[PassReport]
+
+    def run(
+        self, view: GraphView | None = None, like: tuple[str, ...] = (), *, rewrite: bool = True, **known: Any
+    ) -> Compilation:
+        """Run the passes, with a report of its own.
+
+        Args:
+            view: of the graph as it is, when there is one.
+            like: messages in the order in which the graph has to send them.
+            rewrite: whether collectives may be changed in other ways than merging and reordering.
+            **known: fields of what is known that are other ones.
+        """
+        report = new_report(self.graph, self.known.phase, self.settings, self.profile)
+        report.passes = list(self.begun)
+        passes, about = passes_of(self.settings, like), replace(self.known, **known)
+        if not rewrite:
+            passes = [one for one in passes if isinstance(one, _NO_REWRITES)]
+        return run_passes(self.graph, passes, self.settings, self.profile, known=about, report=report, view=view)
+
+    def run_like(self, earlier: variants.Variant) -> Compilation | None:
+        """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it cannot.
+
+        Where it cannot within the memory budget it takes the next larger one that is enough: ranks that send something
+        else hang.
+        """
+        backup = Backup(self.graph)
+        for budget in (self.settings.memory_budget, *judge.larger(self.settings.budget)):
+            found = replace(self, settings=replace(self.settings, memory_budget=budget))._run_like(earlier)
+            if found is not None:
+                break
+            backup.restore()
+        else:
+            return None
+        found.config, found.pins = self.settings, None
+        found.report.config = self.settings.to_json()
+        found.report.notes.append("this variant of a function sends what the function's first graph sends")
+        if budget != self.settings.memory_budget:
+            above = f"It takes the memory budget {budget!r}: within {self.settings.memory_budget!r} it cannot."
+            found.report.notes[-1] += f". {above}"
+            warn_once(f"inductor_passes: a variant of a function sends what its first graph sends. {above}")
+        return found
+
+    def _run_like(self, earlier: variants.Variant) -> Compilation | None:
+        # A rewrite of what one rank alone reads must not make this rank send something else than the others.
+        pins = earlier.pins(_torch.rank_and_world_size()[0])
+        found = self.run(like=earlier.sent, rewrite=earlier.rewritten, agreed=True, pins=pins)
+        return found if messages(GraphView(self.graph)) == earlier.sent else None
+
+
+def run_alike(job: Job, view: GraphView | None, earlier: variants.Variant | None) -> Compilation:
+    """Run the passes; where the ranks that agreed on the graph did not all do the same, start again without them.
+
+    Args:
+        view: see :meth:`Job.run`.
+        earlier: a variant whose messages are taken over where the ranks agree.
+    """
+    graph, agreed = job.graph, job.agreed
+    backup, began = Backup(graph), time.perf_counter_ns()
+    compilation = None
+    if earlier is not None and agreed.agreed and job.known.pins is None:
+        # Ranks that meet other sizes run two variants at the same time.
+        compilation = job.run_like(earlier)
+    compilation = compilation or job.run(view)
+    if earlier is not None and messages(GraphView(graph)) != earlier.sent:
+        warn_once(UNLIKE)
+    if not agreed.agreed:
+        return compilation
+    done = compilation.report.passes[len(job.begun) :]
+    did = agreeing.confirm(agreed, graph, done, job.settings, time.perf_counter_ns() - began)
+    if did is not agreed:
+        agreeing.attach(graph, did)
+    if did.agreed:
+        return compilation
+    backup.restore()
+    undone = PassReport(agreeing.NAME, detail=f"undone on all ranks: {did.why}")
+    return replace(job, begun=[*job.begun, undone]).run(agreed=False, pins=None)
+
+
+def run_as_before(job: Job, earlier: variants.Variant) -> Compilation | None:
+    """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it would not.
+
+    For a graph on which ranks are not known to agree: this rank alone may have it.
+    """
+    backup, agreed = Backup(job.graph), job.agreed
+    with guarded("compiling a variant like an earlier one", "its collectives stay as they are", job.settings):
+        found = job.run_like(earlier)
+        if found is not None:
+            agreeing.attach_for_either(job.graph, agreed)
+            found.report.notes.append(
+                f"ranks are not known to agree on this variant ({agreed.why}): they may run both at the same time"
+            )
+        return found
+    backup.restore()
+    return None

@@ -1,0 +1,242 @@
+"""A rank that alone compiles a further variant of a function sends what the others send with the one that they have."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+
+import inductor_passes
+from inductor_passes import _torch, adopt, agreement
+from inductor_passes.agreement import Agreement
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import alike, judge, variants
+from inductor_passes.engine.compilation import Known
+from inductor_passes.engine.variants import About
+from inductor_passes.ir.view import GraphView
+from inductor_passes.pin.pins import described
+from inductor_passes.report import GraphReport
+from inductor_passes.rewriting.messages import messages
+from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
+from tests.support import wrapped
+from tests.support.gated import use_cache
+from tests.support.models import LlamaConfig, WorldGather, capture_graphs, llama
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
+from tests.support.wrapped import Net, sharded, whole
+
+#: Rows of each rank's batches: the ranks meet other sizes at other times, and run all pairs of variants.
+ROWS = [(5, 5), (5, 5), (5, 9), (9, 5), (9, 9), (5, 7), (8, 5)]
+
+
+def steps(model: Any, called: Any, rank: int, rows: list[tuple[int, int]]) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step, of_rank in enumerate(rows):
+        drawn = torch.Generator().manual_seed(100 * step + rank)
+        loss = called(torch.randn(of_rank[rank], wrapped.WIDTH, generator=drawn)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def padded_differently(rank: int, world_size: int, wrap: Any) -> tuple[float, list[str], int]:
+    """How far losses and parameters are off, what each graph sends by phase, and how many buckets there are."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain = Net()
+    reference, ours = wrap(copy.deepcopy(plain)), adopt(wrap(copy.deepcopy(plain)))
+    settings = {"codegen": "aot_eager", "memory_budget": "unlimited", "rank_agreement": "8s"}
+    options = {f"inductor_passes.{key}": value for key, value in settings.items()}
+    expected = steps(reference, reference, rank, ROWS)
+    with collect(what_if=False) as reports:
+        found = steps(ours, torch.compile(ours, backend="inductor_passes", options=options), rank, ROWS)
+    off = [abs(a - b) for a, b in zip(expected, found)]
+    states = reference.state_dict(), ours.state_dict()
+    off += [(whole(states[0][k]) - whole(states[1][k])).abs().max().item() for k in states[0]]
+
+    def sends(report: GraphReport) -> str:
+        return f"{report.phase}: " + "; ".join(f"{c.kind} {c.size_bytes}" for c in report.collectives)
+
+    return max(off), [sends(r) for r in reports], sum(bool(c.members) for r in reports for c in r.collectives)
+
+
+def test_what_is_remembered_is_of_one_function_and_one_order() -> None:
+    came = {"one": "all_gather 8 bytes, 2 ranks", "two": "all_gather 8 bytes, 2 ranks"}
+    first = variants.Variant(came, ("sent",), ())
+    variants.remember(About("7/0", "forward", "settings"), first)
+    assert variants.earlier(About("7/1_1", "forward", "settings"), dict(came)) is first
+    assert variants.earlier(About("7/1", "forward", "settings"), dict(reversed(came.items()))) is None
+    assert variants.earlier(About("8/1", "forward", "settings"), came) is None
+    assert variants.earlier(About("7/1", "backward", "settings"), came) is None
+    # After torch._dynamo.reset() another function has the number.
+    assert variants.earlier(About("7/0", "forward", "settings"), came) is None
+    assert variants.earlier(About("7/1", "forward", "settings"), came) is None
+
+
+def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code that was just compiled has to load, also where it could not be made to send what the first graph sends."""
+    came = {"one": "all_gather 8 bytes, 2 ranks"}
+
+    def load(number: int, variant: variants.Variant, alone: bool = False) -> None:
+        monkeypatch.setattr(_torch, "compile_id", lambda: f"31/{number}")
+        text = variants.statement(About("", "forward", "settings"), variant, alone=alone)
+        exec(text)
+
+    first, other, third = (variants.Variant(came, (sent,), ()) for sent in ("a", "b", "c"))
+    with pytest.raises(agreement.StaleVerdictError, match="not known here"):
+        load(0, first, alone=True)
+    load(0, first)
+    with pytest.raises(agreement.StaleVerdictError, match="sends something else"):
+        load(1, other)
+    load(1, first, alone=True)
+    variants.remember(About("31/1", "forward", "settings"), other)
+    load(1, other)
+    assert variants.earlier(About("31/2", "forward", "settings"), came) == first
+    for number in range(40):
+        variants.remember(About(f"31/{number + 2}", "forward", "settings"), variants.Variant(came, (str(number),), ()))
+        load(number + 2, variants.Variant(came, (str(number),), ()))
+    assert variants.earlier(About("31/99", "forward", "settings"), came) == first
+    load(0, third)
+    assert variants.earlier(About("31/1", "forward", "settings"), came) == third
+
+
+def test_an_unread_gather_stays_where_the_others_send_it() -> None:
+    """A variant in which this rank alone does not read a result: dropping the gather would make the others wait."""
+
+    def program(reads: bool) -> torch.fx.Graph:
+        def run(x: torch.Tensor, y: torch.Tensor) -> Any:
+            full, other = WorldGather.apply(x), WorldGather.apply(y)
+            return (full.sum(), other.relu()) if reads else (full.sum(), y)
+
+        graphs: list[torch.fx.Graph] = []
+
+        def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
+            graphs.append(gm.graph)
+            return gm
+
+        torch._dynamo.reset()
+        torch.compile(run, backend=aot_autograd(fw_compiler=keep))(torch.randn(4, 4), torch.randn(4, 4))
+        return graphs[0]
+
+    settings, agreed = PassConfig(memory_budget="unlimited"), Agreement(True, "", "", ())
+
+    def job(graph: torch.fx.Graph, yes: bool) -> alike.Job:
+        return alike.Job(graph, settings, CostProfile.default("cpu"), Known("inference", yes), agreed, [])
+
+    with fake_world(2):
+        whole_graph, unread = program(True), program(False)
+        came = described(GraphView(unread))
+        assert came == described(GraphView(whole_graph)) and len(came) == 2
+        done = job(whole_graph, True).run()
+        assert not alike.rewritten(done)
+        sent = messages(GraphView(whole_graph))
+        earlier = variants.Variant(came, sent, tuple(done.buckets), alike.rewritten(done))
+        assert alike.run_as_before(job(unread, False), earlier) is not None
+        assert messages(GraphView(unread)) == sent
+        rewriting = program(False)
+        job(rewriting, True).run()
+        assert messages(GraphView(rewriting)) != sent, "with rewrites the gather goes"
+
+
+@pytest.mark.parametrize(("budget", "rows"), [("0", 1), ("+5%", 3), ("1KiB", 7), ("unlimited", 3)])
+def test_a_variant_with_other_sizes_sends_the_same_in_the_same_order(budget: str, rows: int) -> None:
+    """Two layers of a Llama: with other lengths its collectives would be merged and ordered otherwise."""
+    settings = PassConfig(memory_budget=budget, verify="strict")
+    agreement = Agreement(True, "", "", ())
+    config = LlamaConfig(layers=2)
+
+    def job(graph: torch.fx.Graph, phase: str, agreed: bool) -> alike.Job:
+        return alike.Job(graph, settings, CostProfile.default("cpu"), Known(phase, agreed), agreement, [])
+
+    above: list[bool] = []
+    with fake_world(2):
+        graphs = []
+        for tokens in (8, rows):
+            torch._dynamo.reset()
+            model = simple_fsdp(llama(config), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+            batch = torch.randint(config.vocab, (2, tokens))
+            graphs.append(capture_graphs(model, [batch], lambda out: out.float().square().mean()))
+        for phase in ("forward", "backward"):
+            (first,), (second,) = getattr(graphs[0], phase), getattr(graphs[1], phase)
+            came = described(GraphView(first.graph))
+            assert described(GraphView(second.graph)) == came
+            done = job(first.graph, phase, True).run()
+            earlier = variants.Variant(came, messages(GraphView(first.graph)), tuple(done.buckets))
+            alone = alike.run_as_before(job(second.graph, phase, False), earlier)
+            assert alone is not None and messages(GraphView(second.graph)) == earlier.sent
+            above.append(any("memory budget" in note for note in alone.report.notes))
+    # With so few rows parameters are most of the memory, and the buckets of the larger graph do not fit.
+    assert any(above) == (budget in ("0", "+5%"))
+
+
+@pytest.mark.parametrize(
+    ("budget", "larger"),
+    [("0", ["+5%", "+25%", "+100%", "unlimited"]), ("+25%", ["+100%", "unlimited"]), ("unlimited", [])],
+)
+def test_budgets_are_raised_by_steps(budget: str, larger: list[str]) -> None:
+    assert judge.larger(PassConfig(memory_budget=budget).budget) == larger
+
+
+def test_a_variant_that_cannot_send_the_same_is_left_as_it_was() -> None:
+    with fake_world(2):
+        torch._dynamo.reset()
+        graph = capture_graphs(adopt(sharded(Net())), [torch.randn(5, wrapped.WIDTH)]).forward[0].graph
+        before, sent = str(graph), messages(GraphView(graph))
+        collectives = described(GraphView(graph))
+        settings = PassConfig(memory_budget="unlimited", verify="strict")
+        job = alike.Job(
+            graph, settings, CostProfile.default("cpu"), Known("forward", False), Agreement(False, "alone", "", ()), []
+        )
+        impossible = variants.Variant(collectives, ("something else",), (tuple(collectives)[:2],))
+        assert alike.run_as_before(job, impossible) is None and str(graph) == before
+        alone = alike.run_alike(job, None, impossible)
+        assert messages(GraphView(graph)) == sent and len(alone.report.schedules) == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wrap", [sharded, wrapped.ddp], ids=lambda f: f.__name__)
+def test_ranks_may_run_different_variants_at_the_same_time(two_ranks: Ranks, wrap: Any) -> None:
+    found = two_ranks.run(padded_differently, wrap)
+    for off, sends, buckets in found:
+        assert off <= 1e-6, off
+        # At least two variants, and all of them send the same.
+        assert buckets > 0 and len(sends) > len(set(sends)) and len({s for s in sends if s.startswith("back")}) == 1
+    assert set(found[0][1]) == set(found[1][1])
+
+
+def warm(rank: int, world_size: int, folder: str, rows: list[tuple[int, int]]) -> tuple[float, int]:
+    """How far losses are off, and how many graphs came out of Inductor's cache."""
+    from torch._dynamo.utils import counters
+
+    use_cache(f"{folder}/{rank}")
+    torch.manual_seed(0)
+    plain = Net()
+    reference, ours = sharded(copy.deepcopy(plain)), adopt(sharded(copy.deepcopy(plain)))
+    options = inductor_passes.options(memory_budget="unlimited", rank_agreement="3s")
+    counters.clear()
+    expected = steps(reference, reference, rank, rows)
+    found = steps(ours, torch.compile(ours, options=options), rank, rows)
+    off = [abs(a - b) for a, b in zip(expected, found)]
+    return max(off), counters["inductor"]["fxgraph_cache_hit"]
+
+
+@pytest.mark.ranks
+def test_variants_out_of_a_cache_send_the_same(tmp_path: Path) -> None:
+    """Each start finds graphs of the one before, of other variants and in another order."""
+    alone, together = [(5, 5), (5, 9)], [(9, 9), (5, 5), (9, 5)]
+    for number, rows in enumerate((alone, alone, together)):
+        with Ranks(2) as pool:
+            found = pool.run(warm, str(tmp_path), rows, timeout=400)
+        assert all(off <= 1e-6 for off, _ in found), found
+        assert number == 0 or sum(hits for _, hits in found) > 0
