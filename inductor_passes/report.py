@@ -71,6 +71,7 @@ class NothingPlanned(str, Enum):
     FSDP1 = "FSDP1"
     GRAPH_BREAKS = "graph breaks"
     NOTHING_DISTRIBUTED = "nothing distributed"
+    MANAGED = "managed elsewhere"
     ONE_RANK = "one rank"
     LEFT_TO_INDUCTOR = "left to Inductor"
 

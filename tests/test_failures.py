@@ -31,8 +31,7 @@ import inductor_passes
 from inductor_passes import ConfigError
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import MAX_FILE_BYTES, CostProfile, ProfileError
-from inductor_passes.engine import complain, hooks, identity
-from inductor_passes.engine import graph as engine_graph
+from inductor_passes.engine import alike, complain, hooks, identity
 from inductor_passes.report import GraphReport, Reason
 from inductor_passes.trace import artifacts, cached
 from inductor_passes.trace.collector import collect
@@ -264,8 +263,8 @@ class Fails:
 def test_an_exception_in_a_pass(
     error: Exception, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
-    before = engine_graph.passes_of
-    monkeypatch.setattr(engine_graph, "passes_of", lambda settings: [Fails(error), *before(settings)])
+    before = alike.passes_of
+    monkeypatch.setattr(alike, "passes_of", lambda settings, like: [Fails(error), *before(settings, like)])
     for report in same_as_eager(model):
         assert report.passes[0].rolled_back is Reason.EXCEPTION
         assert all(p.rolled_back is None for p in report.passes[1:])
@@ -273,7 +272,7 @@ def test_an_exception_in_a_pass(
 
 
 def test_an_interrupt_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_graph, "passes_of", lambda settings: [Fails(KeyboardInterrupt())])
+    monkeypatch.setattr(alike, "passes_of", lambda settings, like: [Fails(KeyboardInterrupt())])
     with pytest.raises(KeyboardInterrupt):
         torch.compile(model, **eager_codegen())(*make())
 

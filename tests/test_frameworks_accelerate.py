@@ -88,33 +88,28 @@ def compare(rank: int, world_size: int, kind: str, mode: str, accumulate: int, p
     accelerator, model, optimizer, loader = prepared(kind, mode, accumulate, blocks, mixed_precision=precision)
     with frameworks.planned(mode):
         losses = steps(accelerator, model, optimizer, loader)
-    worst = frameworks.off(frameworks.whole(plain[1].state_dict()), frameworks.whole(model.state_dict()))
-    return max(abs(a - b) for a, b in zip(expected, losses)), worst
-
-
-def near(found: list[tuple[float, float]], mode: str) -> None:
-    assert all(max(one) <= frameworks.ROUNDING[mode] for one in found), found
+    return frameworks.differences(expected, losses, plain[1], model)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_trains_bit_for_bit_as_accelerate_alone(pool: Ranks, kind: str, accumulate: int) -> None:
-    near(pool.run(compare, kind, "aot_eager", accumulate), "aot_eager")
+    frameworks.near(pool.run(compare, kind, "aot_eager", accumulate), "aot_eager")
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_mixed_precision(pool: Ranks, kind: str) -> None:
-    near(pool.run(compare, kind, "off", 2, "bf16"), "off")
+    frameworks.near(pool.run(compare, kind, "off", 2, "bf16"), "off")
 
 
 @pytest.mark.parametrize(("kind", "accumulate"), [("fsdp2", 2), ("ddp", 1)])
 def test_with_planned_collectives(pool: Ranks, kind: str, accumulate: int) -> None:
-    near(pool.run(compare, kind, "planned", accumulate), "planned")
+    frameworks.near(pool.run(compare, kind, "planned", accumulate), "planned")
 
 
 @pytest.mark.slow
 def test_compiled_by_inductor(pool: Ranks) -> None:
-    near(pool.run(compare, "ddp", "inductor", 1), "inductor")
+    frameworks.near(pool.run(compare, "ddp", "inductor", 1), "inductor")
 
 
 def resume(rank: int, world_size: int, kind: str, folder: str) -> None:

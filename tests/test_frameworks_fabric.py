@@ -105,23 +105,18 @@ def compare(rank: int, world_size: int, kind: str, mode: str, accumulate: int) -
     if kind == "fsdp2" and accumulate == 1:
         # Fabric's own way would leave every gradient to a reduction after backward.
         assert inner._adoption.unit.direct
-    worst = frameworks.off(frameworks.whole(plain[1].state_dict()), frameworks.whole(model.state_dict()))
-    return max(abs(a - b) for a, b in zip(expected, losses)), worst
-
-
-def near(found: list[tuple[float, float]], mode: str) -> None:
-    assert all(max(one) <= frameworks.ROUNDING[mode] for one in found), found
+    return frameworks.differences(expected, losses, plain[1], model)
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_trains_bit_for_bit_as_fabric_alone(pool: Ranks, kind: str, accumulate: int) -> None:
-    near(pool.run(compare, kind, "aot_eager", accumulate), "aot_eager")
+    frameworks.near(pool.run(compare, kind, "aot_eager", accumulate), "aot_eager")
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp", "tp"])
 def test_with_planned_collectives(pool: Ranks, kind: str) -> None:
-    near(pool.run(compare, kind, "planned", 1), "planned")
+    frameworks.near(pool.run(compare, kind, "planned", 1), "planned")
 
 
 def resume(rank: int, world_size: int, kind: str, folder: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import logging
 import subprocess
@@ -107,6 +109,8 @@ def start_again() -> None:
     complain._warned.clear()
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    # Models of earlier tests may be in circles of references.
+    gc.collect()
 
 
 def told(rank: int, world_size: int, makers: list[Callable[[], nn.Module]], caches: bool = False) -> list[str]:
@@ -156,6 +160,30 @@ def test_rank_0_is_told_once_why_no_graph_has_collectives(pool: Ranks, make: Any
     (line,), other = pool.run(told, [make, make])
     assert part in line and "\n" not in line and line.startswith("inductor_passes: ")
     assert other == [], "one rank of a job speaks"
+
+
+def managed_step(rank: int, world_size: int, how: str) -> list[str]:
+    """Lines of ``explain`` about graphs of an adopted DDP model that send nothing, and then about those that do."""
+    start_again()
+    model: Any = inductor_passes.adopt(ddp())
+    options = {"inductor_passes.codegen": "aot_eager"}
+    step = torch.compile(model.module if how == "inner" else model, backend="inductor_passes", options=options)
+    with nothing.listen() as lines, torch.set_grad_enabled(how != "eval"):
+        with model.no_sync() if how == "no_sync" else contextlib.nullcontext():
+            out = step(torch.ones(4, 8)).sum()
+        if how != "eval":
+            out.backward()
+    assert lines, how
+    return sorted(set(lines))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", ["no_sync", "eval", "inner"])
+def test_an_adopted_model_is_not_called_unsharded(pool: Ranks, how: str) -> None:
+    for lines in pool.run(managed_step, how):
+        assert len(lines) == 1 and "A model is managed by inductor_passes.adopt" in lines[0], lines
+    # It may be right, so nobody is warned.
+    assert pool.run(told, [visible]) == [[], []]
 
 
 @pytest.mark.ranks

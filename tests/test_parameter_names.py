@@ -298,6 +298,17 @@ def test_a_parameter_that_several_collectives_carry_is_refused_with_what_to_writ
         pinned(tmp_path / "plan.json", unknown)
 
 
+def test_buckets_above_the_memory_budget_are_refused_or_given_up(tmp_path: Path) -> None:
+    whole = {"phase": "forward", "buckets": [sorted(NAMES)]}
+    free = pinned(tmp_path / "plan.json", whole, memory_budget="unlimited")["forward"]
+    assert [len(c.members) for c in free.collectives] == [len(NAMES)]
+    with pytest.raises(Exception, match=r"`buckets` is above the memory budget: peak \d+ bytes, the cap is \d+ bytes"):
+        pinned(tmp_path / "plan.json", whole, memory_budget="0")
+    anew = pinned(tmp_path / "plan.json", whole, memory_budget="0", plan_mismatch="replan")["forward"]
+    assert anew.schedules[-1].digest == reports_of(sharded(), memory_budget="0")["forward"].schedules[-1].digest
+    assert any("given up" in note and "above the memory budget" in note for note in anew.notes), anew.notes
+
+
 def test_kept_gathers_are_pinned_by_parameters(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"graphs": [{"phase": "forward", "kept": ["head.weight"]}]}))

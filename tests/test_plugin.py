@@ -15,8 +15,7 @@ import torch
 
 import inductor_passes
 from inductor_passes import ConfigError, config, plugin
-from inductor_passes.engine import garbage, options
-from inductor_passes.engine import graph as engine_graph
+from inductor_passes.engine import alike, garbage, options
 from inductor_passes.engine.options import SIMPLE_OVERLAP
 from inductor_passes.report import GraphReport
 from inductor_passes.rewriting.contract import Outcome
@@ -297,7 +296,7 @@ def test_a_failing_pass_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPat
             return Outcome(PassReport(self.name, changed=True))
 
     complain._warned.clear()
-    monkeypatch.setattr(engine_graph, "passes_of", lambda settings: [Vandal(), Liar()])
+    monkeypatch.setattr(alike, "passes_of", lambda settings, like: [Vandal(), Liar()])
     graphs: list[str] = []
     ours = inductor_passes.options(inductor={"post_grad_custom_post_pass": lambda g: graphs.append(str(g))})
     append_pass(ours, lambda graph: graphs.append(str(graph)))

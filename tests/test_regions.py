@@ -71,3 +71,40 @@ def test_a_whole_model_is_no_region(wrap: Any) -> None:
     with fake_world(2):
         reports = step(wrap, True, aot_eager)
     assert reports and not [note for r in reports for note in r.notes if note.startswith("a region")]
+
+
+class Odd(nn.Module):
+    """Reads parameters of its own and of a list, and has an attention whose output layer is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.more = nn.ParameterList([nn.Parameter(torch.ones(8))])
+        attending = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers = nn.Sequential(attending, nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x * self.scale + self.more[0])
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in_a_function", "itself"])
+def test_parameters_that_are_read_without_a_call_are_no_other_region(inside: bool) -> None:
+    with fake_world(2):
+        torch._dynamo.reset()
+        model = managed(Odd())
+        step = torch.compile((lambda x: model(x).sum()) if inside else model, **aot_eager())
+        with collect(what_if=False) as reports:
+            step(torch.randn(2, 3, 8)).sum().backward()
+    assert len(reports) == 2 and not [note for r in reports for note in r.notes if note.startswith("a region")]
+
+
+def test_a_region_of_one_module() -> None:
+    """It is not on the stack of its own nodes. Dynamo compiles what reads its parameters, and not torch's forward."""
+    with fake_world(2):
+        torch._dynamo.reset()
+        model: Any = managed(Odd())
+        model.layers[1].compile(**aot_eager())
+        with collect(what_if=False) as reports:
+            model(torch.randn(2, 3, 8)).sum().backward()
+    forward = [[note for note in r.notes if note.startswith("a region")] for r in reports if r.phase == "forward"]
+    assert forward and all(len(said) == 1 and "1 of the 9 modules" in said[0] for said in forward), forward

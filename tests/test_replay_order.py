@@ -34,7 +34,7 @@ from tests.support.models import (
 from tests.support.world import fake_world
 
 LLAMA = LlamaConfig(layers=1)
-ORDERS = 20
+ORDERS = 10
 
 
 def mesh(*names: str) -> Any:

@@ -225,9 +225,10 @@ def test_a_report_says_what_is_proven_and_what_is_assumed(groups):
     graph = b.finish().graph
     proven, assumed = verify.statement(graph, compared=False)
     assert proven.startswith("Proven: every result is waited for") and "launch order, which has no cycle" in proven
-    assert "the order per group is equal on all ranks" in proven and "every rank runs this program" in assumed
+    assert "equal on all ranks" not in proven and "every rank runs this program" in assumed
     assert "verify_tests::unknown does not wait for another rank" in assumed and "transfer" not in assumed
-    assumed = verify.statement(graph, compared=True)[1]
+    proven, assumed = verify.statement(graph, compared=True)
+    assert "the order per group is equal on all ranks" in proven
     assert "every rank runs this program" not in assumed and "rank_check" in assumed
     with graph.inserting_before(graph.output_node()):
         sent = graph.call_function(c10d.isend.default, (x, 1, 0, groups["world"]))

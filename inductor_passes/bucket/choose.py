@@ -95,7 +95,8 @@ def choose(
         return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
 
     before = of_input(thorough)
-    tight = Room(problem, peak_bytes(problem))
+    peak = peak_bytes(problem)
+    tight = Room(problem, peak if limit_bytes is None else min(limit_bytes, peak))
     room = Room(problem, limit_bytes) if limit_bytes is not None else None
     question = Question(problem, before, found, dependencies, costs, limit_bytes, room, tight)
     trials: list[list[list[Candidate]]] = []

@@ -54,6 +54,7 @@ class BucketPass:
         uneven_all_to_all: bucket all_to_alls with unequal splits too. Their sizes differ between ranks: only for a
             partition that does not look at them.
         effort: of the planner that judges, see ``schedule.plan.plan``.
+        given_up: why buckets that a plan file pins are not made, "" to make them.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -61,6 +62,7 @@ class BucketPass:
     partitions: tuple[Partition, ...] = PARTITIONS
     uneven_all_to_all: bool = False
     effort: int = 0
+    given_up: str = ""
     name: str = "bucket"
     #: What was not merged keeps its order unless a merge forces another, then the same one on every rank.
     group_order: ClassVar[GroupOrder] = "any"
@@ -74,8 +76,8 @@ class BucketPass:
 
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Merge what pays; the graph is unchanged when nothing does."""
-        given_up = ""
-        if facts.pins is not None and facts.pins.buckets is not None:
+        given_up = self.given_up
+        if not given_up and facts.pins is not None and facts.pins.buckets is not None:
             try:
                 return self._pinned(graph, facts.view, facts.pins)
             except GivenUp as error:
@@ -150,7 +152,8 @@ class BucketPass:
             )
             for name, source, group in origins
         ]
-        return _merged(PassReport(self.name, changed=bool(merged), decisions=decisions), merged)
+        outcome = _merged(PassReport(self.name, changed=bool(merged), decisions=decisions), merged)
+        return replace(outcome, forced=True, pinned="buckets")
 
     def _coalesces(self, group: str) -> bool:
         if self.form != "auto":

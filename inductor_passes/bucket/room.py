@@ -7,6 +7,7 @@ refuses nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -45,8 +46,7 @@ class Room:
 
     def copy(self) -> Room:
         """Of the same graph, nothing taken."""
-        other = object.__new__(Room)
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other._tree = RangeMax(self._bytes)
         return other
 

@@ -136,7 +136,8 @@ def _memory(
         return Advice()
     ladder = [
         (text, limit)
-        for text in BUDGETS
+        # "0" is no more than anybody has; a cap below this graph's own peak comes from the other graph of the step.
+        for text in BUDGETS[1:]
         if (limit := MemoryBudget.parse(text).limit_bytes(input_peak_bytes)) is not None and limit > budget_bytes
     ]
     best = ("unlimited", unlimited)

@@ -31,8 +31,8 @@ class _Seen:
     listeners: list[list[str]] = field(default_factory=list)
 
 
-#: A process of one rank may make its process group after its first graph.
-_NOT_LAST = NothingPlanned.ONE_RANK
+#: A process of one rank may make its process group after its first graph, and a managed model may come later.
+_NOT_LAST = frozenset({NothingPlanned.ONE_RANK, NothingPlanned.MANAGED})
 _lock = threading.Lock()
 _seen = _Seen()
 
@@ -44,7 +44,7 @@ def planned() -> None:
 
 def is_settled() -> bool:
     """Whether another graph without collectives would say nothing new."""
-    return not _seen.listeners and (_seen.planned or bool(_seen.said - {_NOT_LAST}))
+    return not _seen.listeners and (_seen.planned or bool(_seen.said - _NOT_LAST))
 
 
 def say(about: GraphReport, reason: NothingPlanned, line: str) -> bool:

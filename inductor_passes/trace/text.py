@@ -182,6 +182,8 @@ def _plan_line(report: GraphReport, s: ScheduleReport) -> str:
 
 def _rollbacks(report: GraphReport) -> Iterator[str]:
     for one in report.passes:
+        if one.metrics.get("agreed") == 0:
+            yield one.detail
         if one.rolled_back is not None:
             detail = f" ({one.detail})" if one.detail else ""
             yield f"pass {one.name} was rolled back: {one.rolled_back.value}{detail}"

@@ -27,6 +27,7 @@ def statement(graph: torch.fx.Graph, *, compared: bool) -> list[str]:
     else:
         assumed.insert(0, f"the program was right as it came ({len(found)} findings, first {found[0].message})")
     if compared:
+        proven.append("the order per group is equal on all ranks")
         assumed.append("ranks differ in nothing but what rank_check warned of")
     if len([e for e in program if e.action in (Action.SEND, Action.RECEIVE)]):
         assumed.append("every transfer has its counterpart on the other rank (verify.check_ranks pairs whole programs)")

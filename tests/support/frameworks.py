@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from inductor_passes.trace.collector import collect
@@ -63,6 +64,17 @@ def off(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """The largest difference of two state dicts that have to have the same names."""
     assert list(one) == list(other)
     return max((one[k].double() - other[k].double()).abs().max().item() for k in one)
+
+
+def differences(expected: list[float], losses: list[float], plain: nn.Module, ours: nn.Module) -> tuple[float, float]:
+    """The largest differences of (losses, parameters) between the framework alone and with us."""
+    worst = off(whole(plain.state_dict()), whole(ours.state_dict()))
+    return max(abs(a - b) for a, b in zip(expected, losses, strict=True)), worst
+
+
+def near(found: list[tuple[float, float]], mode: str) -> None:
+    """Check each rank's ``differences``; for ``mode`` see ``how``."""
+    assert all(max(one) <= ROUNDING[mode] for one in found), found
 
 
 @contextlib.contextmanager
