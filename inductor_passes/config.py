@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 from inductor_passes import switch
 from inductor_passes.records.convert import shown
+from inductor_passes.records.errors import MeantError
 from inductor_passes.records.words import Effort
 
 #: Prefix of our keys among ``torch.compile(options=...)``.
@@ -49,7 +50,7 @@ _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]+)", re.ASCII)
 MOST_SHOWN = 500
 
 
-class ConfigError(ValueError):
+class ConfigError(MeantError, ValueError):
     """A setting that does not exist or has a value that is not allowed. Names key, value and what is allowed."""
 
     def __init__(self, key: str, value: object, allowed: str) -> None:

@@ -14,11 +14,15 @@ import torch.fx
 from inductor_passes import _torch, config
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.engine import identity, in_tree
-from inductor_passes.engine.hooks import GraphPass, SchedulerHook
-from inductor_passes.engine.joint import JointPass
-from inductor_passes.engine.joint import wanted as joint_wanted
+from inductor_passes.engine.hooks import (
+    GraphPass,
+    JointPass,
+    SchedulerHook,
+    StepPartitioner,
+    joint_wanted,
+    split_with,
+)
 from inductor_passes.engine.options import SIMPLE_OVERLAP, Hooks, with_ours
-from inductor_passes.engine.partitioner import StepPartitioner, split_with
 
 
 def compile_options(

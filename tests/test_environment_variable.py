@@ -74,6 +74,12 @@ print(json.dumps(heavy()))
     assert sorted(name.rpartition(".")[2] for name in imported) == ["options", "ours", "process"]
 
 
+def test_making_options_imports_no_pass() -> None:
+    code = "import torch, inductor_passes; inductor_passes.options(memory_budget='+5%'); print(json.dumps(heavy()))"
+    passes = {"agreement", "async_tp", "bucket", "ir", "reorder", "rewrites", "schedule", "simple_fsdp", "verify"}
+    assert not passes & set(result(code, INDUCTOR_PASSES="0"))
+
+
 def test_the_first_compilation_uses_our_passes() -> None:
     code = "before = __import__('torch') and heavy(); print(json.dumps([before, compiled()]))"
     assert result(code, INDUCTOR_PASSES_MEMORY_BUDGET="+7%") == [[], ["+7%"]]
@@ -207,11 +213,12 @@ print(json.dumps([found, dict(counters["inductor"]).get("fxgraph_cache_hit", 0)]
     assert result(code, INDUCTOR_PASSES_MEMORY_BUDGET="0", **cache) == [["0"], 0]
 
 
-def test_passes_that_cannot_be_imported_are_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["engine.hooks", "engine.graph", "bucket.pass_"])
+def test_passes_that_cannot_be_imported_are_left_out(module: str, tmp_path: Path) -> None:
     """Torch compiles as it would without us, and says so once."""
-    code = """
+    code = f"""
 import torch
-sys.modules["inductor_passes.engine.hooks"] = None
+sys.modules["inductor_passes.{module}"] = None
 def step(x): return (x.sin() + 1).sum()
 x = torch.ones(4, requires_grad=True)
 for _ in range(2):

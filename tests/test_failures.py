@@ -31,7 +31,8 @@ import inductor_passes
 from inductor_passes import ConfigError
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import MAX_FILE_BYTES, CostProfile, ProfileError
-from inductor_passes.engine import alike, complain, hooks, identity
+from inductor_passes.engine import alike, complain, identity
+from inductor_passes.engine import graph as engine_graph
 from inductor_passes.report import GraphReport, Reason
 from inductor_passes.trace import artifacts, cached
 from inductor_passes.trace.collector import collect
@@ -591,7 +592,7 @@ def test_cuda_graph_flags(how: dict[str, Any]) -> None:
 def test_no_graph_is_kept_alive(codegen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[weakref.ref[Any]] = []
     contexts: list[weakref.ref[Any]] = []
-    inner = hooks.compile_graph
+    inner = engine_graph.compile_graph
 
     def run(graph: torch.fx.Graph, *args: Any) -> Any:
         context = inner(graph, *args)
@@ -600,7 +601,7 @@ def test_no_graph_is_kept_alive(codegen: str, monkeypatch: pytest.MonkeyPatch) -
         contexts.append(weakref.ref(context))
         return context
 
-    monkeypatch.setattr(hooks, "compile_graph", run)
+    monkeypatch.setattr(engine_graph, "compile_graph", run)
     ours = eager_codegen() if codegen == "aot_eager" else {"options": inductor_passes.options()}
     step(torch.compile(model, **ours), make())
     assert len(graphs) == 4 and len(contexts) == 2

@@ -9,7 +9,7 @@ import torch
 
 import inductor_passes
 from inductor_passes.config import PassConfig
-from inductor_passes.engine import joint
+from inductor_passes.engine import hooks, joint
 from inductor_passes.report import Verdict
 from inductor_passes.trace.collector import collect
 from tests.support.redistribute_models import sequence_parallel_mlp
@@ -61,7 +61,7 @@ def test_nothing_is_left_of_a_compilation_that_failed():
 )
 def test_it_is_registered_where_it_has_something_to_do(fields, registered):
     assert ("joint_custom_post_pass" in inductor_passes.options(**fields)) is registered
-    assert joint.wanted(PassConfig(**fields)) is registered
+    assert hooks.joint_wanted(PassConfig(**fields)) is registered
 
 
 def test_the_users_own_joint_pass_is_kept():
@@ -71,10 +71,10 @@ def test_the_users_own_joint_pass_is_kept():
     options = inductor_passes.options(redistribute="reassociate", inductor={"joint_custom_post_pass": own})
     found = options["joint_custom_post_pass"]
     passes = found if isinstance(found, list) else [*found.others, found]
-    assert passes[0] is own and isinstance(passes[1], joint.JointPass)
+    assert passes[0] is own and isinstance(passes[1], hooks.JointPass)
 
 
 def test_its_key_depends_on_the_settings():
-    one, other = (joint.JointPass(PassConfig(redistribute="reassociate", memory_budget=b)) for b in ("0", "+5%"))
-    assert one.uuid() == joint.JointPass(one.settings).uuid() != other.uuid()
+    one, other = (hooks.JointPass(PassConfig(redistribute="reassociate", memory_budget=b)) for b in ("0", "+5%"))
+    assert one.uuid() == hooks.JointPass(one.settings).uuid() != other.uuid()
     assert one.uuid() is not None

@@ -31,6 +31,7 @@ from inductor_passes.cost.communication import (
 from inductor_passes.cost.specs import DeviceSpec, lookup
 from inductor_passes.operators import kind_of
 from inductor_passes.records.convert import check_version, convert, plain
+from inductor_passes.records.errors import MeantError
 from inductor_passes.records.json_text import RecordError, read
 from inductor_passes.records.limits import AtLeastOne, Count, NotNegative, Number, Positive, one_of
 
@@ -43,7 +44,7 @@ SHAPES = ("matmul", "attention", "attention_backward")
 MAX_FILE_BYTES = 16 * 2**20
 
 
-class ProfileError(RecordError):
+class ProfileError(MeantError, RecordError):
     """A cost profile that cannot be used; the message names the file and the place in it."""
 
 

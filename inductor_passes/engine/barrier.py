@@ -2,7 +2,7 @@
 
 Every hook of Inductor that we serve runs inside :func:`guarded`. An error there becomes one warning, and torch goes on
 as if our hook were not there. Two kinds of errors are raised: those that a setting of the user asks for
-(:data:`MEANT`), and all errors under ``verify="strict"``.
+(:class:`~inductor_passes.records.errors.MeantError`), and all errors under ``verify="strict"``.
 """
 
 from __future__ import annotations
@@ -13,25 +13,12 @@ from collections.abc import Callable, Iterator
 
 import torch.fx
 
-from inductor_passes.config import ConfigError, PassConfig
-from inductor_passes.cost.profile import ProfileError
+from inductor_passes.config import PassConfig
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.complain import VerificationError, warn_once
-from inductor_passes.pin.file import PlanFileError
-from inductor_passes.rewrites.audit import LargeRedistributionError
-from inductor_passes.verify.agreement import RanksDifferError
+from inductor_passes.records.errors import MeantError
 
 log = logging.getLogger("inductor_passes")
-#: Errors that a setting of the user's asks for.
-MEANT = (
-    ConfigError,
-    VerificationError,
-    PlanFileError,
-    ProfileError,
-    LargeRedistributionError,
-    RanksDifferError,
-)
-
 
 Settings = PassConfig | Callable[[], PassConfig] | None
 
@@ -48,7 +35,7 @@ def guarded(what: str, instead: str, settings: Settings = None) -> Iterator[None
     """
     try:
         yield
-    except MEANT:
+    except MeantError:
         raise
     except Exception as error:
         log.debug("%s failed", what, exc_info=True)
@@ -72,7 +59,7 @@ def unharmed(graph: torch.fx.Graph, what: str, change: Callable[[], None], setti
         backup = Backup(graph)
         try:
             change()
-        except MEANT:
+        except MeantError:
             raise
         except Exception:
             backup.restore()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 
 from inductor_passes.config import PassConfig
+from inductor_passes.records.errors import MeantError
 from inductor_passes.report import PassReport
 
 log = logging.getLogger("inductor_passes")
 _warned: set[str] = set()
 
 
-class VerificationError(RuntimeError):
+class VerificationError(MeantError, RuntimeError):
     """``verify="strict"`` and a pass produced something that is not allowed, or failed."""
 
 

@@ -1,24 +1,31 @@
-"""The objects that Inductor calls: a graph pass after its own rewrites, and a hook at the end of its scheduling.
+"""The objects that Inductor calls: graph passes, a partitioner, and a hook at the end of its scheduling.
 
-Both are part of Inductor's cache key by what they depend on (``identity``), and both run behind the barrier.
+They are part of Inductor's cache key by what they depend on (``identity``), and they run behind the barrier. What does
+the work is imported when Inductor calls one: a process that only makes options, or finds its graphs in a cache, imports
+no pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.engine import agreeing, garbage, identity, in_tree, nothing
-from inductor_passes.engine.barrier import MEANT, guarded, unharmed
-from inductor_passes.engine.compilation import Compilation
+from inductor_passes.config import PassConfig
+from inductor_passes.engine import garbage, identity, in_tree
+from inductor_passes.engine.barrier import guarded, unharmed
 from inductor_passes.engine.complain import complain
-from inductor_passes.engine.graph import compile_graph, handed_on, will_order_kernels
-from inductor_passes.engine.kernels import order_kernels
-from inductor_passes.engine.publish import publish_fx
+from inductor_passes.records.errors import MeantError
 from inductor_passes.report import PassReport, Reason
-from inductor_passes.trace import spans
+
+Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
+
+
+def import_passes() -> None:
+    """Import what the hooks import when they are called; raises whatever keeps it from being imported."""
+    from inductor_passes.engine import graph, joint, kernels, nothing, partitioner, publish  # noqa: F401
 
 
 class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]
@@ -33,6 +40,8 @@ class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
             one(graph)
 
         def plan() -> None:
+            from inductor_passes.engine.graph import compile_graph
+
             inference = "_inference_" in _torch.aot_graph_name() if is_inference is None else is_inference
             compile_graph(graph, inference, self.settings)
 
@@ -42,6 +51,8 @@ class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
         """Cache key; None keeps Inductor from caching."""
         cached = False
         with guarded("looking at how a graph will be cached", "it is not", lambda: self.settings):
+            from inductor_passes.engine import agreeing
+
             settings = self.settings
             if settings.in_tree_passes == "warn":
                 # On a warm cache no pass runs: only here can it be said that Inductor's own passes have the graph.
@@ -50,12 +61,69 @@ class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
         return super().uuid() if cached else None
 
 
+def joint_wanted(settings: PassConfig) -> bool:
+    """Whether any setting switches a joint rewrite on."""
+    return settings.tier == "reassociate" and not settings.uses_async_tp
+
+
+class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]
+    """Our rewrites as a joint-graph pass of Inductor; the report goes with that of the forward graph."""
+
+    label = "joint"
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        """Rewrite and verify one joint graph in place."""
+        for one in self.others:
+            one(graph)
+
+        def rewrite() -> None:
+            if joint_wanted(self.settings):
+                from inductor_passes.engine import joint
+
+                joint.run(graph, self.settings)
+
+        unharmed(graph, "rewriting a joint graph", rewrite, lambda: self.settings)
+
+
+class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: ignore[misc]
+    """A partitioner around Inductor's or the user's own, see ``engine.partitioner``."""
+
+    label = "step"
+
+    def __init__(self, settings: PassConfig | None = None, inner: Any = None) -> None:
+        super().__init__(settings, () if inner is None else (inner,))
+
+    @property
+    def inner(self) -> Any:
+        """The user's own partitioner, None for Inductor's."""
+        return self.others[0] if self.others else None
+
+    def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
+        """Forward and backward graph of a joint one."""
+        from inductor_passes.engine.partitioner import Separation
+
+        return Separation(lambda: self.settings, self.inner).run(gm, joint_inputs, kwargs)
+
+
+def split_with(settings: PassConfig) -> Callable[..., Split]:
+    """The partitioner for a compiler that takes a function."""
+    partitioner = StepPartitioner(settings)
+
+    def partition(gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
+        return partitioner(gm, joint_inputs, **kwargs)
+
+    return partition
+
+
 class SchedulerHook(identity.Configured):
     """Our hook at the end of Inductor's scheduling; pickles to its cache key and nothing else."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         """The nodes in the planned order; as they came for graphs that our graph pass left alone."""
         with guarded("planning the kernels", "Inductor's order stays", lambda: self.settings):
+            from inductor_passes.engine import agreeing, nothing
+            from inductor_passes.engine.graph import handed_on, will_order_kernels
+
             agreeing.state()
             nothing.state()
             compilation = handed_on()
@@ -77,13 +145,17 @@ def _hook_from_key(key: str | None) -> SchedulerHook:
 
 
 @garbage.paused()
-def _ordered(nodes: list[Any], compilation: Compilation) -> list[Any]:
+def _ordered(nodes: list[Any], compilation: Any) -> list[Any]:
+    from inductor_passes.engine.kernels import order_kernels
+    from inductor_passes.engine.publish import publish_fx
+    from inductor_passes.trace import spans
+
     report = PassReport("replay")
     compilation.report.passes.append(report)
     try:
         with spans.span("replay"):
             return order_kernels(nodes, compilation, report)
-    except MEANT:
+    except MeantError:
         raise
     except Exception as error:
         report.changed = False

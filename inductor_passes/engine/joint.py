@@ -10,11 +10,9 @@ import time
 
 import torch.fx
 
-from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import agreeing, garbage, identity
 from inductor_passes.engine.backup import Backup
-from inductor_passes.engine.barrier import unharmed
 from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.engine.waiting import Waiting
@@ -28,28 +26,11 @@ ONLY = ("R9",)
 REPORTS: Waiting[PassReport] = Waiting()
 
 
-def wanted(settings: PassConfig) -> bool:
-    """Whether any setting switches a joint rewrite on."""
-    return settings.tier == "reassociate" and not settings.uses_async_tp
-
-
-class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]
-    """Our rewrites as a joint-graph pass of Inductor; the report goes with that of the forward graph."""
-
-    label = "joint"
-
-    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
-        """Rewrite and verify one joint graph in place."""
-        for one in self.others:
-            one(graph)
-        unharmed(graph, "rewriting a joint graph", lambda: run(graph, self.settings), lambda: self.settings)
-
-
 @garbage.paused()
 def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
     """Rewrite one joint graph; what happened waits in :data:`REPORTS`."""
     view = GraphView(graph)
-    if not wanted(settings) or not view.collectives:
+    if not view.collectives:
         return
     passes = [RewriteCollectives("reassociate", ONLY, name="redistribute (joint)")]
     profile = identity.load_profile(settings)

@@ -19,10 +19,11 @@ from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, checkpointing, garbage, identity, naming
-from inductor_passes.engine.barrier import MEANT, guarded
+from inductor_passes.engine.barrier import guarded
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
 from inductor_passes.problems.fx import FxProblem, NoHintError, build
+from inductor_passes.records.errors import MeantError
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewriting.step_facts import StepFacts
 from inductor_passes.schedule.memory import peak_bytes
@@ -31,20 +32,24 @@ from inductor_passes.step import keep
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 
 
-class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: ignore[misc]
-    """See the module's docstring."""
+@dataclass(frozen=True)
+class Separation:
+    """One joint graph on its way to two.
 
-    label = "step"
+    Attributes:
+        current: reads the settings, where an error in that is caught.
+        inner: the user's own partitioner, None for Inductor's.
+    """
 
-    def __init__(self, settings: PassConfig | None = None, inner: Any = None) -> None:
-        super().__init__(settings, () if inner is None else (inner,))
+    current: Callable[[], PassConfig]
+    inner: Any
 
     @property
-    def inner(self) -> Any:
-        """The user's own partitioner, None for Inductor's."""
-        return self.others[0] if self.others else None
+    def settings(self) -> PassConfig:
+        """What this compilation runs with."""
+        return self.current()
 
-    def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
+    def run(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward graph of a joint one."""
         naming.note(gm.graph, lambda: self.settings)
         marked: list[torch.fx.Node] = []
@@ -59,7 +64,7 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
         with guarded("choosing what to keep for backward", "everything is gathered again", lambda: self.settings):
             try:
                 decided = self._decide(again)
-            except MEANT:
+            except MeantError:
                 raise
             except Exception as error:
                 detail = f"{type(error).__name__}: {error}"
@@ -196,13 +201,3 @@ def _problems(views: tuple[GraphView, GraphView], settings: PassConfig) -> tuple
     profile = identity.load_profile(settings)
     forward, backward = (build(view, profile, estimator=settings.estimator) for view in views)
     return forward, backward
-
-
-def split_with(settings: PassConfig) -> Callable[..., Split]:
-    """The same for a compiler that takes a function."""
-    partitioner = StepPartitioner(settings)
-
-    def partition(gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
-        return partitioner(gm, joint_inputs, **kwargs)
-
-    return partition

@@ -30,9 +30,9 @@ log = logging.getLogger("inductor_passes")
 def _import_hooks() -> types.SimpleNamespace | None:
     """Our hooks by name; None when they cannot be imported: torch goes on as it would without us."""
     try:
-        from inductor_passes.engine.hooks import GraphPass, SchedulerHook
-        from inductor_passes.engine.joint import JointPass
-        from inductor_passes.engine.partitioner import StepPartitioner
+        from inductor_passes.engine.hooks import GraphPass, JointPass, SchedulerHook, StepPartitioner, import_passes
+
+        import_passes()
     except Exception as error:
         log.debug("importing our passes failed", exc_info=True)
         log.warning("inductor_passes stays off, its passes cannot be imported: %s: %s", type(error).__name__, error)
@@ -89,13 +89,13 @@ class LaterGraphPass(_LaterPass):
 
 
 class LaterJointPass(_LaterPass):
-    """Stands for ``joint.JointPass``."""
+    """Stands for ``hooks.JointPass``."""
 
     kind = "joint"
 
 
 class LaterPartitioner(_Later, _torch.partitioner_base()):  # type: ignore[misc]
-    """Stands for ``partitioner.StepPartitioner``."""
+    """Stands for ``hooks.StepPartitioner``."""
 
     kind = "partitioner"
 

@@ -28,6 +28,7 @@ from typing import Annotated, Any, TypeAlias
 from msgspec import Meta
 
 from inductor_passes.records.convert import check_version, convert, plain, shown
+from inductor_passes.records.errors import MeantError
 from inductor_passes.records.json_text import RecordError, parse
 from inductor_passes.records.json_text import content as read_bytes
 from inductor_passes.records.limits import Count, Integer, one_of
@@ -43,7 +44,7 @@ MAX_FILES = 256
 Names: TypeAlias = tuple[Annotated[str, Meta(min_length=1)], ...]
 
 
-class PlanFileError(RecordError):
+class PlanFileError(MeantError, RecordError):
     """A plan file that cannot be read, does not fit the graph, or asks for what is not allowed."""
 
 

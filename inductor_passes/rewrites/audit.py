@@ -18,13 +18,14 @@ from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.parameters import names_of
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
+from inductor_passes.records.errors import MeantError
 from inductor_passes.report import Decision, GraphReport, RedistributionReport, Verdict
 from inductor_passes.rewrites.origin import Origin, origin_of
 from inductor_passes.rewrites.packing import joined_split
 from inductor_passes.verify import Certificate
 
 
-class LargeRedistributionError(RuntimeError):
+class LargeRedistributionError(MeantError, RuntimeError):
     """``redistribute="error-above:..."`` and an operator redistributes more than that without being asked to."""
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from inductor_passes import _torch
 from inductor_passes.agreement import Ballot, Kind, Literals, bounded, session_of
+from inductor_passes.records.errors import MeantError
 from inductor_passes.report import Finding
 
 Mode = Literal["warn", "error"]
@@ -26,7 +27,7 @@ _lock = threading.Lock()
 _generation: dict[tuple[str, str], int] = {}
 
 
-class RanksDifferError(RuntimeError):
+class RanksDifferError(MeantError, RuntimeError):
     """The ranks of a group hold different plans; the message shows the first difference."""
 
 

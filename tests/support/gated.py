@@ -21,7 +21,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import identity
 from inductor_passes.engine.compilation import Known, phase_of
-from inductor_passes.engine.partitioner import split_with
+from inductor_passes.engine.hooks import split_with
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
