@@ -102,7 +102,10 @@ class MemoryBudget:
         return input_peak_bytes + int(input_peak_bytes * self.fraction)
 
 
+Numerics = Literal["exact", "reassociate"]
 Tier = Literal["exact", "reassociate", "off"]
+#: A setting with this value follows ``numerics``.
+FOLLOWS = "numerics"
 
 
 @dataclass(frozen=True)
@@ -110,16 +113,16 @@ class Redistribution:
     """What may be rewritten, and which redistributions are refused.
 
     Attributes:
-        tier: ``exact``, ``reassociate`` or ``off``.
+        tier: ``exact``, ``reassociate`` or ``off``; None: what ``numerics`` says.
         limit_bytes: implicit redistributions that send more than this per rank are an error; None: none is.
     """
 
-    tier: Tier = "exact"
+    tier: Tier | None = None
     limit_bytes: int | None = None
 
     ALLOWED = (
-        '"exact", "reassociate" or "off", each alone or with an error limit as in "exact,error-above:64MiB"; '
-        '"error-above:64MiB" stands for "exact,error-above:64MiB"'
+        '"numerics", "exact", "reassociate" or "off", each alone or with an error limit as in '
+        '"exact,error-above:64MiB"; "error-above:64MiB" stands for "numerics,error-above:64MiB"'
     )
 
     @staticmethod
@@ -133,13 +136,13 @@ class Redistribution:
         for part in value.split(",") if isinstance(value, str) else [""]:
             part = part.strip()
             size = _BYTES.fullmatch(part.removeprefix("error-above:").strip())
-            if part in get_args(Tier) and not tier:
+            if part in (FOLLOWS, *get_args(Tier)) and not tier:
                 tier = part
             elif part.startswith("error-above:") and size and size[2].upper() in _UNITS and limit is None:
                 limit = int(Fraction(size[1]) * _UNITS[size[2].upper()])
             else:
                 raise ConfigError(key, value, Redistribution.ALLOWED)
-        return Redistribution(tier or "exact", limit)  # type: ignore[arg-type]
+        return Redistribution(None if tier in ("", FOLLOWS) else tier, limit)  # type: ignore[arg-type]
 
 
 Codegen = Literal["inductor", "aot_eager"]
@@ -225,6 +228,12 @@ class PassConfig:
         "+5%",
     )
     schedule: Switch = _doc("Reorder collectives around compute on the FX graph.", "on")
+    numerics: Numerics = _doc(
+        'What results may differ in: "exact" in nothing, every pass keeps every bit that it can know of; "reassociate" '
+        "in the order of floating-point additions: `redistribute` and `async_tp`, unless you set them yourself, then "
+        'count as "reassociate" and "auto". See [numerics](numerics.md).',
+        "exact",
+    )
     effort: Effort = _doc(
         'How long the planner searches for an order: "high" searches eight times longer, "exact" then also solves '
         "parts of the order by constraint programming. That takes up to half a minute each time that a graph is "
@@ -235,16 +244,18 @@ class PassConfig:
     redistribute: str = _doc(
         "Remove redundant collectives and copies, which DTensor inserts because it plans one mesh dimension at a time: "
         '"exact" applies rewrites that keep every bit, "reassociate" also those that sum in another order (fewer '
-        'all-reduces in tensor parallel backwards, hybrid-shard gradients reduced at shard size), "off" none. '
+        'all-reduces in tensor parallel backwards, hybrid-shard gradients reduced at shard size), "off" none; '
+        '"numerics" follows that setting. '
         'With ",error-above:64MiB" appended, compilation fails where an operator implicitly redistributes more than '
         "that per rank; the error names the source line. See [redistributions](redistribute.md).",
-        "exact",
+        "numerics",
     )
-    async_tp: AsyncTp = _doc(
+    async_tp: AsyncTp | Literal["numerics"] = _doc(
         "Cut matmuls and the collectives next to them into parts that overlap: "
-        '"auto" where the cost model says that it pays, "force" wherever it is legal, "off" nowhere. '
+        '"auto" where the cost model says that it pays, "force" wherever it is legal, "off" nowhere; "numerics" is '
+        '"auto" with `numerics="reassociate"`, else "off". '
         "A matmul that is cut along its contracted dimension sums in another order. See [async TP](async_tp.md).",
-        "off",
+        "numerics",
     )
     async_tp_lowering: AsyncTpLowering = _doc(
         'How `async_tp` carries out the parts: "decompose" makes graph nodes that the planner schedules, on any '
@@ -371,16 +382,23 @@ class PassConfig:
         return AsyncTpOverrides.parse(self.async_tp_groups, self.async_tp_sizes, self.async_tp_parts)
 
     @property
+    def async_tp_mode(self) -> AsyncTp:
+        """``async_tp``, or what ``numerics`` makes of it."""
+        if self.async_tp != "numerics":
+            return self.async_tp
+        return "auto" if self.numerics == "reassociate" else "off"
+
+    @property
     def uses_async_tp(self) -> bool:
         """Whether async tensor parallelism is on for some collective."""
         overrides = self.async_tp_overrides
-        modes = [self.async_tp, *dict(overrides.groups).values(), *dict(overrides.sizes).values()]
+        modes = [self.async_tp_mode, *dict(overrides.groups).values(), *dict(overrides.sizes).values()]
         return any(mode != "off" for mode in modes)
 
     @property
     def tier(self) -> Tier:
-        """The exactness tier of ``redistribute``."""
-        return self.redistribution.tier
+        """The exactness tier of ``redistribute``, or what ``numerics`` says."""
+        return self.redistribution.tier or self.numerics
 
     @staticmethod
     def from_mapping(values: Mapping[str, Any], base: PassConfig | None = None) -> PassConfig:
@@ -425,7 +443,8 @@ FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fiel
 _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
     "effort": get_args(Effort),
-    "async_tp": get_args(AsyncTp),
+    "numerics": get_args(Numerics),
+    "async_tp": (FOLLOWS, *get_args(AsyncTp)),
     "async_tp_lowering": get_args(AsyncTpLowering),
     "bucket": get_args(Switch),
     "unpack": get_args(Unpack),

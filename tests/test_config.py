@@ -8,7 +8,11 @@ from hypothesis import strategies as st
 
 import inductor_passes
 from inductor_passes import ConfigError, PassConfig, config
+from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.config import MemoryBudget
+from inductor_passes.engine.passes import passes_of
+from inductor_passes.rewrites.pass_ import RewriteCollectives
+from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
 
 
 @pytest.mark.parametrize(
@@ -90,3 +94,31 @@ def test_the_namespace_holds_process_wide_settings(monkeypatch: pytest.MonkeyPat
             pass
     with pytest.raises(AttributeError):
         config.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("fields", "tier", "async_tp"),
+    [
+        ({}, "exact", "off"),
+        ({"numerics": "reassociate"}, "reassociate", "auto"),
+        ({"numerics": "reassociate", "redistribute": "exact"}, "exact", "auto"),
+        ({"numerics": "reassociate", "redistribute": "error-above:1MiB"}, "reassociate", "auto"),
+        ({"numerics": "reassociate", "async_tp": "off"}, "reassociate", "off"),
+        ({"redistribute": "reassociate"}, "reassociate", "off"),
+        ({"async_tp": "force"}, "exact", "force"),
+        ({"redistribute": "off", "async_tp": "numerics"}, "off", "off"),
+    ],
+)
+def test_one_word_for_numerics(fields: dict[str, str], tier: str, async_tp: str) -> None:
+    settings = PassConfig.from_mapping(fields)
+    assert (settings.tier, settings.async_tp_mode) == (tier, async_tp)
+    made = passes_of(settings)
+    assert [one.exactness for one in made if isinstance(one, RewriteCollectives | ScatterByExchange)] == [tier, tier]
+    assert [one.mode for one in made if isinstance(one, AsyncTpPass)] == [async_tp] * (async_tp != "off")
+
+
+def test_numerics_by_environment() -> None:
+    settings = PassConfig.from_env({"INDUCTOR_PASSES_NUMERICS": "reassociate"})
+    assert settings.tier == "reassociate"
+    with pytest.raises(ConfigError, match=r"numerics='fast' is not allowed; expected \"exact\" or \"reassociate\""):
+        PassConfig(numerics="fast")  # type: ignore[arg-type]

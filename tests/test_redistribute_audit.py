@@ -125,7 +125,8 @@ def test_gathers_of_simple_fsdp_are_asked_for():
     "text, parsed",
     [
         ("exact", Redistribution("exact")),
-        ("error-above:64MiB", Redistribution("exact", 64 * 2**20)),
+        ("error-above:64MiB", Redistribution(None, 64 * 2**20)),
+        ("numerics", Redistribution()),
         ("reassociate,error-above:2KB", Redistribution("reassociate", 2000)),
         ("error-above: 1 GiB, off", Redistribution("off", 2**30)),
     ],

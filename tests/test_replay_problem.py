@@ -70,3 +70,38 @@ def test_waits_and_memory(make: Any) -> None:
         lower(graphs.forward[0], lambda nodes: inspect(nodes, False))
         lower(graphs.backward[0], lambda nodes: inspect(nodes, True))
     assert len(inspected) == 2 and min(inspected) > 1
+
+
+def test_an_estimator_counts_on_fused_kernels() -> None:
+    """Its answers replace the nodes' own shares, once each; where it has none, nothing changes."""
+    torch._dynamo.reset()
+    asked: list[Any] = []
+
+    def of_matmuls_only(node: torch.fx.Node) -> float | None:
+        asked.append(node)
+        return None
+
+    def pointwise(node: torch.fx.Node) -> float | None:
+        compute = ops.role(node) is ops.Role.COMPUTE
+        return 1e6 if compute and torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
+
+    totals = []
+
+    def inspect(nodes: list[Any]) -> list[Any]:
+        def compute(estimator: Any) -> list[int]:
+            built = build(nodes, CostProfile.default("cpu"), backward=False, estimator=estimator)
+            return [t.duration_ns for t in built.problem.tasks if t.kind is Kind.COMPUTE]
+
+        fused = [n for n in nodes if _torch.snode_kind(n) == "fused"]
+        counted = {o for n in fused for o in _torch.snode_origins(n) if pointwise(o) is not None}
+        assert any(len(_torch.snode_origins(n)) > 2 for n in fused) and counted
+        assert compute(of_matmuls_only) == compute(None)
+        totals.append((sum(compute(pointwise)) - sum(compute(None))) / len(counted))
+        return nodes
+
+    with fake_world(2):
+        model, batch = fsdp(), llama_batch(LLAMA)
+        graphs = capture_graphs(model, [batch[0]], lambda out: cross_entropy(out, batch[1]))
+        lower(graphs.forward[0], inspect)
+    assert asked
+    assert 0.9e6 < totals[0] <= 1e6

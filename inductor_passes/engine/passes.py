@@ -23,7 +23,7 @@ def passes_of(settings: PassConfig, like: tuple[str, ...] = ()) -> list[Pass]:
         overrides = settings.async_tp_overrides
         passes.append(
             AsyncTpPass(
-                mode=settings.async_tp,
+                mode=settings.async_tp_mode,
                 parts=overrides.parts,
                 groups=overrides.groups,
                 sizes=overrides.sizes,

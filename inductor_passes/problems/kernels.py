@@ -22,6 +22,7 @@ from inductor_passes.cost.values import dtype_name
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, collective_of
 from inductor_passes.problems.builder import Builder
+from inductor_passes.problems.estimates import Estimates
 from inductor_passes.problems.kernel_memory import kernel_blocks
 from inductor_passes.schedule.problem import Problem
 
@@ -50,7 +51,7 @@ def build(
 
     Args:
         backward: whether inputs other than parameters and gradients are freed after their last use.
-        estimator: own durations for FX nodes; asked for a kernel that stands for exactly one FX node.
+        estimator: own durations for FX nodes; what it says of the nodes of a fused kernel, see ``estimates``.
     """
     return _Reader(nodes, profile, backward, name, estimator).read()
 
@@ -80,6 +81,9 @@ class _Reader:
             name: packed for node in nodes for name, _, _, packed in _torch.snode_buffers(node) if packed
         }
         self.kinds = [_torch.snode_kind(node) for node in nodes]
+        self.estimates = None
+        if estimator is not None:
+            self.estimates = Estimates(estimator, [n for n, kind in zip(nodes, self.kinds) if kind == "fused"], profile)
         self.collectives: dict[int, Collective] = {}
         #: Effect channel -> the last task in it.
         self.last: dict[str, int] = {}
@@ -169,6 +173,8 @@ class _Reader:
             shape = library_shape(counted[0]) if counted else None
             count = sum(flops(o) or 0 for o in counted)
             duration = self.profile.compute_ns(count, _torch.snode_bytes(node), dtype, 1, shape)
+            if self.estimates is not None:
+                duration = self.estimates.duration_ns(node, duration)
             label = ops.label(counted[0]) if counted else ""
         self.builder.compute(name, duration, preds, label=label, source=source, fence=fence)
 
