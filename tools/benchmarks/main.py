@@ -15,16 +15,19 @@ from tools.benchmarks.compile import compile_time
 from tools.benchmarks.gpu import gpu
 from tools.benchmarks.link import link
 from tools.benchmarks.memory import memory
+from tools.benchmarks.numerics import numerics
 from tools.benchmarks.packs import packs
 from tools.benchmarks.plan import plan
 from tools.benchmarks.redistribute import redistribute
 from tools.benchmarks.scale import scale
 from tools.benchmarks.summary import summary
+from tools.benchmarks.trainer import trainer
 from tools.shared.record import provenance
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 app.command()(link)
 app.command()(adopt)
+app.command()(trainer)
 app.command()(summary)
 app.command()(plan)
 app.command()(best)
@@ -33,6 +36,7 @@ app.command(name="async-tp")(async_tp)
 app.command()(redistribute)
 app.command()(packs)
 app.command()(memory)
+app.command()(numerics)
 app.command()(gpu)
 app.command()(scale)
 
