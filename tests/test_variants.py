@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +37,8 @@ from tests.support.wrapped import Net, sharded, whole
 
 #: Rows of each rank's batches: the ranks meet other sizes at other times, and run all pairs of variants.
 ROWS = [(5, 5), (5, 5), (5, 9), (9, 5), (9, 9), (5, 7), (8, 5)]
+#: The same, different from the first step on.
+EARLY = [(5, 9), (9, 5), (5, 5), (9, 9), (7, 8), (5, 9)]
 
 
 def steps(model: Any, called: Any, rank: int, rows: list[tuple[int, int]]) -> list[float]:
@@ -50,17 +54,24 @@ def steps(model: Any, called: Any, rank: int, rows: list[tuple[int, int]]) -> li
     return losses
 
 
-def padded_differently(rank: int, world_size: int, wrap: Any) -> tuple[float, list[str], int]:
-    """How far losses and parameters are off, what each graph sends by phase, and how many buckets there are."""
+def padded_differently(
+    rank: int, world_size: int, wrap: Any, rows: list[tuple[int, int]], fails: str = ""
+) -> tuple[float, list[str], int]:
+    """How far losses and parameters are off, what each graph sends by phase, and how many buckets there are.
+
+    Args:
+        fails: method of ``alike.Job`` that fails on this rank.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     plain = Net()
     reference, ours = wrap(copy.deepcopy(plain)), adopt(wrap(copy.deepcopy(plain)))
     settings = {"codegen": "aot_eager", "memory_budget": "unlimited", "rank_agreement": "8s"}
     options = {f"inductor_passes.{key}": value for key, value in settings.items()}
-    expected = steps(reference, reference, rank, ROWS)
-    with collect(what_if=False) as reports:
-        found = steps(ours, torch.compile(ours, backend="inductor_passes", options=options), rank, ROWS)
+    expected = steps(reference, reference, rank, rows)
+    broken = mock.patch.object(alike.Job, fails, side_effect=RuntimeError("broken")) if fails else nullcontext()
+    with collect(what_if=False) as reports, broken:
+        found = steps(ours, torch.compile(ours, backend="inductor_passes", options=options), rank, rows)
     off = [abs(a - b) for a, b in zip(expected, found)]
     states = reference.state_dict(), ours.state_dict()
     off += [(whole(states[0][k]) - whole(states[1][k])).abs().max().item() for k in states[0]]
@@ -207,12 +218,34 @@ def test_a_variant_that_cannot_send_the_same_is_left_as_it_was() -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("wrap", [sharded, wrapped.ddp], ids=lambda f: f.__name__)
 def test_ranks_may_run_different_variants_at_the_same_time(two_ranks: Ranks, wrap: Any) -> None:
-    found = two_ranks.run(padded_differently, wrap)
+    found = two_ranks.run(padded_differently, wrap, ROWS)
     for off, sends, buckets in found:
         assert off <= 1e-6, off
         # At least two variants, and all of them send the same.
         assert buckets > 0 and len(sends) > len(set(sends)) and len({s for s in sends if s.startswith("back")}) == 1
     assert set(found[0][1]) == set(found[1][1])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wrap", [sharded, wrapped.ddp], ids=lambda f: f.__name__)
+def test_graphs_that_differ_from_the_first_step_on_are_planned_together(two_ranks: Ranks, wrap: Any) -> None:
+    """The collectives of data parallelism do not depend on the batch: the first rank plans for all."""
+    found = two_ranks.run(padded_differently, wrap, EARLY)
+    for off, sends, buckets in found:
+        assert off <= 1e-6, off
+        assert buckets > 0 and len({s for s in sends if s.startswith("back")}) == 1
+    assert set(found[0][1]) == set(found[1][1])
+
+
+def broken_on_one(rank: int, world_size: int, broken: int, method: str) -> tuple[float, list[str], int]:
+    return padded_differently(rank, world_size, sharded, EARLY[:2], method if rank == broken else "")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("broken", "method"), [(0, "run"), (1, "run_like")])
+def test_all_ranks_or_none(two_ranks: Ranks, broken: int, method: str) -> None:
+    for off, sends, buckets in two_ranks.run(broken_on_one, broken, method):
+        assert off <= 1e-6 and buckets == 0, (off, sends)
 
 
 def warm(rank: int, world_size: int, folder: str, rows: list[tuple[int, int]]) -> tuple[float, int]:

@@ -10,7 +10,8 @@ from inductor_passes.agreement.asking import bounded, explaining, forget, nobody
 from inductor_passes.agreement.cached import StaleVerdictError, loaded, refuse, statement
 from inductor_passes.agreement.consensus import Ballot, Kind, Outcome
 from inductor_passes.agreement.literals import Literals
-from inductor_passes.agreement.reach import TIMEOUT_S, Agreement, confirm, reach
+from inductor_passes.agreement.reach import TIMEOUT_S, Agreement, compare, confirm, reach
+from inductor_passes.agreement.sharing import share
 
 __all__ = [
     "TIMEOUT_S",
@@ -21,6 +22,7 @@ __all__ = [
     "Outcome",
     "StaleVerdictError",
     "bounded",
+    "compare",
     "confirm",
     "explaining",
     "forget",
@@ -29,5 +31,6 @@ __all__ = [
     "reach",
     "refuse",
     "session_of",
+    "share",
     "statement",
 ]

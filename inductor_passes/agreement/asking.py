@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from inductor_passes import _torch
 from inductor_passes.agreement.claim import Claim
@@ -20,6 +20,7 @@ from inductor_passes.agreement.consensus import IN_DOUBT_S, Ballot, Kind, Outcom
 from inductor_passes.agreement.session import Session
 
 log = logging.getLogger("inductor_passes")
+T = TypeVar("T")
 
 #: A store that blocks for longer than all waits together is given up.
 _STALLED_S = 5.0
@@ -107,25 +108,26 @@ def session_of(ranks: Sequence[int]) -> Session | None:
 def bounded(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
     """:func:`settle`, given up when the store blocks: a call into it has no time limit of its own."""
     limit = timeout_s + IN_DOUBT_S + _STALLED_S
-    found = _within(lambda: settle(session, ballot, timeout_s), limit)
+    found = within(lambda: settled(session, ballot, timeout_s), limit)
     if found is None:
         session.board.closed = True
         found = Outcome(Kind.TROUBLE, f"the process group's store did not answer within {limit:g} s")
     return found
 
 
-def _within(call: Callable[[], Outcome], limit_s: float) -> Outcome | None:
-    """The result of ``call`` in a thread of its own; None when it does not come in time."""
-    result: list[Outcome] = []
+def settled(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
+    """:func:`settle`; after any error ranks are not known to agree."""
+    try:
+        return settle(session, ballot, timeout_s)
+    except Exception as error:
+        log.debug("asking other ranks failed", exc_info=True)
+        return Outcome(Kind.TROUBLE, f"asking the other ranks failed: {type(error).__name__}: {error}")
 
-    def run() -> None:
-        try:
-            result.append(call())
-        except Exception as error:  # whatever it is, ranks are then not known to agree
-            log.debug("asking other ranks failed", exc_info=True)
-            result.append(Outcome(Kind.TROUBLE, f"asking the other ranks failed: {type(error).__name__}: {error}"))
 
-    thread = threading.Thread(target=run, name="inductor_passes agreement", daemon=True)
+def within(call: Callable[[], T], limit_s: float) -> T | None:
+    """The result of ``call``, which does not raise, in a thread of its own; None when it does not come in time."""
+    result: list[T] = []
+    thread = threading.Thread(target=lambda: result.append(call()), name="inductor_passes agreement", daemon=True)
     thread.start()
     thread.join(limit_s)
     return result[0] if result else None

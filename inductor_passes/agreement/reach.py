@@ -8,10 +8,12 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from inductor_passes import _torch
 from inductor_passes.agreement.asking import ask, is_mixed, nobody_to_ask
 from inductor_passes.agreement.claim import Claim, packed_lines
+from inductor_passes.agreement.consensus import Kind
 from inductor_passes.agreement.lines import Description, describe, used_groups
 from inductor_passes.agreement.roles import IncomparableError
 from inductor_passes.ir.groups import Group
@@ -37,6 +39,7 @@ class Agreement:
         digest: of the graph, "" where it has none.
         participants: the ranks that were asked; this rank alone for a graph without collectives, nobody where the graph
             cannot be compared.
+        differs: it is known that another rank has another graph.
         mixed: ranks agree on some graphs of the function that is being compiled and not on others. What becomes of the
             collectives of the two kinds of graphs may differ: ranks must not run them at the same time.
         waited_ns / operations: what it took, the description of the graph not included.
@@ -49,6 +52,7 @@ class Agreement:
     digest: str
     participants: tuple[int, ...]
     mixed: bool = False
+    differs: bool = False
     waited_ns: int = 0
     operations: int = 0
     described_ns: int = 0
@@ -110,6 +114,7 @@ def reach(
         digest=claim.digest,
         participants=claim.participants,
         mixed=is_mixed(claim),
+        differs=outcome.kind in (Kind.DIFFERS, Kind.LITERAL),
         waited_ns=_since(asked),
         operations=session.board.operations if session is not None else 0,
         described_ns=described_ns,
@@ -130,15 +135,37 @@ def confirm(before: Agreement, lines: Sequence[str], longer_s: float = 0.0) -> A
     if before.claim is None or not before.agreed or before.claim.participants in ((), (before.claim.rank,)):
         return before
     # Numbers that say which piece is a rank's own stay open, as in the digest of the graph.
-    content = json.dumps([before.claim.digest, *lines])
-    claim = replace(
+    return _ask_on(
         before.claim,
-        digest=hashlib.sha256(content.encode()).hexdigest(),
+        json.dumps([before.claim.digest, *lines]),
+        lines,
         phase=f"{before.claim.phase} outcome",
-        lines=packed_lines(lines),
         timeout_s=before.claim.timeout_s + longer_s,
-        agreed=False,
     )
+
+
+def compare(before: Agreement, lines: Sequence[str], what: str) -> Agreement:
+    """Ask ranks that are known to have different graphs whether these have something in common; never raises.
+
+    Args:
+        before: their verdict on the graphs.
+        lines: what they may have in common.
+        what: name of that, one word.
+    """
+    if before.claim is None or not before.differs:
+        return before
+    return _ask_on(
+        replace(before.claim, values=(), kinds="", roles=(), places=()),
+        json.dumps([what, *lines]),
+        lines,
+        phase=f"{before.claim.phase} {what}",
+    )
+
+
+def _ask_on(claim: Claim, content: str, lines: Sequence[str], **fields: Any) -> Agreement:
+    """Ask a claim's participants about something else than the graph."""
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    claim = replace(claim, digest=digest, lines=packed_lines(lines), agreed=False, **fields)
     asked = time.perf_counter_ns()
     outcome, session = ask(claim, lines)
     return Agreement(

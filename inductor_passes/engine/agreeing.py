@@ -105,10 +105,43 @@ def confirm(
             # Ranks may exchange pieces of unequal size.
             size = "" if one.kind is CollectiveKind.ALL_TO_ALL else f" of {one.input_bytes} bytes"
             lines.append(f"{one.kind.name}{size} between {one.group.size} ranks")
-        # In whole steps: the time is part of the generated code, which should not change from run to run.
-        found = agreement.confirm(before, lines, _STEP_S * math.ceil(took_ns / 1e9 / _STEP_S))
+        found = agreement.confirm(before, lines, _longer_s(took_ns))
     if before.agreed and not found.agreed:
         warn_once(f"inductor_passes: ranks did not all do the same to a graph, its collectives stay: {found.why}")
+    return found
+
+
+def _longer_s(took_ns: int) -> int:
+    """In whole steps: the time is part of the generated code, which should not change from run to run."""
+    return _STEP_S * math.ceil(took_ns / 1e9 / _STEP_S)
+
+
+def compare_messages(
+    before: Agreement, sent: Sequence[str], settings: PassConfig, profile: CostProfile, phase: str
+) -> Agreement:
+    """Whether ranks whose graphs differ have the same collectives, in the same order.
+
+    Args:
+        before: their verdict on the graphs.
+        sent: see ``rewriting.messages``.
+    """
+    found = Agreement(False, "asking the other ranks failed", "", ())
+    with guarded("comparing collectives with the other ranks", "collectives stay as they are", settings):
+        facts = [f"fact {key}: {value}" for key, value in _facts(settings, profile, phase, None).items()]
+        found = agreement.compare(before, [*facts, _torch.compile_id(), *sent], "collectives")
+    return found
+
+
+def confirm_messages(before: Agreement, sent: Sequence[str], settings: PassConfig, took_ns: int) -> Agreement:
+    """Whether all ranks that agreed on what to send have a graph that sends it.
+
+    Args:
+        sent: what the graph sends, empty where it could not be done.
+        took_ns: how long that took here.
+    """
+    found = Agreement(False, "asking the other ranks failed", "", ())
+    with guarded("asking what the other ranks send", "collectives stay as they are", settings):
+        found = agreement.confirm(before, sent, _longer_s(took_ns))
     return found
 
 

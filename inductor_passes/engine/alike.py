@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.fx
 
-from inductor_passes import _torch
+from inductor_passes import _torch, agreement
 from inductor_passes.agreement import Agreement
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.bucket.unpack_pass import UnpackPass
@@ -26,10 +26,13 @@ from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting.messages import messages
 
+_FIRST = "this variant of a function sends what the function's first graph sends"
 UNLIKE = (
     "inductor_passes: two variants of a function send different messages. Ranks that run both at the same time may "
     "hang: pad inputs to equal sizes on all ranks, or compile with dynamic=True"
 )
+#: Ranks that wait for the first rank's plan wait for so many times ``rank_agreement``.
+_PATIENCE = 30
 #: Passes that merge and reorder collectives and change nothing else about them.
 _NO_REWRITES = (BucketPass, UnpackPass, ReorderPass)
 
@@ -73,8 +76,11 @@ class Job:
             passes = [one for one in passes if isinstance(one, _NO_REWRITES)]
         return run_passes(self.graph, passes, self.settings, self.profile, known=about, report=report, view=view)
 
-    def run_like(self, earlier: variants.Variant) -> Compilation | None:
+    def run_like(self, earlier: variants.Variant, why: str = _FIRST) -> Compilation | None:
         """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it cannot.
+
+        Args:
+            why: for the report, why it has to.
 
         Where it cannot within the memory budget it takes the next larger one that is enough: ranks that send something
         else hang.
@@ -89,11 +95,11 @@ class Job:
             return None
         found.config, found.pins = self.settings, None
         found.report.config = self.settings.to_json()
-        found.report.notes.append("this variant of a function sends what the function's first graph sends")
+        found.report.notes.append(why)
         if budget != self.settings.memory_budget:
             above = f"It takes the memory budget {budget!r}: within {self.settings.memory_budget!r} it cannot."
             found.report.notes[-1] += f". {above}"
-            warn_once(f"inductor_passes: a variant of a function sends what its first graph sends. {above}")
+            warn_once(f"inductor_passes: {found.report.notes[-1]}")
         return found
 
     def _run_like(self, earlier: variants.Variant) -> Compilation | None:
@@ -130,6 +136,53 @@ def run_alike(job: Job, view: GraphView | None, earlier: variants.Variant | None
     backup.restore()
     undone = PassReport(agreeing.NAME, detail=f"undone on all ranks: {did.why}")
     return replace(job, begun=[*job.begun, undone]).run(agreed=False, pins=None)
+
+
+def run_as_led(job: Job) -> Compilation | None:
+    """Run the passes as the first rank does, on ranks whose graphs differ and whose collectives do not.
+
+    The first rank plans for its graph, without rewrites, and the others put theirs into the same form. Either all ranks
+    do it or none: None, and no change, where one cannot.
+    """
+    graph, settings = job.graph, job.settings
+    if settings.plan or not job.agreed.differs:
+        return None
+    came = GraphView(graph).collectives
+    found = agreeing.compare_messages(job.agreed, messages(GraphView(graph)), settings, job.profile, job.known.phase)
+    if not found.agreed:
+        return None
+    backup, began = Backup(graph), time.perf_counter_ns()
+    led: list[tuple[str, Compilation]] = []
+
+    def plan() -> str:
+        done = job.run(rewrite=False, agreed=True, pins=None)
+        text = variants.shared(came, messages(GraphView(graph)), done.buckets)
+        led.append((text, done))
+        return text
+
+    note = f"planned as rank {found.participants[0]} plans: graphs differ between ranks, their collectives do not"
+    text = compilation = None
+    with guarded("planning for all ranks", "collectives stay as they are", settings):
+        text = agreement.share(found, plan, _PATIENCE * (settings.rank_timeout_s or 0))
+    if text is None:
+        backup.restore()
+        return None
+    with guarded("planning like the first rank", "collectives stay as they are", settings):
+        if led and led[0][0] == text:
+            compilation = led[0][1]
+            compilation.report.notes.append(note)
+        else:
+            # What was shared before about the same collectives stands, also for the rank that shared it.
+            backup.restore()
+            compilation = job.run_like(variants.led(came, text), note)
+    sent = messages(GraphView(graph)) if compilation is not None else ()
+    did = agreeing.confirm_messages(found, sent, settings, time.perf_counter_ns() - began)
+    if compilation is None or not did.agreed:
+        backup.restore()
+        return None
+    agreeing.attach_for_either(graph, job.agreed)
+    compilation.report.passes.insert(len(job.begun), PassReport(agreeing.NAME, detail=f"{note} ({job.agreed.why})"))
+    return compilation
 
 
 def run_as_before(job: Job, earlier: variants.Variant) -> Compilation | None:

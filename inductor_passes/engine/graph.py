@@ -71,9 +71,10 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     job = alike.Job(graph, settings, profile, Known(phase, agreed=agreed.agreed, step=step), agreed, report.passes)
     earlier, compilation = variants.earlier(about, collectives), None
-    if earlier is not None and not agreed.agreed:
-        compilation = alike.run_as_before(job, earlier)
-    alone = compilation is not None
+    if not agreed.agreed:
+        compilation = alike.run_as_led(job) if earlier is None else alike.run_as_before(job, earlier)
+    # Code from a cache is then right only where this process knows of it.
+    conforms = compilation is not None
     if compilation is None:
         agreeing.attach(graph, agreed)
         # Whether graphs of a function fit together is looked at where there are two with the same collectives.
@@ -82,12 +83,13 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
             report.passes.append(asked)
         pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
         job = replace(job, known=replace(job.known, pins=pinned))
-        compilation = alike.run_alike(job, view if earlier is None else None, earlier)
+        # What was tried and taken back may have put equal nodes in place of those that the view holds.
+        compilation = alike.run_alike(job, view if agreed.agreed and earlier is None else None, earlier)
     if len(agreed.participants) != 1 and not agreement.nobody_to_ask():
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
         variant = variants.Variant(collectives, sent, tuple(compilation.buckets), rewritten)
-        agreeing.leave(graph, variants.statement(about, variant, alone=alone))
-        if not alone:
+        agreeing.leave(graph, variants.statement(about, variant, alone=conforms))
+        if not conforms or earlier is None:
             variants.remember(about, variant)
     report = compilation.report
     naming.enter(report, graph, names, settings)

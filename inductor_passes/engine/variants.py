@@ -13,10 +13,11 @@ import json
 import threading
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from inductor_passes import _torch, agreement
+from inductor_passes.ir.view import Collective
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.pin.pins import Pins
 
@@ -43,6 +44,29 @@ class Variant:
     def pins(self, rank: int) -> Pins:
         """Its buckets as a plan for another graph."""
         return Pins(GraphPlan(buckets=self.buckets), "an earlier variant", "", rank, replan=True)
+
+
+def shared(came: Sequence[Collective], sent: Sequence[str], buckets: Sequence[Sequence[str]]) -> str:
+    """What a graph sends, as text for ranks with other graphs and the same collectives.
+
+    Args:
+        came: the graph's collectives before the passes, in order.
+        sent, buckets: as of :class:`Variant`.
+    """
+    place = {one.start.name: number for number, one in enumerate(came)}
+    members = [[place[name] for name in bucket] for bucket in buckets]
+    return json.dumps({"sent": list(sent), "buckets": members}, separators=(",", ":"))
+
+
+def led(came: Sequence[Collective], text: str) -> Variant:
+    """The inverse of :func:`shared`, for a graph with collectives of its own.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError: it is no such text.
+    """
+    data = json.loads(text)
+    buckets = tuple(tuple(came[int(number)].start.name for number in bucket) for bucket in data["buckets"])
+    return Variant({}, tuple(map(str, data["sent"])), buckets)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch.fx
 
+from inductor_passes.agreement.grid import segments
 from inductor_passes.ir.parameters import names_of
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.rewriting.order import ordered
@@ -22,7 +23,10 @@ def note_members(merged: torch.fx.Node, starts: Sequence[torch.fx.Node]) -> None
 
 
 def messages(view: GraphView) -> tuple[str, ...]:
-    """Each collective in order: kind, sizes, group, and the parameters that it carries, or the starts that it was."""
+    """Each collective in order: kind, sizes, group, and the parameters that it carries, or the starts that it was.
+
+    Equal on ranks that send the same: a group is described by its shape in the grid of ranks.
+    """
     return tuple(map(_message, view.collectives))
 
 
@@ -49,8 +53,15 @@ def order_like(view: GraphView, other: Sequence[str]) -> list[torch.fx.Node] | N
 
 def _message(one: Collective) -> str:
     carried = names_of([one.start]) or _members(one.start)
-    parts = (one.kind.value, one.reduce_op, one.dtypes, one.input_bytes, one.output_bytes, one.group.ranks, carried)
-    return " ".join(map(str, parts))
+    sizes = (one.dtypes, one.input_bytes, one.output_bytes)
+    return " ".join(map(str, (one.kind.value, one.reduce_op, *sizes, _shape(one.group.ranks), carried)))
+
+
+def _shape(ranks: Sequence[int]) -> object:
+    """Steps and sizes of a group's ranks; the ranks where they are not regular."""
+    ordered = sorted(ranks)
+    axes = segments([rank - ordered[0] for rank in ordered])
+    return ordered if axes is None else axes
 
 
 def _members(start: torch.fx.Node) -> tuple[str, ...]:

@@ -66,11 +66,16 @@ def write_each(views: Views, buffer: torch.Tensor, w: torch.Tensor, x: torch.Ten
     return before + first.sum() - second.sum()
 
 
+def _sent(result: torch.Tensor) -> torch.Tensor:
+    """What a collective returns; eager waits for it at once, because eager torch lets a write overtake what is sent."""
+    return result if torch.compiler.is_compiling() else funcol.wait_tensor(result)
+
+
 def send_an_element(views: Views, buffer: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """An element is what the link reads while the whole is about to be written."""
     first, second = views(buffer)
-    gathered = funcol.all_gather_tensor(first.contiguous(), 0, dist.group.WORLD)
-    reduced = funcol.all_reduce(second.contiguous(), "sum", dist.group.WORLD)
+    gathered = _sent(funcol.all_gather_tensor(first.contiguous(), 0, dist.group.WORLD))
+    reduced = _sent(funcol.all_reduce(second.contiguous(), "sum", dist.group.WORLD))
     buffer.copy_(x.abs())
     return gathered[ROWS:] + reduced + second.sum() + w.sum()
 
