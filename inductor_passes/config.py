@@ -428,6 +428,10 @@ class PassConfig:
                 check_key(key, name)
                 if key == "estimator":
                     raise ConfigError(name, value, "no environment variable: a function cannot come as text")
+                try:
+                    check_value(key, value)
+                except ConfigError as error:
+                    raise ConfigError(name, value, error.allowed) from None
                 values[key] = value
         return PassConfig.from_mapping(values)
 

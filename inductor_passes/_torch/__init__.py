@@ -184,6 +184,7 @@ from inductor_passes._torch.tracing import (
     compilation,
     compile_id,
     compile_span,
+    recompile_limit,
     trace_artifact,
     trace_enabled,
 )
@@ -314,6 +315,7 @@ __all__ = [
     "process_rank",
     "rank_and_world_size",
     "read_many",
+    "recompile_limit",
     "recomputed_in_backward",
     "reconnected",
     "reduce_op_name",

@@ -39,6 +39,14 @@ def compile_id() -> str:
     return "" if current is None else str(current)
 
 
+def recompile_limit() -> int | None:
+    """How often a function is compiled before Dynamo runs it without compiling; None where torch does not say."""
+    from torch._dynamo import config
+
+    limit = getattr(config, "recompile_limit", getattr(config, "cache_size_limit", None))
+    return limit if isinstance(limit, int) else None
+
+
 def compilation() -> object | None:
     """What stands for the compilation that runs on this thread, forward and backward; None where there is none.
 

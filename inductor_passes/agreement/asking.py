@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from inductor_passes import _torch
@@ -65,7 +66,8 @@ def ask(claim: Claim, lines: Sequence[str] | None = None) -> tuple[Outcome, Sess
         found = _answers.get(key)
         if found is None:
             ballot = claim.ballot(_torch.compile_id(), lines)
-            found = _answers[key] = bounded(session, ballot, claim.timeout_s)
+            found = bounded(session, ballot, claim.timeout_s)
+            _answers[key] = replace(found, again=True)
     _note(claim, found.agreed)
     return found, session
 

@@ -66,10 +66,12 @@ class Outcome:
 
     Attributes:
         why: one sentence, "" when all agree.
+        again: it was known in this process: nobody was asked, and the other ranks may be elsewhere.
     """
 
     kind: Kind
     why: str = ""
+    again: bool = False
 
     @property
     def agreed(self) -> bool:
@@ -259,6 +261,9 @@ class _Talk:
         session = self._session
         digest, _, found_at = detail.partition(" ")
         other = int(found_at) if found_at.isdecimal() else rank
+        if other == session.rank:
+            # It said so of another rank's graph, and has the same one now.
+            return f"ranks compared this {self._ballot.what} with another one before, and that verdict stands"
         sentence = f"the {self._ballot.what} of rank {other} differs"
         if len(session.ranks) > _ALL_SHOW and session.rank not in (rank, session.ranks[0]):
             return f"{sentence}; the log of rank {session.ranks[0]} shows the first difference"

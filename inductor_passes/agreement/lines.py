@@ -37,6 +37,8 @@ from inductor_passes.ir.view import GraphView, behind
 
 #: Arguments that name the other end of a point-to-point message.
 _PEERS = frozenset({"dst", "src", "peer_list"})
+#: Facts that follow from the graph: where they differ, the first difference to show is in the graph.
+FOLLOWS = frozenset({"step"})
 _INPUT = re.compile(r"(primals_|tangents_|arg)\d")
 
 
@@ -84,7 +86,8 @@ def describe(
     roles = Roles(rank, grid, describe_group)
     writer = _Writer(view, uneven(view), roles, rank, max((group.size for group in groups), default=1))
     body = list(writer.graph(view.graph))
-    head = [f"fact {name}: {value}" for name, value in sorted(facts.items())]
+    head = [f"fact {name}: {value}" for name, value in sorted(facts.items()) if name not in FOLLOWS]
+    tail = [f"fact {name}: {value}" for name, value in sorted(facts.items()) if name in FOLLOWS]
     head += roles.lines
     positions = roles.positions() if writer.open else []
     literals = Literals(
@@ -93,7 +96,7 @@ def describe(
         tuple(positions),
         tuple(len(head) + one.line for one in writer.open),
     )
-    return Description((*head, *body), literals, grid)
+    return Description((*head, *body, *tail), literals, grid)
 
 
 def used_groups(view: GraphView) -> list[Group]:

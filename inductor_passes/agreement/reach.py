@@ -40,6 +40,7 @@ class Agreement:
         participants: the ranks that were asked; this rank alone for a graph without collectives, nobody where the graph
             cannot be compared.
         differs: it is known that another rank has another graph.
+        again: the verdict was known in this process: other ranks may not be compiling this graph now.
         mixed: ranks agree on some graphs of the function that is being compiled and not on others. What becomes of the
             collectives of the two kinds of graphs may differ: ranks must not run them at the same time.
         waited_ns / operations: what it took, the description of the graph not included.
@@ -53,6 +54,7 @@ class Agreement:
     participants: tuple[int, ...]
     mixed: bool = False
     differs: bool = False
+    again: bool = False
     waited_ns: int = 0
     operations: int = 0
     described_ns: int = 0
@@ -115,6 +117,7 @@ def reach(
         participants=claim.participants,
         mixed=is_mixed(claim),
         differs=outcome.kind in (Kind.DIFFERS, Kind.LITERAL),
+        again=outcome.again,
         waited_ns=_since(asked),
         operations=session.board.operations if session is not None else 0,
         described_ns=described_ns,

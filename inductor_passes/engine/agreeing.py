@@ -95,7 +95,7 @@ def confirm(
     """Whether all ranks that agreed on a graph did the same to it.
 
     Args:
-        done: what the passes did, in order.
+        done: what passes did that does not show in kinds, sizes and order of collectives.
         took_ns: how long that took here. Others may need as long again.
     """
     found = Agreement(False, "asking the other ranks failed", "", ())

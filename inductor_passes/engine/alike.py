@@ -31,6 +31,11 @@ UNLIKE = (
     "inductor_passes: two variants of a function send different messages. Ranks that run both at the same time may "
     "hang: pad inputs to equal sizes on all ranks, or compile with dynamic=True"
 )
+LIMIT = (
+    "inductor_passes: this function was compiled {count} times, and torch stops at recompile_limit={limit}: what is "
+    "new from now on runs without compiling, on this rank. Ranks that then send other messages than compiled ones hang: "
+    "compile with dynamic=True, or raise torch._dynamo.config.recompile_limit on all ranks"
+)
 #: Ranks that wait for the first rank's plan wait for so many times ``rank_agreement``.
 _PATIENCE = 30
 #: Passes that merge and reorder collectives and change nothing else about them.
@@ -39,8 +44,12 @@ _NO_REWRITES = (BucketPass, UnpackPass, ReorderPass)
 
 def rewritten(compilation: Compilation) -> bool:
     """Whether a pass changed collectives in other ways than merging and reordering."""
-    rewrites = {one.name for one in passes_of(compilation.config) if not isinstance(one, _NO_REWRITES)}
+    rewrites = _rewrites(compilation.config)
     return any(one.changed and one.name in rewrites for one in compilation.report.passes)
+
+
+def _rewrites(settings: PassConfig) -> set[str]:
+    return {one.name for one in passes_of(settings) if not isinstance(one, _NO_REWRITES)}
 
 
 @dataclass(frozen=True)
@@ -76,17 +85,21 @@ class Job:
             passes = [one for one in passes if isinstance(one, _NO_REWRITES)]
         return run_passes(self.graph, passes, self.settings, self.profile, known=about, report=report, view=view)
 
-    def run_like(self, earlier: variants.Variant, why: str = _FIRST) -> Compilation | None:
+    def run_like(
+        self, earlier: variants.Variant, why: str = _FIRST, *, above: bool = True
+    ) -> Compilation | None:
         """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it cannot.
 
         Args:
             why: for the report, why it has to.
+            above: whether it may take more than the memory budget.
 
         Where it cannot within the memory budget it takes the next larger one that is enough: ranks that send something
         else hang.
         """
         backup = Backup(self.graph)
-        for budget in (self.settings.memory_budget, *judge.larger(self.settings.budget)):
+        larger = judge.larger(self.settings.budget) if above else ()
+        for budget in (self.settings.memory_budget, *larger):
             found = replace(self, settings=replace(self.settings, memory_budget=budget))._run_like(earlier)
             if found is not None:
                 break
@@ -97,37 +110,50 @@ class Job:
         found.report.config = self.settings.to_json()
         found.report.notes.append(why)
         if budget != self.settings.memory_budget:
-            above = f"It takes the memory budget {budget!r}: within {self.settings.memory_budget!r} it cannot."
-            found.report.notes[-1] += f". {above}"
+            more = f"It takes the memory budget {budget!r}: within {self.settings.memory_budget!r} it cannot."
+            found.report.notes[-1] += f". {more}"
             warn_once(f"inductor_passes: {found.report.notes[-1]}")
         return found
 
     def _run_like(self, earlier: variants.Variant) -> Compilation | None:
         # A rewrite of what one rank alone reads must not make this rank send something else than the others.
-        pins = earlier.pins(_torch.rank_and_world_size()[0])
+        pins = earlier.pins(GraphView(self.graph).collectives, _torch.rank_and_world_size()[0])
         found = self.run(like=earlier.sent, rewrite=earlier.rewritten, agreed=True, pins=pins)
         return found if messages(GraphView(self.graph)) == earlier.sent else None
 
 
-def run_alike(job: Job, view: GraphView | None, earlier: variants.Variant | None) -> Compilation:
+def warn_of_limit(about: variants.About) -> None:
+    """Warn where a function has as many variants as torch compiles."""
+    count, limit = about.number + 1, _torch.recompile_limit()
+    if limit is not None and 1 < limit <= count:
+        warn_once(LIMIT.format(count=count, limit=limit))
+
+
+def run_alike(
+    job: Job, view: GraphView | None, earlier: variants.Variant | None, *, first: bool = False
+) -> Compilation:
     """Run the passes; where the ranks that agreed on the graph did not all do the same, start again without them.
 
     Args:
         view: see :meth:`Job.run`.
         earlier: a variant whose messages are taken over where the ranks agree.
+        first: the graph is its function's first one. What another function sends is taken over within the budget.
     """
     graph, agreed = job.graph, job.agreed
     backup, began = Backup(graph), time.perf_counter_ns()
     compilation = None
     if earlier is not None and agreed.agreed and job.known.pins is None:
         # Ranks that meet other sizes run two variants at the same time.
-        compilation = job.run_like(earlier)
+        compilation = job.run_like(earlier, above=not first)
     compilation = compilation or job.run(view)
-    if earlier is not None and messages(GraphView(graph)) != earlier.sent:
+    if earlier is not None and not first and messages(GraphView(graph)) != earlier.sent:
         warn_once(UNLIKE)
     if not agreed.agreed:
         return compilation
-    done = compilation.report.passes[len(job.begun) :]
+    # Merging and reordering show in the messages, and a pass that changed nothing in nothing. So a graph that is
+    # compiled a second time, to send what it sent, gets the answer that it had: the others need not be there.
+    rewrites = _rewrites(job.settings)
+    done = [one for one in compilation.report.passes[len(job.begun) :] if one.changed and one.name in rewrites]
     did = agreeing.confirm(agreed, graph, done, job.settings, time.perf_counter_ns() - began)
     if did is not agreed:
         agreeing.attach(graph, did)
@@ -147,8 +173,9 @@ def run_as_led(job: Job) -> Compilation | None:
     graph, settings = job.graph, job.settings
     if settings.plan or not job.agreed.differs:
         return None
-    came = GraphView(graph).collectives
-    found = agreeing.compare_messages(job.agreed, messages(GraphView(graph)), settings, job.profile, job.known.phase)
+    view = GraphView(graph)
+    came = messages(view)
+    found = agreeing.compare_messages(job.agreed, came, settings, job.profile, job.known.phase)
     if not found.agreed:
         return None
     backup, began = Backup(graph), time.perf_counter_ns()
@@ -156,7 +183,8 @@ def run_as_led(job: Job) -> Compilation | None:
 
     def plan() -> str:
         done = job.run(rewrite=False, agreed=True, pins=None)
-        text = variants.shared(came, messages(GraphView(graph)), done.buckets)
+        buckets = variants.places(view.collectives, done.buckets)
+        text = variants.Variant(came, messages(GraphView(graph)), buckets).text()
         led.append((text, done))
         return text
 
@@ -174,7 +202,7 @@ def run_as_led(job: Job) -> Compilation | None:
         else:
             # What was shared before about the same collectives stands, also for the rank that shared it.
             backup.restore()
-            compilation = job.run_like(variants.led(came, text), note)
+            compilation = job.run_like(variants.Variant.of_text(came, text), note)
     sent = messages(GraphView(graph)) if compilation is not None else ()
     did = agreeing.confirm_messages(found, sent, settings, time.perf_counter_ns() - began)
     if compilation is None or not did.agreed:

@@ -70,7 +70,9 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     agreed = agreeing.reach(view, settings, profile, phase, step)
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     job = alike.Job(graph, settings, profile, Known(phase, agreed=agreed.agreed, step=step), agreed, report.passes)
-    earlier, compilation = variants.earlier(about, collectives), None
+    came = messages(view)
+    earlier = variants.earlier(about, came, together=agreed.agreed and not agreed.again)
+    compilation = None
     if not agreed.agreed:
         compilation = alike.run_as_led(job) if earlier is None else alike.run_as_before(job, earlier)
     # Code from a cache is then right only where this process knows of it.
@@ -84,10 +86,14 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
         job = replace(job, known=replace(job.known, pins=pinned))
         # What was tried and taken back may have put equal nodes in place of those that the view holds.
-        compilation = alike.run_alike(job, view if agreed.agreed and earlier is None else None, earlier)
+        untouched = agreed.agreed and earlier is None
+        first = about.number == 0 and not agreed.again
+        compilation = alike.run_alike(job, view if untouched else None, earlier, first=first)
     if len(agreed.participants) != 1 and not agreement.nobody_to_ask():
+        alike.warn_of_limit(about)
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
-        variant = variants.Variant(collectives, sent, tuple(compilation.buckets), rewritten)
+        buckets = variants.places(view.collectives, compilation.buckets)
+        variant = variants.Variant(came, sent, buckets, rewritten, phase)
         agreeing.leave(graph, variants.statement(about, variant, alone=conforms))
         if not conforms or earlier is None:
             variants.remember(about, variant)

@@ -1,8 +1,9 @@
-"""What a function's earlier graph sends, for a further variant of it that one rank compiles alone.
+"""What an earlier graph sends, for a further one with the same collectives that one rank may compile alone.
 
-A function is compiled again for inputs of other shapes. Where one rank alone meets them (batches that are padded to
-their longest text), the others go on with the graph that they have, and its collectives were merged and reordered when
-all ranks had it. The variant has to send the same messages in the same order, or both wait for what never comes.
+A function is compiled again for inputs of other shapes, for other arguments, in evaluation; and several functions call
+one model. Where one rank alone meets such a case, the others go on with the graph that they have, and its collectives
+were merged and reordered when all ranks had it. So graphs that come with the same collectives, for the same parameters,
+send the same messages in the same order, or ranks wait for what never comes.
 
 Generated code from a cache says when it is loaded which variant it is, as if the graph were compiled.
 """
@@ -13,7 +14,7 @@ import json
 import threading
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes import _torch, agreement
@@ -21,8 +22,10 @@ from inductor_passes.ir.view import Collective
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.pin.pins import Pins
 
-#: Variants that are remembered of one function, and functions in all; dynamo makes 8 variants by default.
-_MOST_VARIANTS, _MOST_FUNCTIONS = 16, 4096
+#: Members of each, see :class:`Variant`.
+Buckets = tuple[tuple[int | str, ...], ...]
+#: Forms that are remembered of graphs with the same collectives, and kinds of such graphs in all.
+_MOST_VARIANTS, _MOST_KINDS = 16, 4096
 
 
 @dataclass(frozen=True)
@@ -30,48 +33,60 @@ class Variant:
     """A graph that ranks run: what they agreed on or, where they did not, what came.
 
     Attributes:
-        came: its collectives before the passes, in order, see ``pins.described``.
-        sent: those that it has since, in order, see ``rewriting.messages``.
-        buckets: starts that were merged.
+        came: its collectives before the passes, in order, see ``rewriting.messages``.
+        sent: those that it has since.
+        buckets: starts that were merged, by their places in ``came``; by name those that rewrites made.
         rewritten: collectives were changed in other ways than merging and reordering.
+        phase: ``forward``, ``backward`` or ``inference``.
     """
 
-    came: Mapping[str, str]
+    came: tuple[str, ...]
     sent: tuple[str, ...]
-    buckets: tuple[tuple[str, ...], ...]
+    buckets: Buckets
     rewritten: bool = False
+    phase: str = ""
 
-    def pins(self, rank: int) -> Pins:
-        """Its buckets as a plan for another graph."""
-        return Pins(GraphPlan(buckets=self.buckets), "an earlier variant", "", rank, replan=True)
+    def pins(self, collectives: Sequence[Collective], rank: int) -> Pins:
+        """Its buckets as a plan for another graph with these collectives.
+
+        Raises:
+            IndexError: there are fewer of them.
+        """
+
+        def name(place: int | str) -> str:
+            return place if isinstance(place, str) else collectives[place].start.name
+
+        buckets = tuple(tuple(map(name, bucket)) for bucket in self.buckets)
+        return Pins(GraphPlan(buckets=buckets), "an earlier variant", "", rank, replan=True)
+
+    def text(self) -> str:
+        """What ranks with other graphs and the same collectives need of it."""
+        return json.dumps({"sent": self.sent, "buckets": self.buckets}, separators=(",", ":"))
+
+    @staticmethod
+    def of_text(came: Sequence[str], text: str) -> Variant:
+        """The inverse of :meth:`text`.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is none.
+        """
+        data = json.loads(text)
+        return Variant(tuple(came), tuple(map(str, data["sent"])), _places(data["buckets"]))
 
 
-def shared(came: Sequence[Collective], sent: Sequence[str], buckets: Sequence[Sequence[str]]) -> str:
-    """What a graph sends, as text for ranks with other graphs and the same collectives.
-
-    Args:
-        came: the graph's collectives before the passes, in order.
-        sent, buckets: as of :class:`Variant`.
-    """
-    place = {one.start.name: number for number, one in enumerate(came)}
-    members = [[place[name] for name in bucket] for bucket in buckets]
-    return json.dumps({"sent": list(sent), "buckets": members}, separators=(",", ":"))
+def places(collectives: Sequence[Collective], buckets: Sequence[Sequence[str]]) -> Buckets:
+    """Buckets of starts, by name, as places among a graph's collectives."""
+    place = {one.start.name: number for number, one in enumerate(collectives)}
+    return tuple(tuple(place.get(name, name) for name in bucket) for bucket in buckets)
 
 
-def led(came: Sequence[Collective], text: str) -> Variant:
-    """The inverse of :func:`shared`, for a graph with collectives of its own.
-
-    Raises:
-        ValueError, KeyError, TypeError, IndexError: it is no such text.
-    """
-    data = json.loads(text)
-    buckets = tuple(tuple(came[int(number)].start.name for number in bucket) for bucket in data["buckets"])
-    return Variant({}, tuple(map(str, data["sent"])), buckets)
+def _places(data: Sequence[Sequence[int | str]]) -> Buckets:
+    return tuple(tuple(one if isinstance(one, str) else int(one) for one in bucket) for bucket in data)
 
 
 @dataclass(frozen=True)
 class About:
-    """Which function a variant is of.
+    """Which graph a variant is.
 
     Attributes:
         compile_id: as ``torch._guards`` has it, e.g. ``0/1``; the part before the bar is the function's.
@@ -84,14 +99,14 @@ class About:
     settings: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def function(self) -> tuple[str, str, str]:
         """Equal for variants of one function."""
         return self._parts[0], self.phase, self.settings
 
     @property
-    def is_first(self) -> bool:
-        """Whether it is a function's first graph. Numbers begin again after ``torch._dynamo.reset()``."""
-        return self._parts[1] == "0"
+    def number(self) -> int:
+        """How many variants of the function came before. Numbers begin again after ``torch._dynamo.reset()``."""
+        return int(self._parts[1]) if self._parts[1].isdecimal() else 0
 
     @property
     def _parts(self) -> tuple[str, str]:
@@ -101,34 +116,38 @@ class About:
 
 
 _lock = threading.Lock()
-_known: dict[tuple[str, str, str], list[Variant]] = {}
+_known: dict[tuple[str, tuple[str, ...]], list[Variant]] = {}
+#: Functions that were compiled.
+_functions: dict[tuple[str, str, str], None] = {}
 
 
 def remember(about: About, variant: Variant) -> None:
-    """Keep what became of a graph; nothing for a graph of which it is not known whose it is."""
-    if not about.compile_id:
-        return
+    """Keep what became of a graph."""
     with _lock:
-        found = _known.setdefault(about.key, [])
+        found = _known.setdefault((about.settings, variant.came), [])
         if variant not in found:
             found.append(variant)
             # The first ones decide, the last one is about to be loaded.
             del found[_MOST_VARIANTS - 1 : -1]
-        while len(_known) > _MOST_FUNCTIONS:
+        while len(_known) > _MOST_KINDS:
             del _known[next(iter(_known))]
 
 
-def earlier(about: About, came: Mapping[str, str]) -> Variant | None:
-    """The first graph of a function that came with these collectives in this order; None where there is none."""
+def earlier(about: About, came: Sequence[str], *, together: bool) -> Variant | None:
+    """The first graph that came with these collectives in this order, one of the same phase before others; or None.
+
+    Args:
+        together: all ranks compile the graph now. If it is a function's first, and the function was compiled before,
+            all have thrown away what they had (``torch._dynamo.reset()``), and may begin anew.
+    """
     with _lock:
-        if about.is_first:
-            # After a reset what is known is about another function.
-            _known.pop(about.key, None)
-        return next(_alike(about, came), None)
-
-
-def _alike(about: About, came: Mapping[str, str]) -> Iterator[Variant]:
-    return (one for one in _known.get(about.key, ()) if list(one.came.items()) == list(came.items()))
+        if together and about.number == 0 and about.function in _functions:
+            _known.pop((about.settings, tuple(came)), None)
+        _functions[about.function] = None
+        while len(_functions) > _MOST_KINDS:
+            del _functions[next(iter(_functions))]
+        found = _known.get((about.settings, tuple(came)), ())
+        return next((one for one in found if one.phase == about.phase), found[0] if found else None)
 
 
 def statement(about: About, variant: Variant, *, alone: bool) -> str:
@@ -140,7 +159,7 @@ def statement(about: About, variant: Variant, *, alone: bool) -> str:
     data = {
         "phase": about.phase,
         "settings": about.settings,
-        "came": list(variant.came.items()),
+        "came": variant.came,
         "sent": variant.sent,
         "buckets": variant.buckets,
         "rewritten": variant.rewritten,
@@ -160,19 +179,19 @@ def loaded(text: str) -> None:
     try:
         data = json.loads(zlib.decompress(b85decode(text)))
         about = About(_torch.compile_id(), data["phase"], data["settings"])
-        buckets = tuple(map(tuple, data["buckets"]))
-        variant = Variant(dict(data["came"]), tuple(data["sent"]), buckets, data["rewritten"])
+        buckets = _places(data["buckets"])
+        came, sent_then = tuple(data["came"]), tuple(data["sent"])
+        variant = Variant(came, sent_then, buckets, data["rewritten"], about.phase)
         with _lock:
-            sent = [one.sent for one in _alike(about, variant.came)]
+            sent = [one.sent for one in _known.get((about.settings, came), ())]
         if variant.sent in sent:
             why = ""  # just compiled, or as good as
-        elif sent and not about.is_first:
-            why = "an earlier graph of its function sends something else"
+        elif sent and about.number:
+            why = "an earlier graph with its collectives sends something else"
         elif data["alone"]:
             why = "it sends what a graph sends that is not known here"
         else:
             why = ""
-            earlier(about, variant.came)
             remember(about, variant)
     except (ValueError, KeyError, TypeError, zlib.error) as error:
         why = f"{why}: {type(error).__name__}: {error}"
