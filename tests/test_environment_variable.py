@@ -274,7 +274,7 @@ def test_a_bad_setting_is_an_error_of_the_compilation() -> None:
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2.0", "")
     done = run("compiled()", INDUCTOR_PASSES_MEMORY_BUDGET="nonsense")
     assert done.returncode == 1
-    assert "ConfigError: inductor_passes: INDUCTOR_PASSES_MEMORY_BUDGET='nonsense' is not allowed; expected" in done.stderr
+    assert "ConfigError: inductor_passes: INDUCTOR_PASSES_MEMORY_BUDGET='nonsense' is not allowed" in done.stderr
     done = run("compiled()", INDUCTOR_PASSES_MEMORY_BUGDET="0")
     assert done.returncode == 1 and "INDUCTOR_PASSES_MEMORY_BUGDET" in done.stderr
 

@@ -33,8 +33,8 @@ UNLIKE = (
 )
 LIMIT = (
     "inductor_passes: this function was compiled {count} times, and torch stops at recompile_limit={limit}: what is "
-    "new from now on runs without compiling, on this rank. Ranks that then send other messages than compiled ones hang: "
-    "compile with dynamic=True, or raise torch._dynamo.config.recompile_limit on all ranks"
+    "new from now on runs without compiling, on this rank. Ranks that then send other messages than compiled ones "
+    "hang: compile with dynamic=True, or raise torch._dynamo.config.recompile_limit on all ranks"
 )
 #: Ranks that wait for the first rank's plan wait for so many times ``rank_agreement``.
 _PATIENCE = 30
