@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_reduce
 
 import inductor_passes.plugin  # noqa: F401  registers the backend
+from inductor_passes import agreement
 from inductor_passes.engine import judge, pipeline
 from inductor_passes.trace.collector import collect
 from tests.support.ranks import Ranks
@@ -59,6 +60,8 @@ def run(
     """(whether results are right, passes that changed the graph, what the report says of the agreement)."""
     called = PROGRAMS[name]
     torch._dynamo.reset()
+    # What another test has made of these collectives.
+    agreement.forget()
     inputs = [torch.arange(8.0).reshape(4, 2) * (rank + k + 1) for k in range(2)]
     tier = "exact" if called is whole_numbers else "reassociate"
     options = {"inductor_passes.redistribute": tier, "inductor_passes.codegen": codegen}

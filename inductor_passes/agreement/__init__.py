@@ -6,7 +6,7 @@ graph. :func:`statement` and :func:`loaded` do the same for code that comes out 
 :func:`bounded` are the protocol itself, for code that compares something else.
 """
 
-from inductor_passes.agreement.asking import bounded, explaining, forget, nobody_to_ask, session_of
+from inductor_passes.agreement.asking import bounded, explaining, forget, nobody_to_ask, session_of, when_forgotten
 from inductor_passes.agreement.cached import StaleVerdictError, loaded, refuse, statement
 from inductor_passes.agreement.consensus import Ballot, Kind, Outcome
 from inductor_passes.agreement.literals import Literals
@@ -33,4 +33,5 @@ __all__ = [
     "session_of",
     "share",
     "statement",
+    "when_forgotten",
 ]

@@ -31,6 +31,7 @@ _asking: dict[tuple[object, ...], threading.Lock] = {}
 _sessions: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Session]] = weakref.WeakKeyDictionary()
 #: (participants, compiled function, phase) -> verdicts on its graphs so far.
 _verdicts_of: dict[tuple[object, ...], set[bool]] = {}
+_follows: list[Callable[[], None]] = []
 _explaining: ContextVar[bool] = ContextVar("inductor_passes_explaining", default=False)
 
 
@@ -135,8 +136,13 @@ def within(call: Callable[[], T], limit_s: float) -> T | None:
     return result[0] if result else None
 
 
+def when_forgotten(call: Callable[[], None]) -> None:
+    """Have what follows from answers forgotten with them."""
+    _follows.append(call)
+
+
 def forget() -> None:
-    """Forget all answers, and the modules that were loaded under them.
+    """Forget all answers, what followed from them, and the modules that were loaded under them.
 
     For a program that replaces some of its processes while others go on: call it on all of those, with
     ``torch.compiler.reset()``, when the new process group is there.
@@ -145,4 +151,6 @@ def forget() -> None:
         _answers.clear()
         _asking.clear()
         _verdicts_of.clear()
+    for call in _follows:
+        call()
     _torch.forget_loaded_modules()

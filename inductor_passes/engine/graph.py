@@ -30,7 +30,7 @@ from inductor_passes.pin import pins
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.rewrites import audit
-from inductor_passes.rewriting.messages import messages
+from inductor_passes.rewriting.messages import carry_parameters, messages
 from inductor_passes.rewriting.step_facts import StepFacts, facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
 from inductor_passes.trace.nothing import planned
@@ -71,8 +71,11 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     job = alike.Job(graph, settings, profile, Known(phase, agreed=agreed.agreed, step=step), agreed, report.passes)
     came = messages(view)
-    earlier = variants.earlier(about, came, together=agreed.agreed and not agreed.again)
-    compilation = None
+    together = agreed.agreed and not agreed.again
+    earlier, compilation = variants.earlier(about, came, together=together), None
+    if together and about.number == 0 and not carry_parameters(view):
+        # Another function that happens to send as much; where all ranks are here, it need not be followed.
+        earlier = None
     if not agreed.agreed:
         compilation = alike.run_as_led(job) if earlier is None else alike.run_as_before(job, earlier)
     # Code from a cache is then right only where this process knows of it.
@@ -87,7 +90,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         job = replace(job, known=replace(job.known, pins=pinned))
         # What was tried and taken back may have put equal nodes in place of those that the view holds.
         untouched = agreed.agreed and earlier is None
-        first = about.number == 0 and not agreed.again
+        first = together and about.number == 0
         compilation = alike.run_alike(job, view if untouched else None, earlier, first=first)
     if len(agreed.participants) != 1 and not agreement.nobody_to_ask():
         alike.warn_of_limit(about)

@@ -121,6 +121,15 @@ _known: dict[tuple[str, tuple[str, ...]], list[Variant]] = {}
 _functions: dict[tuple[str, str, str], None] = {}
 
 
+def _forget() -> None:
+    with _lock:
+        _known.clear()
+        _functions.clear()
+
+
+agreement.when_forgotten(_forget)
+
+
 def remember(about: About, variant: Variant) -> None:
     """Keep what became of a graph."""
     with _lock:

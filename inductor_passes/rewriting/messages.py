@@ -30,6 +30,11 @@ def messages(view: GraphView) -> tuple[str, ...]:
     return tuple(map(_message, view.collectives))
 
 
+def carry_parameters(view: GraphView) -> bool:
+    """Whether all collectives carry parameters or their gradients: other graphs of the model then have the same."""
+    return all(names_of([one.start]) for one in view.collectives)
+
+
 def order_like(view: GraphView, other: Sequence[str]) -> list[torch.fx.Node] | None:
     """The nodes of a graph, put into an order in which it sends the same messages as another graph.
 
