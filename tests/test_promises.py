@@ -118,5 +118,7 @@ def test_programs_that_differ_between_ranks_run_as_without_us(ranks: Ranks, numb
     """One rank alone reads, returns, casts or repeats something: no rank drops or changes a collective."""
     for rank, (right, said, applied) in enumerate(ranks.run(_differ, number, codegen)):
         assert right
-        assert len(said) == 1 and "collectives stay as they are" in said[0] and f"rank {rank} has" in said[0]
-        assert set(applied) <= {"reorder"}
+        # Where what they send is the same, it may be merged and reordered together; nothing else may be done to it.
+        kept, led = "collectives stay as they are", "graphs differ between ranks, their collectives do not"
+        assert len(said) == 1 and (kept in said[0] or led in said[0]) and f"rank {rank} has" in said[0]
+        assert set(applied) <= ({"reorder", "bucket"} if led in said[0] else {"reorder"})

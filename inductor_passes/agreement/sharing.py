@@ -24,7 +24,7 @@ def share(found: Agreement, make: Callable[[], str], limit_s: float) -> str | No
         limit_s: how long the others wait, in seconds.
 
     Raises:
-        Exception: what ``make`` raises, after the others were told that nothing comes.
+        Exception: what ``make`` raises, after the others were told that nothing comes, if nothing was there before.
     """
     claim = found.claim
     session = session_of(found.participants) if found.agreed and claim is not None else None
@@ -33,12 +33,14 @@ def share(found: Agreement, make: Callable[[], str], limit_s: float) -> str | No
     key = session.key(claim.digest, "shared")
     if claim.rank != found.participants[0]:
         return within(lambda: _awaited(session, key, limit_s), limit_s + _STALLED_S) or None
-    text = ""
     try:
         text = make()
-    finally:
-        there = within(lambda: _put(session, key, text), _STALLED_S) or None
-    return there
+    except Exception:
+        # What was shared before stands: the others take it.
+        if before := within(lambda: _put(session, key, ""), _STALLED_S):
+            return before
+        raise
+    return within(lambda: _put(session, key, text), _STALLED_S) or None
 
 
 def _awaited(session: Session, key: str, limit_s: float) -> str:
