@@ -247,3 +247,10 @@ def test_a_gathered_result_that_is_written_to_is_not_transposed(groups: tuple[st
     assert judging.judge(case, groups)[0] == ""
     case = cases.Case((("nested_gather", 0, 1, 0), ("update", 0, 1, 0)), settings=settings)
     assert judging.judge(case, groups)[0] == ""
+
+
+def test_empty_messages_of_several_types_are_left_alone(groups: tuple[str, ...]) -> None:
+    """Found: bytes of an empty message cannot be looked at as numbers, and the pass failed."""
+    settings = {"memory_budget": "0", "bucket": "on", "schedule": "off", "redistribute": "off"}
+    case = cases.Case(parsed("update 2 35 6, empty 23 24 36, empty 29 63 28"), settings=settings)
+    assert judging.judge(case, groups) == ("", 0)

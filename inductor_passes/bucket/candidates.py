@@ -86,6 +86,9 @@ def candidates(
             its_slots = slots(view, collective)
             if not uneven_all_to_all and not all(slot.even for slot in its_slots):
                 raise Refused(Reason.RANKS_DIFFER, "unequal splits may differ between ranks, and so would the decision")
+            # Splits of an exchange are a rank's own; all others send as much on every rank.
+            if collective.kind is not CollectiveKind.ALL_TO_ALL and not any(s.received.numel() for s in its_slots):
+                raise Refused(Reason.UNSUPPORTED, "an empty message, whose bytes have no other type's layout")
             key = _key(view, collective, its_slots, epoch_at, RECOMPUTE_META if joint else ())
         except Refused as error:
             refused[collective.index] = refusal(collective, error.reason, error.detail)
