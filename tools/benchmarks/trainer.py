@@ -144,8 +144,8 @@ class _Turns:
             """As users of FSDP2 compile."""
 
             def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-                wrapped = turns.trainer.model_wrapped
-                for part in model.model.layers if name == "blocks" else [wrapped]:
+                # Dynamo cannot trace DDP's broadcast of buffers on the emulated link: what DDP wraps is compiled.
+                for part in model.model.layers if name == "blocks" else [model]:
                     if part._compiled_call_impl is None:
                         part.compile()
 
