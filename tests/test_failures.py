@@ -265,7 +265,7 @@ def test_an_exception_in_a_pass(
     error: Exception, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
     before = alike.passes_of
-    monkeypatch.setattr(alike, "passes_of", lambda settings, like: [Fails(error), *before(settings, like)])
+    monkeypatch.setattr(alike, "passes_of", lambda settings, like=(): [Fails(error), *before(settings, like)])
     for report in same_as_eager(model):
         assert report.passes[0].rolled_back is Reason.EXCEPTION
         assert all(p.rolled_back is None for p in report.passes[1:])
@@ -273,7 +273,7 @@ def test_an_exception_in_a_pass(
 
 
 def test_an_interrupt_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "passes_of", lambda settings, like: [Fails(KeyboardInterrupt())])
+    monkeypatch.setattr(alike, "passes_of", lambda settings, like=(): [Fails(KeyboardInterrupt())])
     with pytest.raises(KeyboardInterrupt):
         torch.compile(model, **eager_codegen())(*make())
 

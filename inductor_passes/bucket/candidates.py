@@ -86,9 +86,6 @@ def candidates(
             its_slots = slots(view, collective)
             if not uneven_all_to_all and not all(slot.even for slot in its_slots):
                 raise Refused(Reason.RANKS_DIFFER, "unequal splits may differ between ranks, and so would the decision")
-            # Splits of an exchange are a rank's own; all others send as much on every rank.
-            if collective.kind is not CollectiveKind.ALL_TO_ALL and not any(s.received.numel() for s in its_slots):
-                raise Refused(Reason.UNSUPPORTED, "an empty message, whose bytes have no other type's layout")
             key = _key(view, collective, its_slots, epoch_at, RECOMPUTE_META if joint else ())
         except Refused as error:
             refused[collective.index] = refusal(collective, error.reason, error.detail)
@@ -97,6 +94,12 @@ def candidates(
     by_key: dict[GroupKey, list[Candidate]] = {}
     for candidate in found:
         by_key.setdefault(candidate.key, []).append(candidate)
+    for key, members in by_key.items():
+        # Splits of an exchange are a rank's own; all others send as much on every rank.
+        if key.kind is not CollectiveKind.ALL_TO_ALL and not any(one.output_bytes for one in members):
+            why = "an empty message beside empty ones, whose bytes have no other type's layout"
+            refused.update({c.collective.index: refusal(c.collective, Reason.UNSUPPORTED, why) for c in members})
+            found = [one for one in found if one.key != key]
     singles = [c for c in found if len(by_key[c.key]) == 1]
     for candidate in singles:
         reason, detail = _why_alone(candidate, by_key)
