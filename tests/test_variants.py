@@ -64,7 +64,6 @@ def padded_differently(
     """
     torch.manual_seed(0)
     torch._dynamo.reset()
-    agreement.forget()
     plain = Net()
     reference, ours = wrap(copy.deepcopy(plain)), adopt(wrap(copy.deepcopy(plain)))
     settings = {"codegen": "aot_eager", "memory_budget": "unlimited", "rank_agreement": "8s"}
@@ -343,7 +342,6 @@ def one_rank_elsewhere(rank: int, world_size: int, wrap: str, case: str) -> tupl
         return losses
 
     torch._dynamo.reset()
-    agreement.forget()
     plain = model_of_layers(wrap)
     expected = train(plain, lambda fn: fn)
     ours = adopt(model_of_layers(wrap))
