@@ -77,7 +77,7 @@ def test_an_estimator_counts_on_fused_kernels() -> None:
     torch._dynamo.reset()
     asked: list[Any] = []
 
-    def of_matmuls_only(node: torch.fx.Node) -> float | None:
+    def without_answers(node: torch.fx.Node) -> float | None:
         asked.append(node)
         return None
 
@@ -95,7 +95,7 @@ def test_an_estimator_counts_on_fused_kernels() -> None:
         fused = [n for n in nodes if _torch.snode_kind(n) == "fused"]
         counted = {o for n in fused for o in _torch.snode_origins(n) if pointwise(o) is not None}
         assert any(len(_torch.snode_origins(n)) > 2 for n in fused) and counted
-        assert compute(of_matmuls_only) == compute(None)
+        assert compute(without_answers) == compute(None)
         totals.append((sum(compute(pointwise)) - sum(compute(None))) / len(counted))
         return nodes
 

@@ -99,6 +99,11 @@ def test_what_is_remembered_is_of_the_same_collectives_in_one_order() -> None:
     variants.remember(About("7/2", "inference", "settings"), other)
     assert variants.earlier(About("9/0", "inference", "settings"), came, together=True) is other
     assert variants.earlier(About("9/0", "backward", "settings"), came, together=True) is first
+    # A graph that is compiled once more sends what was agreed on for it, whichever came first.
+    again = variants.Variant(came, ("sent by this one",), (), phase="forward", graph="digest")
+    variants.remember(About("8/0", "forward", "settings"), again)
+    assert variants.earlier(About("8/1", "forward", "settings"), came, together=False, graph="digest") is again
+    assert variants.earlier(About("8/1", "forward", "settings"), came, together=False, graph="another") is first
     # After torch._dynamo.reset() one rank alone goes on with what the others may still have; all together begin anew.
     assert variants.earlier(About("7/0", "forward", "settings"), came, together=False) is first
     assert variants.earlier(About("7/0", "forward", "settings"), came, together=True) is None
@@ -124,9 +129,9 @@ def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) ->
     """Code that was just compiled has to load, also where it could not be made to send what the first graph sends."""
     came = ("all_gather of code in a cache",)
 
-    def load(number: int, variant: variants.Variant, alone: bool = False) -> None:
+    def load(number: int, variant: variants.Variant, alone: bool = False, agreed: bool = True) -> None:
         monkeypatch.setattr(_torch, "compile_id", lambda: f"31/{number}")
-        text = variants.statement(About("", "forward", "settings"), variant, alone=alone)
+        text = variants.statement(About("", "forward", "settings"), variant, alone=alone, agreed=agreed)
         exec(text)
 
     def known(number: int) -> variants.Variant | None:
@@ -138,6 +143,8 @@ def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) ->
     load(0, first)
     with pytest.raises(agreement.StaleVerdictError, match="sends something else"):
         load(1, other)
+    with pytest.raises(agreement.StaleVerdictError, match="sends something else"):
+        load(0, other, agreed=False)
     load(1, first, alone=True)
     variants.remember(About("31/1", "forward", "settings"), other)
     load(1, other)

@@ -90,12 +90,12 @@ class Job:
     ) -> Compilation | None:
         """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it cannot.
 
+        Where it cannot within the memory budget it takes the next larger one that is enough: ranks that send something
+        else hang.
+
         Args:
             why: for the report, why it has to.
             above: whether it may take more than the memory budget.
-
-        Where it cannot within the memory budget it takes the next larger one that is enough: ranks that send something
-        else hang.
         """
         backup = Backup(self.graph)
         larger = judge.larger(self.settings.budget) if above else ()

@@ -71,10 +71,12 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     job = alike.Job(graph, settings, profile, Known(phase, agreed=agreed.agreed, step=step), agreed, report.passes)
     came = messages(view)
-    together = agreed.agreed and not agreed.again
-    earlier, compilation = variants.earlier(about, came, together=together), None
-    if together and about.number == 0 and not carry_parameters(view):
-        # Another function that happens to send as much; where all ranks are here, it need not be followed.
+    # Under "trust" nobody was asked, and nobody knows who is here.
+    first = agreed.agreed and not agreed.again and about.number == 0
+    together = agreed.agreed and not agreed.again and bool(agreed.participants)
+    earlier, compilation = variants.earlier(about, came, together=together, graph=agreed.digest), None
+    if first and not carry_parameters(view):
+        # Another function that happens to send as much: where ranks agree, it need not be followed.
         earlier = None
     if not agreed.agreed:
         compilation = alike.run_as_led(job) if earlier is None else alike.run_as_before(job, earlier)
@@ -90,14 +92,13 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         job = replace(job, known=replace(job.known, pins=pinned))
         # What was tried and taken back may have put equal nodes in place of those that the view holds.
         untouched = agreed.agreed and earlier is None
-        first = together and about.number == 0
         compilation = alike.run_alike(job, view if untouched else None, earlier, first=first)
     if len(agreed.participants) != 1 and not agreement.nobody_to_ask():
         alike.warn_of_limit(about)
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
         buckets = variants.places(view.collectives, compilation.buckets)
-        variant = variants.Variant(came, sent, buckets, rewritten, phase)
-        agreeing.leave(graph, variants.statement(about, variant, alone=conforms))
+        variant = variants.Variant(came, sent, buckets, rewritten, phase, agreed.digest)
+        agreeing.leave(graph, variants.statement(about, variant, alone=conforms, agreed=agreed.agreed))
         if not conforms or earlier is None:
             variants.remember(about, variant)
     report = compilation.report

@@ -38,6 +38,7 @@ class Variant:
         buckets: starts that were merged, by their places in ``came``; by name those that rewrites made.
         rewritten: collectives were changed in other ways than merging and reordering.
         phase: ``forward``, ``backward`` or ``inference``.
+        graph: digest of the graph, "" where it has none.
     """
 
     came: tuple[str, ...]
@@ -45,6 +46,7 @@ class Variant:
     buckets: Buckets
     rewritten: bool = False
     phase: str = ""
+    graph: str = ""
 
     def pins(self, collectives: Sequence[Collective], rank: int) -> Pins:
         """Its buckets as a plan for another graph with these collectives.
@@ -142,10 +144,11 @@ def remember(about: About, variant: Variant) -> None:
             del _known[next(iter(_known))]
 
 
-def earlier(about: About, came: Sequence[str], *, together: bool) -> Variant | None:
-    """The first graph that came with these collectives in this order, one of the same phase before others; or None.
+def earlier(about: About, came: Sequence[str], *, together: bool, graph: str = "") -> Variant | None:
+    """What came with these collectives in this order: the same graph, else the first of its phase, else the first.
 
     Args:
+        graph: its digest. Ranks that go on with a graph send what was agreed on for it.
         together: all ranks compile the graph now. If it is a function's first, and the function was compiled before,
             all have thrown away what they had (``torch._dynamo.reset()``), and may begin anew.
     """
@@ -156,14 +159,16 @@ def earlier(about: About, came: Sequence[str], *, together: bool) -> Variant | N
         while len(_functions) > _MOST_KINDS:
             del _functions[next(iter(_functions))]
         found = _known.get((about.settings, tuple(came)), ())
-        return next((one for one in found if one.phase == about.phase), found[0] if found else None)
+        same = [one for one in found if graph and one.graph == graph]
+        return next(iter((*same, *(one for one in found if one.phase == about.phase), *found)), None)
 
 
-def statement(about: About, variant: Variant, *, alone: bool) -> str:
+def statement(about: About, variant: Variant, *, alone: bool, agreed: bool = True) -> str:
     """A Python statement for the generated module: remembers the variant, or refuses it, when code is loaded.
 
     Args:
         alone: it sends what an earlier one sends although the ranks did not agree on it.
+        agreed: the ranks agreed on the graph.
     """
     data = {
         "phase": about.phase,
@@ -172,7 +177,9 @@ def statement(about: About, variant: Variant, *, alone: bool) -> str:
         "sent": variant.sent,
         "buckets": variant.buckets,
         "rewritten": variant.rewritten,
+        "graph": variant.graph,
         "alone": alone,
+        "agreed": agreed,
     }
     text = b85encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 6)).decode()
     return f"__import__('inductor_passes.engine.variants', fromlist=['loaded']).loaded({text!r})"
@@ -182,7 +189,7 @@ def loaded(text: str) -> None:
     """Called by a generated module while it is loaded.
 
     Raises:
-        StaleVerdictError: the code must not be used: it sends something else than an earlier graph of its function.
+        StaleVerdictError: the code must not be used: an earlier graph with its collectives sends something else.
     """
     why = "it cannot be told what it sends"
     try:
@@ -190,12 +197,12 @@ def loaded(text: str) -> None:
         about = About(_torch.compile_id(), data["phase"], data["settings"])
         buckets = _places(data["buckets"])
         came, sent_then = tuple(data["came"]), tuple(data["sent"])
-        variant = Variant(came, sent_then, buckets, data["rewritten"], about.phase)
+        variant = Variant(came, sent_then, buckets, data["rewritten"], about.phase, data["graph"])
         with _lock:
             sent = [one.sent for one in _known.get((about.settings, came), ())]
         if variant.sent in sent:
             why = ""  # just compiled, or as good as
-        elif sent and about.number:
+        elif sent and (about.number or not data["agreed"]):
             why = "an earlier graph with its collectives sends something else"
         elif data["alone"]:
             why = "it sends what a graph sends that is not known here"
