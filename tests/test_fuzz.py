@@ -254,3 +254,39 @@ def test_empty_messages_of_several_types_are_left_alone(groups: tuple[str, ...])
     settings = {"memory_budget": "0", "bucket": "on", "schedule": "off", "redistribute": "off"}
     case = cases.Case(parsed("update 2 35 6, empty 23 24 36, empty 29 63 28"), settings=settings)
     assert judging.judge(case, groups) == ("", 0)
+
+
+def test_a_maximum_of_a_maximum_of_sums(groups: tuple[str, ...]) -> None:
+    """Found: the outer one runs over ranks of a sum that is alike on some of them, and the verifier undid the pass."""
+    settings = {**IN_ORDER, "redistribute": "exact"}
+    steps = (
+        "twins 15 41 47, wait 21 43 48, wait 8 29 12, all_reduce 61 0 47, temporary 11 36 4, wait 7 15 32, "
+        "all_reduce 0 21 56"
+    )
+    assert judging.judge(cases.Case(parsed(steps), settings=settings), groups) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "differs"),
+    [
+        (
+            "matmul_chain 15 45 57, cast 36 56 46, all_gather_out 29 25 37, wait 44 15 57, add 2 14 2, view 34 43 7",
+            {"memory_budget": "unlimited"},
+            True,
+        ),
+        (
+            "all_gather 61 35 45, wait 43 57 25, all_reduce_coalesced 58 47 46, wait 25 60 42, split 50 22 63, "
+            "all_reduce_in_place 23 21 38, pointwise 12 49 46, update_member 0 2 20, wait 28 6 37, view 29 19 48",
+            {"memory_budget": "1KiB"},
+            False,
+        ),
+    ],
+)
+def test_inputs_that_nobody_reads_beside_uneven_shards(
+    steps: str, settings: dict[str, str], differs: bool, groups: tuple[str, ...]
+) -> None:
+    """Found: planner and verifier counted different bytes, because only one of them counts such inputs there."""
+    settings = {"bucket": "off", "schedule": "on", "redistribute": "off", **settings}
+    device = "cuda" if differs else "cpu"
+    case = cases.Case(parsed(steps), settings=settings, device=device, ranks_per_host=8, differs=differs)
+    assert judging.judge(case, groups)[0] == ""

@@ -11,7 +11,7 @@ from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.prepare import group_name, prepare_groups
 from inductor_passes.report import Reason, Verdict
 from inductor_passes.rewrites.pass_ import RewriteCollectives
-from tests.support.redistribute_programs import Program, apply, nested, rewrite, world
+from tests.support.redistribute_programs import MESH, Program, apply, nested, rewrite, world
 from tests.support.world import simulated
 
 
@@ -302,6 +302,44 @@ def test_refusals_are_decisions():
 
         graph = nested("all_gather_into_tensor", (1, 0), groups)
         assert refusals(rewrite("R1", "off"), graph, [(16, 3)]) == [Reason.DISABLED]
+
+
+_GATHER, _REDUCE, _SCATTER = "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "outer", "meshes"),
+    [
+        ("R1", _GATHER, _GATHER, (1, 0)),
+        ("R1", _GATHER, _GATHER, (0, 1)),
+        ("R2", _REDUCE, _REDUCE, (0, 1)),
+        ("R3", _SCATTER, _SCATTER, (0, 1)),
+        ("R3", _SCATTER, _SCATTER, (1, 0)),
+        ("R4", _REDUCE, _SCATTER, (0, 1)),
+        ("R4", _GATHER, _REDUCE, (1, 0)),
+    ],
+)
+def test_a_result_that_is_written_to_stays(name, inner, outer, meshes):
+    """The verifier takes a write for the same one only where it is to the same node."""
+    with world() as groups:
+        program = Program((16, 3))
+        result = program.inputs[0]
+        for kind, mesh in zip((inner, outer), meshes):
+            given = {_GATHER: (), _REDUCE: ("sum",), _SCATTER: ("sum",)}[kind]
+            given += () if kind == _REDUCE else (MESH.shape[mesh],)
+            result = program.collective(kind, result, *given, groups[(mesh,)])
+        program.call(torch.ops.aten.mul_.Tensor, result, 2)
+        assert refusals(rewrite(name, "reassociate"), program.output(result), [(16, 3)]) == [Reason.DATA_DEPENDENCY]
+
+
+def test_a_sum_of_reductions_that_is_written_to_stays():
+    with world() as groups:
+        program = Program((8, 6), (8, 6))
+        sides = [program.collective("all_reduce", x, "sum", groups[(1,)]) for x in program.inputs]
+        total = program.call(torch.ops.aten.add.Tensor, *sides)
+        program.call(torch.ops.aten.mul_.Tensor, total, 2)
+        graph = program.output(total)
+        assert Reason.DATA_DEPENDENCY in refusals(rewrite("R5", "reassociate"), graph, [(8, 6)] * 2)
 
 
 def test_a_missing_flat_group_is_named():

@@ -46,7 +46,8 @@ class Nested:
             if not inside.issuperset(node.users):
                 refuse(Reason.DATA_DEPENDENCY, "the inner result has other readers")
         work.unwritten(self.first.inputs[0], self.first.start, self.result)
-        work.never_written(*chain)
+        # What is written to the result has to reach the same memory as before.
+        work.never_written(*chain, self.result)
 
     def may_be_reduced(self, work: Work) -> None:
         """Refuse when an all_reduce of what the first one reads, in the place of the result, might disturb others."""

@@ -48,9 +48,6 @@ class MergeNestedGathers:
         first, second = pair.first, pair.second
         ranks, group = work.joint_group(second, first)
         straight = straight_or_flipped(second, first)
-        if not straight:
-            # The result would be a view of a copy: a write to it could not be shown to be the same write.
-            work.never_written(pair.result)
         inner, outer = first.group.size, second.group.size
 
         def build(emit: Emitter) -> torch.fx.Node:

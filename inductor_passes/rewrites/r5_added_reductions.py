@@ -87,6 +87,7 @@ class AddBeforeReducing:
         if collective.reduce_op not in ("sum", "avg"):
             refuse(Reason.MIXED_REDUCE_OP, f"{collective.reduce_op} of a sum is not the sum of {collective.reduce_op}")
         work.may_reassociate(collective, "adds before reducing")
+        work.never_written(top, *inner)
         inside = {*inner, *(n for s in alike for n in s.chain)}
         for side in alike:
             for node in side.chain:

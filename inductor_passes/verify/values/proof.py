@@ -224,7 +224,12 @@ class Proof:
         """Whether both or neither of two terms are sums themselves."""
         try:
             heads = self.old.head(old), self.new.head(new)
-        except (NeedsCut, NeedsBytes):
+        except NeedsCut as cut:
+            v = cut.variable
+            if v not in old.variables() | new.variables():
+                return True
+            return all(self._nested_alike(old.put(v, piece), new.put(v, piece), op) for piece in cut.pieces)
+        except NeedsBytes:
             return True
         return (sum_op(heads[0]) == op) == (sum_op(heads[1]) == op)
 
