@@ -189,6 +189,7 @@ OPERATORS: Mapping[str, OperatorFacts] = MappingProxyType(
         "_c10d_functional::all_gather_into_tensor": _start(_AG),
         "_c10d_functional::all_gather_into_tensor_out": _start(_AG, "_out"),
         "_c10d_functional::all_gather_into_tensor_coalesced": _start(_AG, "_coalesced"),
+        "inductor_passes::all_gather": _start(_AG),
         "_c10d_functional::reduce_scatter_tensor": _start(_RS),
         "_c10d_functional::reduce_scatter_tensor_out": _start(_RS, "_out"),
         "_c10d_functional::reduce_scatter_tensor_coalesced": _start(_RS, "_coalesced"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,19 @@ def group_backend(name: str) -> str:
         return ""
 
 
+def moves_with_gloo(name: str) -> bool:
+    """Whether the named group moves CPU tensors with gloo, whatever it does with those of other devices."""
+    import torch.distributed.distributed_c10d as c10d
+
+    try:
+        backend = c10d._resolve_process_group(name)._get_backend(torch.device("cpu"))
+    except (AttributeError, RuntimeError, ValueError, KeyError, TypeError):
+        return False
+    gloo = getattr(c10d, "ProcessGroupGloo", None)
+    # Debug levels wrap it.
+    return gloo is not None and isinstance(getattr(backend, "wrapped_pg", backend), gloo)
+
+
 def group_store(name: str) -> tuple[Any, int, tuple[int, ...]] | None:
     """(key-value store, own global rank, global ranks) of the named group, None when this process is not in it."""
     import torch.distributed as dist
@@ -81,6 +95,9 @@ def group_store(name: str) -> tuple[Any, int, tuple[int, ...]] | None:
 def gloo_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
     """A process group that moves CPU tensors with gloo, outside of ``torch.distributed``'s registry of groups.
 
+    One thread does its work: with two, torch's gloo corrupts memory when gathers end at the same time, see
+    ``rewriting.gather_op``.
+
     Args:
         store: rendezvous store, with a prefix of the group's own.
         rank / size: within the group.
@@ -89,7 +106,14 @@ def gloo_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
     from torch.distributed import ProcessGroup, ProcessGroupGloo
 
     group = ProcessGroup(store, rank, size)
-    backend = ProcessGroupGloo(store, rank, size, timeout)
+    options = ProcessGroupGloo._Options()
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    options._devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [
+        ProcessGroupGloo.create_default_device()
+    ]
+    options._timeout = timeout
+    options._threads = 1
+    backend = ProcessGroupGloo(store, rank, size, options)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     return group

@@ -47,6 +47,22 @@ def generates_python() -> bool:
     return not (getattr(V.graph, "cpp_wrapper", False) or getattr(V.graph, "aot_mode", False))
 
 
+def lower_as_collective(operator: Any) -> None:
+    """Make Inductor lower a functional operator of ours as it lowers torch's collectives: it starts one, and a
+    ``wait_tensor`` ends it. Its first argument is the tensor that is sent. Twice is harmless."""
+    from torch._inductor import ir, lowering
+
+    if operator in lowering.lowerings:
+        return
+
+    def lowered(sent: Any, *given: Any) -> Any:
+        started = ir._CollectiveKernel.create_out_of_place(operator.default, sent, *given)
+        return ir.TensorBox.create(started)
+
+    lowering.add_layout_constraint(operator, lowering.constrain_to_fx_strides)
+    lowering.register_lowering(operator)(lowered)
+
+
 def add_module_statement(statement: str) -> None:
     """Add a statement to the top level of the generated Python module: runs whenever the module is loaded."""
     from torch._inductor.virtualized import V

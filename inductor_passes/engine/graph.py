@@ -13,6 +13,7 @@ from inductor_passes.engine import (
     agreeing,
     alike,
     garbage,
+    gloo,
     identity,
     in_tree,
     joint,
@@ -103,6 +104,9 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
             variants.remember(about, variant)
     report = compilation.report
     naming.enter(report, graph, names, settings)
+    with guarded("making gathers safe on gloo", "they stay as they are", settings):
+        if said := gloo.respell(graph, settings):
+            report.notes.append(said)
     compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
     with guarded("writing down the plan", "the report has none", settings):
         report.plan = _plan(compilation, collectives, names)
