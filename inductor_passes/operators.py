@@ -234,12 +234,12 @@ WAITS = frozenset(name for name, facts in OPERATORS.items() if facts.role is Rol
 TRANSFERS = frozenset(name for name, facts in OPERATORS.items() if facts.transfer)
 #: Collectives that Inductor turns into their in-place form when nobody reads the first argument any more.
 REINPLACED = frozenset(name for name, facts in OPERATORS.items() if facts.reinplaced)
-#: Kind -> base name of the functional operator that carries one tensor.
+#: Kind -> base name of torch's functional operator that carries one tensor.
 SINGLE: Mapping[CollectiveKind, str] = MappingProxyType(
     {
         kind: name.partition("::")[2]
         for name, kind in COLLECTIVES.items()
-        if not OPERATORS[name].in_place and not OPERATORS[name].coalesced
+        if not OPERATORS[name].in_place and not OPERATORS[name].coalesced and name.partition("::")[0] != OWN
     }
 )
 #: Kind -> base name of the functional operator that carries a list of tensors, where there is one.
