@@ -29,6 +29,8 @@ _BLOCKING = re.compile(
     r"|inductor_passes::((symm_)?(gathered_mm|mm_scattered)|all_reduce_residual_rms_norm)"
     r"|symm_mem::fused_(all_gather_(scaled_)?matmul|(scaled_)?matmul_reduce_scatter)"
 )
+#: The gather that gloo gets, see ``engine/gloo.py``.
+_OWN_GATHER = "inductor_passes::all_gather"
 _START = re.compile(rf"{NAMESPACE}({'|'.join(_KINDS)})(_coalesced)?(_out|_)?")
 #: Names of arguments that are process groups.
 _GROUPS = frozenset({"group", "group_name", "group_names", "process_group", "process_groups", "pg", "mesh"})
@@ -47,6 +49,8 @@ class Form:
 @functools.lru_cache(maxsize=1024)
 def form_of(name: str) -> Form | None:
     """The form of the collective that an operator (``namespace::name``) issues; None when it issues none."""
+    if name == _OWN_GATHER:
+        return Form("all_gather", coalesced=False, in_place=False, out=False)
     match = _START.fullmatch(name)
     if match is None:
         return None

@@ -105,14 +105,9 @@ class Reader(Places):
 
     def _operator(self, node: torch.fx.Node) -> NodeFacts:
         name = operator_of(node.target).name
-        if not name.startswith(communication.NAMESPACE):
-            facts = self._called(node)
-            if name in _REINPLACED:
-                facts.reinplaced = tuple(nodes_in(_first(node)))
-            return facts
         form = communication.form_of(name)
-        if form is not None:
-            facts = self._start(node, form)
+        if form is not None or not name.startswith(communication.NAMESPACE):
+            facts = self._called(node) if form is None else self._start(node, form)
             if name in _REINPLACED:
                 facts.reinplaced = tuple(nodes_in(_first(node)))
             return facts

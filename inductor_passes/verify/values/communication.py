@@ -189,6 +189,7 @@ def _waited(groups: Groups, a: Access) -> Access:
 COLLECTIVES: dict[str, Collective] = {
     "_c10d_functional::all_gather_into_tensor": _gathered,
     "_c10d_functional::all_gather_into_tensor_coalesced": _gathered,
+    "inductor_passes::all_gather": _gathered,
     "_c10d_functional::reduce_scatter_tensor": _scattered,
     "_c10d_functional::reduce_scatter_tensor_coalesced": _scattered,
     "_c10d_functional::all_reduce": _all_reduced,
