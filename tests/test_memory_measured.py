@@ -49,4 +49,24 @@ def test_predicted_peak_is_the_measured_one(name: str, tmp_path: Path) -> None:
     assert {r.schedules[-1].level for r in reports} == {"scheduler"}
     predicted = predicted_peaks(problems, peaks)
     assert predicted["forward"] == pytest.approx(measured[0], rel=0.05), (predicted, measured)
-    assert predicted["backward"] == pytest.approx(measured[1], rel=0.05), (predicted, measured)
+    # What forward saves may be a view of a parameter, which backward's graph does not show.
+    assert 0.95 < predicted["backward"] / measured[1] < 1.08, (predicted, measured)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "context_parallel"])
+def test_the_smallest_budget_holds_as_measured(name: str, tmp_path: Path) -> None:
+    """Found: 9% and 2% above default Inductor at "0". A merged message was allocated with its first member, and kernels
+    in a row freed what they had read at the end of the row; the plan knew neither."""
+    peaks = []
+    for options in (None, inductor_passes.options(memory_budget="0")):
+        torch._dynamo.reset()
+        with fake_world(4), without_kernels():
+            model, tokens = build(name)
+
+            def loss(tokens: torch.Tensor, model: torch.nn.Module = model) -> torch.Tensor:
+                return model(tokens).square().mean()  # type: ignore[no-any-return]
+
+            compiled = torch.compile(loss, fullgraph=True, options=options)
+            compiled(tokens).backward()
+            peaks.append(max(measured_peaks(compiled, model, tokens, tmp_path)))
+    assert peaks[1] <= peaks[0] * 1.02

@@ -12,10 +12,11 @@ from inductor_passes import _torch, verify
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
 from inductor_passes.problems.kernel_memory import donated_inputs
-from inductor_passes.problems.kernels import build
+from inductor_passes.problems.kernels import SchedulerProblem, build
+from inductor_passes.replay import batches
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
-from inductor_passes.schedule.problem import INPUT, Kind, Problem
+from inductor_passes.schedule.problem import INPUT, Kind
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.inductor_orders import lower
 from tests.support.models import LlamaConfig, capture_graphs, cross_entropy, llama, llama_batch, tensor_parallel
@@ -32,10 +33,10 @@ def fsdp() -> Any:
     return simple_fsdp(llama(LLAMA), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
 
 
-def allocated_peak(problem: Problem, order: Any = None) -> int:
+def allocated_peak(built: SchedulerProblem, order: Any) -> int:
     """Peak without the inputs that the caller keeps: what the verifier counts."""
-    kept = sum(s.size_bytes for s in problem.storages if s.producer == INPUT and s.pinned)
-    return peak_bytes(problem, order) - kept
+    kept = sum(s.size_bytes for s in built.problem.storages if s.producer == INPUT and s.pinned)
+    return batches.peak_bytes(built.problem, order, built.batched) - kept
 
 
 @pytest.mark.parametrize("make", [tp, fsdp])
@@ -62,8 +63,8 @@ def test_waits_and_memory(make: Any) -> None:
             for budget in (None, peak_bytes(problem)):
                 result = plan(problem, budget)
                 order = [nodes[i] for i in result.order]
-                assert allocated_peak(problem, result.order) == verify.snodes_peak_bytes(order, donated)
-            assert allocated_peak(problem) == verify.snodes_peak_bytes(nodes, donated)
+                assert allocated_peak(built, result.order) == verify.snodes_peak_bytes(order, donated)
+            assert allocated_peak(built, problem.input_order) == verify.snodes_peak_bytes(nodes, donated)
             inspected.append(len(starts))
             return nodes
 

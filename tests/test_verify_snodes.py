@@ -15,6 +15,11 @@ import torch.distributed._functional_collectives as funcol
 from torch._inductor import config
 
 from inductor_passes import _torch, verify
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.problems import kernels
+from inductor_passes.replay import batches
+from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.problem import INPUT
 from tests.support.verify_graphs import unknown
 from tests.support.world import grouped_world
 
@@ -217,6 +222,53 @@ def test_peak_memory_follows_the_order(groups):
         assert rules(verify.check_snodes(nodes, nodes, memory_budget=peak - 1)) == {"memory"}
 
     on_scheduler_nodes(step, [torch.randn(16, 16), torch.randn(16, 16)], check)
+
+
+def test_a_concatenation_is_allocated_with_its_first_part(groups):
+    """It has no kernel: parts are computed where they belong, and the first one of them brings the whole to life."""
+
+    def joined(a, b):
+        first = torch.relu(a) * 2
+        middle = torch.mm(b, b)
+        # With a few parts Inductor computes the whole in one kernel.
+        later = [torch.relu(middle[i::16]) + i for i in range(16)]
+        return torch.mm(torch.cat([first, *later]), middle)
+
+    def check(nodes):
+        built = kernels.build(nodes, CostProfile.default("cpu"), backward=False)
+        problem = built.problem
+        shared = [{s for _, _, names, _ in _torch.snode_buffers(node) for s in names} for node in nodes]
+        (whole,) = [s for s in problem.storages if any(s.name in names for names in shared)]
+        assert whole.size_bytes == 2 * 256 * 256 * 4
+        parts = [i for i, names in enumerate(shared) if whole.name in names]
+        assert whole.producer == min(parts) < next(i for i, n in enumerate(nodes) if _torch.snode_kind(n) == "nop")
+        assert all(whole.producer in problem.preds[i] for i in parts if i != whole.producer)
+        assert len(parts) > 1
+        assert verify.snodes_peak_bytes(nodes) == batches.peak_bytes(problem, problem.input_order, built.batched) - sum(
+            s.size_bytes for s in problem.storages if s.producer == INPUT
+        )
+
+    on_scheduler_nodes(joined, [torch.randn(256, 256), torch.randn(256, 256)], check)
+
+
+def test_kernels_in_a_row_free_nothing_between_them(groups):
+    def row(a, b):
+        x = torch.mm(a, b)
+        y = torch.relu(x).sum(0, keepdim=True)
+        z = (x * y).sum(1)
+        return torch.mm(z.expand(256, 256).contiguous(), b)
+
+    def check(nodes):
+        built = kernels.build(nodes, CostProfile.default("cpu"), backward=False)
+        order = built.problem.input_order
+        rows = [len([*run]) for one, run in itertools.groupby(built.batched) if one]
+        assert max(rows) > 1
+        with_rows = batches.peak_bytes(built.problem, order, built.batched)
+        assert with_rows > peak_bytes(built.problem, order)
+        inputs = sum(s.size_bytes for s in built.problem.storages if s.producer == INPUT)
+        assert verify.snodes_peak_bytes(nodes) == with_rows - inputs
+
+    on_scheduler_nodes(row, [torch.randn(256, 256), torch.randn(256, 256)], check)
 
 
 def test_transfers_keep_their_place_among_collectives(groups):

@@ -36,6 +36,16 @@ def snode_kind(node: Any) -> str:
     return "extern"
 
 
+def snode_is_batched(node: Any) -> bool:
+    """Whether Inductor's C++ backend makes one function of the node and its like in a row, and frees nothing inside."""
+    from torch._inductor import config
+
+    if snode_kind(node) not in ("fused", "nop") or snode_is_template(node):
+        return False
+    device = node.get_device()
+    return device is None or (device.type == "cpu" and getattr(config, "cpu_backend", "cpp") == "cpp")
+
+
 def snode_output_names(node: Any) -> list[str]:
     """Names of the buffers that a scheduler node (or the nodes fused into it) defines."""
     return [str(buffer.get_name()) for buffer in node.get_outputs()]

@@ -31,12 +31,14 @@ from inductor_passes.schedule.problem import Problem
 class SchedulerProblem:
     """A problem over scheduler nodes; task ``i`` is ``nodes[i]``.
 
-    ``collectives`` maps the number of a start to what it does.
+    ``collectives`` maps the number of a start to what it does. ``batched`` says of every task whether the code
+    generator makes one function of it and its like in a row, see ``replay.batches``.
     """
 
     problem: Problem
     nodes: tuple[Any, ...]
     collectives: dict[int, Collective]
+    batched: tuple[bool, ...] = ()
 
 
 def build(
@@ -92,7 +94,8 @@ class _Reader:
         for i in range(len(self.nodes)):
             self._enter(i)
         self.builder.add_memory(kernel_blocks(self.nodes, self.producer, self.builder, self.backward))
-        return SchedulerProblem(self.builder.problem(), tuple(self.nodes), self.collectives)
+        batched = tuple(map(_torch.snode_is_batched, self.nodes))
+        return SchedulerProblem(self.builder.problem(), tuple(self.nodes), self.collectives, batched)
 
     def _predecessors(self, i: int) -> set[int]:
         found = {self.producer[name] for name, _ in _torch.snode_dependencies(self.nodes[i]) if name in self.producer}

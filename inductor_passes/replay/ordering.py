@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from inductor_passes.pin.kernels import kernel_names
 from inductor_passes.pin.pins import GivenUp, Pins
 from inductor_passes.problems.kernels import SchedulerProblem
 from inductor_passes.records.words import Effort
+from inductor_passes.replay import batches
 from inductor_passes.report import Decision, Reason, Verdict
 from inductor_passes.schedule.effort import plan_with_effort
 from inductor_passes.schedule.plan import Plan
@@ -85,6 +87,7 @@ def order(
     limit_bytes: int | None,
     pins: Pins | None,
     effort: Effort = "normal",
+    allowed: Callable[[int], int | None] = lambda came: came,
 ) -> Ordered:
     """The best order of the kernels within ``limit_bytes``, or the one that is pinned.
 
@@ -92,6 +95,7 @@ def order(
         before: Inductor's own order, simulated.
         pins: the plan that is pinned for the graph, None when there is none.
         effort: how hard the planner tries.
+        allowed: the cap for kernels that peak at so many bytes in Inductor's order, see ``batches``.
     """
     names = tuple(kernel_names(list(built.nodes)))
     given_up = ""
@@ -102,5 +106,11 @@ def order(
                 return Ordered(built, pinned, before, names, pinned=True)
         except GivenUp as error:
             given_up = str(error)
-    found = plan_with_effort(built.problem, limit_bytes, effort)
-    return Ordered(built, found, before, names, given_up=given_up)
+
+    def plan(limit: int | None) -> Plan:
+        return plan_with_effort(built.problem, limit, effort)
+
+    found = batches.within(built.problem, built.batched, limit_bytes, allowed, plan)
+    if found is None:
+        return Ordered(built, plan(before.peak_bytes), before, names, given_up=given_up).left_alone()
+    return Ordered(built, dataclasses.replace(found, budget_bytes=limit_bytes), before, names, given_up=given_up)

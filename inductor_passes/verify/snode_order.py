@@ -123,13 +123,28 @@ class SnodeOrder:
                 fence = self.names[i]
         return found
 
+    def _rows(self) -> list[int]:
+        """For every position the one behind which memory is freed that is read there for the last time."""
+        ends = list(range(len(self.nodes)))
+        for i in reversed(range(len(self.nodes) - 1)):
+            if _torch.snode_is_batched(self.nodes[i]) and _torch.snode_is_batched(self.nodes[i + 1]):
+                ends[i] = ends[i + 1]
+        return ends
+
     def peak_bytes(self, donated: Mapping[str, int]) -> int:
-        """Replay of allocations in this order; a collective's inputs and results live at least until its waits."""
+        """Replay of allocations in this order; a collective's inputs and results live at least until its waits.
+
+        Memory is allocated for the first part that is written to it, which may come before the node that names it. What
+        C++ kernels in a row have read is freed behind the last of them: they become one function.
+        """
+        first: dict[str, int] = {}
         last: dict[str, int] = {}
         waits: dict[str, int] = {}
         for i, node in enumerate(self.nodes):
             touched = self.roots_of([*_torch.snode_reads(node), *self.outputs[i]])
             last.update(dict.fromkeys(touched, i))
+            for root in self.roots_of(self.outputs[i]):
+                first.setdefault(root, i)
             if self.kinds[i] == "wait":
                 for root in self.roots_of(_torch.snode_waited_buffers(node)):
                     waits[root] = waits[self.parcel.get(root, root)] = i
@@ -138,6 +153,8 @@ class SnodeOrder:
                 end = max((waits[r] for r in self.roots_of(self.outputs[i]) if r in waits), default=i)
                 for read in self.roots_of(_torch.snode_data_reads(node)):
                     last[read] = max(last.get(read, i), end)
+        ends, used = self._rows(), last
+        last = {root: ends[i] for root, i in last.items()}
         kept = set(self.roots_of(_torch.lowered_outputs()))
         delta = [0] * (len(self.nodes) + 1)
         for name, size in donated.items():
@@ -149,15 +166,15 @@ class SnodeOrder:
         for i, own in enumerate(self.buffers):
             for before, after in _torch.snode_overwrites(self.nodes[i], done):
                 size = held.get(before, 0)
-                if before not in kept and last.get(before) == i and (after, size) in {(n, s) for n, s, *_ in own}:
+                if before not in kept and used.get(before) == i and (after, size) in {(n, s) for n, s, *_ in own}:
                     # The result is stored where the operand was: the two are never there at the same time.
                     delta[i] -= size
-                    delta[i + 1] += size
+                    delta[ends[i] + 1] += size
             done.update(_torch.snode_operations(self.nodes[i]))
             for name, size, shared, packed in own:
                 if not shared and size:
                     held[name] = size
-                    delta[self.producer.get(packed, i)] += size
+                    delta[self.producer.get(packed, first.get(name, i))] += size
                     if name not in kept:
                         delta[last[name] + 1] -= size
         live = peak = 0

@@ -1,0 +1,60 @@
+"""Memory of rows of C++ kernels, and planning with less where a plan holds more than is allowed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inductor_passes.replay import batches
+from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.problem import INPUT, Problem
+from tests.support.schedule_graphs import random_problem
+
+
+def _held(problem: Problem, order: Sequence[int], batched: Sequence[bool]) -> int:
+    """By the definition: a storage lives until the end of the row in which it is used last."""
+    place = {task: at for at, task in enumerate(order)}
+    end = list(range(len(order)))
+    for at in reversed(range(len(order) - 1)):
+        if batched[order[at]] and batched[order[at + 1]]:
+            end[at] = end[at + 1]
+    peak = problem.base_bytes + sum(s.size_bytes for s in problem.storages if s.producer == INPUT)
+    for at in range(len(order)):
+        held = problem.base_bytes
+        for s in problem.storages:
+            first = -1 if s.producer == INPUT else place[s.producer]
+            last = len(order) if s.pinned else end[max([first, *(place[r] for r in s.readers)], default=0)]
+            held += s.size_bytes * (first <= at <= last)
+        peak = max(peak, held)
+    return peak
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000), st.integers(0, 2**16))
+def test_peak_of_rows(seed: int, chosen: int) -> None:
+    problem = random_problem(seed)
+    batched = [problem.tasks[i].lane < 0 and bool(chosen >> i & 1) for i in range(len(problem.tasks))]
+    order = problem.input_order
+    found = batches.peak_bytes(problem, order, batched)
+    assert found == _held(problem, order, batched) >= peak_bytes(problem, order)
+    assert batches.peak_bytes(problem, order, [False] * len(batched)) == peak_bytes(problem, order)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10_000))
+def test_a_plan_holds_no_more_than_is_allowed(seed: int) -> None:
+    problem = random_problem(seed, tasks=12)
+    draw = random.Random(seed)
+    batched = [task.lane < 0 and draw.random() < 0.7 for task in problem.tasks]
+    came = batches.peak_bytes(problem, problem.input_order, batched)
+    limit = peak_bytes(problem, problem.input_order)
+    found = batches.within(problem, batched, limit, lambda peak: peak, lambda cap: plan(problem, cap))
+    if found is not None:
+        assert found.peak_bytes <= limit
+        assert batches.peak_bytes(problem, found.order, batched) <= came
+    free = batches.within(problem, batched, None, lambda peak: None, lambda cap: plan(problem, cap))
+    assert free is not None and free.makespan_ns == plan(problem, None).makespan_ns
