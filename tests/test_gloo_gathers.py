@@ -7,6 +7,8 @@ tcache chunk detected").
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.fx
 
-from inductor_passes import _torch, emulated_link
+from inductor_passes import _torch, emulated_link, verify
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import gloo
-from inductor_passes.rewriting import gather_op
+from inductor_passes.groups import gather_op
 from inductor_passes.trace.collector import collect
 from tests.support.graphs import GraphBuilder
 from tests.support.ranks import Ranks
@@ -136,3 +138,18 @@ def test_one_thread_does_the_work_of_the_emulated_link() -> None:
 
 def _emulated(rank: int, world: int) -> None:
     emulated_link.register()
+
+
+def test_a_graph_file_with_it_is_checked_as_with_torchs(tmp_path: Path) -> None:
+    """In a process of its own: the operator has to be known where nothing was compiled."""
+    names = []
+    for operator in (c10d.all_gather_into_tensor.default, gather_op.OPERATOR.default):
+        graph = _gathers("0", 3)
+        for node in graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor.default):
+            node.target = operator
+        names.append(str(tmp_path / f"{len(names)}.json"))
+        verify.save(graph, names[-1])
+    script = "from inductor_passes.cli.main import app; app()"
+    done = subprocess.run([sys.executable, "-c", script, "check", *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("nothing found") == 2
