@@ -1,7 +1,7 @@
 """The last step of an FX graph: gathers that gloo would run beside each other get a form in which it can.
 
 One operator takes the place of another, with the same arguments, result and name: no order, lifetime or message
-changes, so that plan, proof and report hold. See ``groups.gather_op`` for what is wrong with torch's own.
+changes, so that plan, proof and report hold. See ``ir.gather_op`` for what is wrong with torch's own.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
-from inductor_passes.groups import gather_op
+from inductor_passes.ir import gather_op
 from inductor_passes.ir.ops import Role, role
 
 _CPU = torch.device("cpu")
