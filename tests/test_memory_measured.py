@@ -10,19 +10,21 @@ import pytest
 import torch
 
 import inductor_passes
+from inductor_passes.problems.graph_memory import kept_by_caller, mark_views_of_inputs
 from inductor_passes.schedule.problem import INPUT, Problem
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import without_kernels
+from tests.support.graphs import GraphBuilder
 from tests.support.measured import LAYOUTS, build, measured_peaks
 from tests.support.world import fake_world
 
 
 def predicted_peaks(folder: Path, orders: dict[str, Any]) -> dict[str, int]:
-    """Planned peaks by phase, without what the caller holds: parameters and inputs."""
+    """Planned peaks by phase, without what the caller holds: parameters, inputs, and what is saved of them."""
     found = {}
     for path in folder.glob("rank0_*.json"):
         problem = Problem.from_json(json.loads(path.read_text()))
-        held = sum(s.size_bytes for s in problem.storages if s.producer == INPUT and s.name.startswith("primals_"))
+        held = sum(s.size_bytes for s in problem.storages if s.producer == INPUT and s.pinned)
         phase = problem.name.split("_")[0]
         found[phase] = orders[phase] - held
     return found
@@ -48,9 +50,10 @@ def test_predicted_peak_is_the_measured_one(name: str, tmp_path: Path) -> None:
     peaks = {r.phase: r.schedules[-1].peak_after_bytes for r in reports}
     assert {r.schedules[-1].level for r in reports} == {"scheduler"}
     predicted = predicted_peaks(problems, peaks)
-    assert predicted["forward"] == pytest.approx(measured[0], rel=0.05), (predicted, measured)
-    # What forward saves may be a view of a parameter, which backward's graph does not show.
-    assert 0.95 < predicted["backward"] / measured[1] < 1.08, (predicted, measured)
+    # Kernels in a row free at its end, which the prediction does not know.
+    close = 0.04 if name in ("fsdp_tp", "moe") else 0.001
+    assert predicted["forward"] == pytest.approx(measured[0], rel=close), (predicted, measured)
+    assert predicted["backward"] == pytest.approx(measured[1], rel=close), (predicted, measured)
 
 
 @pytest.mark.parametrize("name", ["fsdp", "context_parallel"])
@@ -70,3 +73,20 @@ def test_the_smallest_budget_holds_as_measured(name: str, tmp_path: Path) -> Non
             compiled(tokens).backward()
             peaks.append(max(measured_peaks(compiled, model, tokens, tmp_path)))
     assert peaks[1] <= peaks[0] * 1.02
+
+
+def test_saved_views_of_inputs_belong_to_the_caller() -> None:
+    forward, backward = GraphBuilder(), GraphBuilder()
+    weight, x = forward.placeholder("primals_1", 4, 6), forward.placeholder("primals_2", 4, 6)
+    view = forward.call(torch.ops.aten.permute.default, weight, [1, 0])
+    part = forward.call(torch.ops.aten.slice.Tensor, view, 0, 0, 3)
+    product = forward.call(torch.ops.aten.mm.default, x, view)
+    turned = forward.call(torch.ops.aten.permute.default, product, [1, 0])
+    forward.graph.output((product, part, turned, weight))
+    for node in (part, turned, weight):
+        backward.placeholder(node.name, *node.meta["val"].shape)
+    backward.placeholder("tangents_1", 4, 4)
+    backward.graph.output(())
+    mark_views_of_inputs(forward.graph, backward.graph)
+    kept = {n.name: kept_by_caller(n, backward=True) for n in backward.graph.nodes if n.op == "placeholder"}
+    assert kept == {part.name: True, turned.name: False, "primals_1": True, "tangents_1": True}

@@ -23,6 +23,7 @@ from inductor_passes.engine.barrier import guarded
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
 from inductor_passes.problems.fx import FxProblem, NoHintError, build
+from inductor_passes.problems.graph_memory import mark_views_of_inputs
 from inductor_passes.records.errors import MeantError
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewriting.step_facts import StepFacts
@@ -90,6 +91,8 @@ class Separation:
         with guarded("describing random operators", "collectives do not cross their readers", lambda: self.settings):
             for module in both:
                 checkpointing.describe(module.graph)
+        with guarded("looking for saved views of parameters", "backward counts them as its own", lambda: self.settings):
+            mark_views_of_inputs(both[0].graph, both[1].graph)
         return both
 
     @garbage.paused()

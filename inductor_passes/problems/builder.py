@@ -21,6 +21,8 @@ from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage
 
 #: Inputs that belong to the caller of a backward: parameters and inputs saved by reference, and incoming gradients.
 CALLERS = ("primals_", "tangents_", "bwd_seed")
+#: In the meta of an input of a backward: what forward saved is a view of one of its own inputs, so the caller holds it.
+OF_CALLER = "inductor_passes_of_caller"
 
 
 class NoHintError(ValueError):

@@ -9,11 +9,11 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir.canonical import PADS, Shards
-from inductor_passes.ir.ops import Role
+from inductor_passes.ir.ops import Role, role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
-from inductor_passes.problems.builder import CALLERS, Block, Builder, NoHintError
+from inductor_passes.problems.builder import CALLERS, OF_CALLER, Block, Builder, NoHintError
 from inductor_passes.schedule.problem import INPUT
 
 
@@ -26,10 +26,23 @@ def kept_by_caller(node: torch.fx.Node, backward: bool) -> bool:
     """Whether an input stays alive however early the graph is done with it.
 
     The caller holds the inputs of a forward. A backward owns its saved activations (AOTAutograd hands them over and
-    lets go), not the parameters and inputs that it saved by reference (``primals_*``) nor the incoming gradients.
+    lets go), not the parameters and inputs that it saved by reference (``primals_*``), or views of them, nor the
+    incoming gradients.
     """
-    target = str(node.target)
-    return node.op == "get_attr" or not backward or target.startswith(CALLERS)
+    if node.op == "get_attr" or not backward:
+        return True
+    return str(node.target).startswith(CALLERS) or OF_CALLER in node.meta
+
+
+def mark_views_of_inputs(forward: torch.fx.Graph, backward: torch.fx.Graph) -> None:
+    """Note in a backward's graph which of its inputs are views of forward's inputs: only forward's graph shows it."""
+    saved = {node.name: node for node in forward.output_node().all_input_nodes}
+    for node in backward.find_nodes(op="placeholder"):
+        source = saved.get(str(node.target))
+        while source is not None and source.op == "call_function":
+            source = source.all_input_nodes[0] if role(source) is Role.FREE and source.all_input_nodes else None
+        if source is not None:
+            node.meta[OF_CALLER] = True
 
 
 def _is_unread(storage: FxStorage) -> bool:

@@ -13,18 +13,23 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inductor_passes import _torch
-from inductor_passes.problems.builder import CALLERS, Block, Builder
+from inductor_passes.problems.builder import CALLERS, OF_CALLER, Block, Builder
 from inductor_passes.schedule.problem import INPUT
 
 
 def donated_inputs(backward: bool) -> dict[str, int]:
     """Inputs of the graph being lowered that are freed after their last use, with their bytes.
 
-    A backward owns its saved activations; parameters, inputs and incoming gradients belong to the caller.
+    A backward owns its saved activations. Parameters, inputs, views of them, and incoming gradients belong to the
+    caller.
     """
     if not backward:
         return {}
-    return {name: size for name, size in _torch.lowered_inputs().items() if not name.startswith(CALLERS)}
+    module = _torch.current_graph_module()
+    inputs = [] if module is None else module.graph.find_nodes(op="placeholder")
+    views = {str(node.target) for node in inputs if OF_CALLER in node.meta}
+    found = _torch.lowered_inputs().items()
+    return {name: size for name, size in found if not name.startswith(CALLERS) and name not in views}
 
 
 def kernel_blocks(
