@@ -20,9 +20,9 @@ import torch.distributed._functional_collectives as funcol
 import torch.fx
 
 from inductor_passes import _torch, emulated_link, verify
+from inductor_passes._torch import gather_op
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import gloo
-from inductor_passes.ir import gather_op
 from inductor_passes.trace.collector import collect
 from tests.support.graphs import GraphBuilder
 from tests.support.ranks import Ranks

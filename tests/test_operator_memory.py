@@ -200,7 +200,7 @@ def test_schemas_that_say_nothing() -> None:
 
 def test_every_collective_is_what_its_name_says() -> None:
     """The verifier tells collectives by name: none may be left out, and each does to memory what its form says."""
-    import inductor_passes.ir.gather_op  # noqa: F401  ours
+    import inductor_passes._torch.gather_op  # noqa: F401  ours
     from inductor_passes.ir.ops import COLLECTIVES
     from inductor_passes.verify.facts import communication
 

@@ -96,7 +96,7 @@ def gloo_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
     """A process group that moves CPU tensors with gloo, outside of ``torch.distributed``'s registry of groups.
 
     One thread does its work: with two, torch's gloo corrupts memory when gathers end at the same time, see
-    ``ir.gather_op``.
+    ``_torch.gather_op``.
 
     Args:
         store: rendezvous store, with a prefix of the group's own.

@@ -1,7 +1,7 @@
 """The last step of an FX graph: gathers that gloo would run beside each other get a form in which it can.
 
 One operator takes the place of another, with the same arguments, result and name: no order, lifetime or message
-changes, so that plan, proof and report hold. See ``ir.gather_op`` for what is wrong with torch's own.
+changes, so that plan, proof and report hold. See ``_torch.gather_op`` for what is wrong with torch's own.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes._torch import gather_op
 from inductor_passes.config import PassConfig
-from inductor_passes.ir import gather_op
 from inductor_passes.ir.ops import Role, role
 
 _CPU = torch.device("cpu")

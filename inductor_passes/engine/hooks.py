@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.fx
 
-import inductor_passes.ir.gather_op  # noqa: F401  code from a cache calls the operator
+import inductor_passes._torch.gather_op  # noqa: F401  code from a cache calls the operator
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import garbage, identity, in_tree

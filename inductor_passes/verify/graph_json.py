@@ -23,7 +23,7 @@ import torch
 import torch.fx
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-import inductor_passes.ir.gather_op  # noqa: F401  an operator that graphs may name
+import inductor_passes._torch.gather_op  # noqa: F401  an operator that graphs may name
 from inductor_passes import _torch
 from inductor_passes.config import ConfigError
 from inductor_passes.ir import groups, ops
