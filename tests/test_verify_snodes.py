@@ -242,7 +242,7 @@ def test_a_concatenation_is_allocated_with_its_first_part(groups):
         assert whole.size_bytes == 2 * 256 * 256 * 4
         parts = [i for i, names in enumerate(shared) if whole.name in names]
         assert whole.producer == min(parts) < next(i for i, n in enumerate(nodes) if _torch.snode_kind(n) == "nop")
-        assert all(whole.producer in problem.preds[i] for i in parts if i != whole.producer)
+        assert all(whole.producer in problem.edges()[i] for i in parts if i != whole.producer)
         assert len(parts) > 1
         assert verify.snodes_peak_bytes(nodes) == batches.peak_bytes(problem, problem.input_order, built.batched) - sum(
             s.size_bytes for s in problem.storages if s.producer == INPUT

@@ -4,7 +4,7 @@ A buffer that shares memory with another one (a mutation, an alias) belongs to i
 a kernel writes over its dead operand in every order. What a collective reads and writes is needed until its wait.
 
 A concatenation has no kernel. Its parts are computed where they belong in its memory, which is allocated with the first
-part: the parts are kept behind the one that Inductor has first.
+part. That part brings the storage to life, so the others stay behind it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ def kernel_blocks(
     found = _Buffers(nodes, producer)
     for i, node in enumerate(nodes):
         found.define(i, node)
-    for first, others in found.parts:
-        for other in others:
-            builder.require(first, other)
     for start in builder.waits_of:
         found.hold(nodes[start], builder.in_flight(start))
     found.pin(donated_inputs(backward))
@@ -62,8 +59,8 @@ class _Buffers:
         self._nodes = nodes
         self._producer = producer
         self._root: dict[str, str] = {}
-        #: Whole that is defined after its parts -> the nodes of the parts.
-        self._early: dict[str, list[int]] = {}
+        #: Wholes that are defined after their parts.
+        self._early: set[str] = set()
         self.blocks = {name: Block(name, size, INPUT) for name, size in _torch.lowered_inputs().items()}
 
     def _find(self, name: str) -> str:
@@ -76,17 +73,12 @@ class _Buffers:
             self._root[step] = name
         return name
 
-    @property
-    def parts(self) -> list[tuple[int, list[int]]]:
-        """Per concatenation the node of the part that allocates it, and those of the others."""
-        return [(first, sorted({*others} - {first})) for first, *others in self._early.values()]
-
     def define(self, i: int, node: Any) -> None:
         """Enter what node ``i`` defines and reads."""
         for name, size, shared, allocated_with in _torch.snode_buffers(node):
             for whole in shared:
                 if self._producer.get(whole, i) > i and whole not in self._root:
-                    self._early.setdefault(whole, []).append(i)
+                    self._early.add(whole)
                     self.blocks.setdefault(whole, Block(whole, 0, i))
             known = [self._find(s) for s in shared if self._find(s) in self.blocks]
             if known and known[0] != name:
