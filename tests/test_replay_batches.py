@@ -52,9 +52,11 @@ def test_a_plan_holds_no_more_than_is_allowed(seed: int) -> None:
     batched = [task.lane < 0 and draw.random() < 0.7 for task in problem.tasks]
     came = batches.peak_bytes(problem, problem.input_order, batched)
     limit = peak_bytes(problem, problem.input_order)
-    found = batches.within(problem, batched, limit, lambda peak: peak, lambda cap: plan(problem, cap))
-    if found is not None:
-        assert found.peak_bytes <= limit
+    found, holds = batches.within(problem, batched, limit, lambda peak: peak, lambda cap: plan(problem, cap))
+    assert found.peak_bytes <= limit
+    if holds:
         assert batches.peak_bytes(problem, found.order, batched) <= came
-    free = batches.within(problem, batched, None, lambda peak: None, lambda cap: plan(problem, cap))
-    assert free is not None and free.makespan_ns == plan(problem, None).makespan_ns
+    else:
+        assert batches.peak_bytes(problem, found.order, batched) > came
+    free, holds = batches.within(problem, batched, None, lambda peak: None, lambda cap: plan(problem, cap))
+    assert holds and free.makespan_ns == plan(problem, None).makespan_ns

@@ -354,14 +354,13 @@ def one_rank_elsewhere(rank: int, world_size: int, wrap: str, case: str) -> tupl
 
     torch._dynamo.reset()
     plain = model_of_layers(wrap)
-    expected = train(plain, lambda fn: fn)
+    with mock.patch.dict(os.environ):
+        expected = train(plain, lambda fn: fn)
     ours = adopt(model_of_layers(wrap))
     settings = {"codegen": "aot_eager", "memory_budget": "unlimited"}
     options = {f"inductor_passes.{key}": value for key, value in settings.items()}
-    before = os.environ.get("INDUCTOR_PASSES_RANK_AGREEMENT")
-    with collect(what_if=False) as reports:
+    with mock.patch.dict(os.environ), collect(what_if=False) as reports:
         found = train(ours, lambda fn: torch.compile(fn, backend="inductor_passes", options=options))
-    os.environ.update({"INDUCTOR_PASSES_RANK_AGREEMENT": before} if before else {})
     return expected, found, sum(bool(c.members) for r in reports for c in r.collectives)
 
 

@@ -86,6 +86,11 @@ class _Buffers:
                 # One node that shares several memories keeps each of them alive.
                 for one in known:
                     self.blocks[one].users.add(i)
+                if name in self._early:
+                    # A part that has parts of its own: the first of those allocates the whole.
+                    inner, outer = self.blocks.pop(name), self.blocks[known[0]]
+                    outer.users |= inner.users
+                    outer.producer = min(outer.producer, inner.producer)
             elif name in self._early:
                 self.blocks[name].size_bytes = size
                 self.blocks[name].users.add(i)

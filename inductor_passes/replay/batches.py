@@ -49,25 +49,26 @@ def within(
     limit_bytes: int | None,
     allowed: Callable[[int], int | None],
     plan: Callable[[int | None], Plan],
-) -> Plan | None:
-    """The first plan found that the generated code holds to; None when there is none.
+) -> tuple[Plan, bool]:
+    """The first plan found that the generated code holds to, and True; or the first plan of all, and False.
 
     Args:
         limit_bytes: the cap on kernels one by one.
         allowed: the cap on the generated code for the peak of the order in which kernels came.
         plan: finds an order within a cap.
     """
-    found = plan(limit_bytes)
+    first = found = plan(limit_bytes)
     if limit_bytes is None or not any(batched):
-        return found
+        return found, True
     came = peak_bytes(problem, problem.input_order, batched)
     most = max(came, allowed(came) or 0)
     for _ in range(TRIES):
         over = peak_bytes(problem, found.order, batched) - most
         if over <= 0:
-            return found
+            return found, True
         limit_bytes -= over
         found = plan(limit_bytes)
         if not found.feasible:
-            return None
-    return found if peak_bytes(problem, found.order, batched) <= most else None
+            return first, False
+    holds = peak_bytes(problem, found.order, batched) <= most
+    return (found, True) if holds else (first, False)

@@ -110,7 +110,6 @@ def order(
     def plan(limit: int | None) -> Plan:
         return plan_with_effort(built.problem, limit, effort)
 
-    found = batches.within(built.problem, built.batched, limit_bytes, allowed, plan)
-    if found is None:
-        return Ordered(built, plan(before.peak_bytes), before, names, given_up=given_up).left_alone()
-    return Ordered(built, dataclasses.replace(found, budget_bytes=limit_bytes), before, names, given_up=given_up)
+    found, holds = batches.within(built.problem, built.batched, limit_bytes, allowed, plan)
+    ordered = Ordered(built, dataclasses.replace(found, budget_bytes=limit_bytes), before, names, given_up=given_up)
+    return ordered if holds else ordered.left_alone()
