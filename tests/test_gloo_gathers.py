@@ -1,7 +1,8 @@
 """All-gathers over gloo: torch's operator corrupts memory beside other collectives, ours takes its place.
 
-With torch's operator, eight gathers in flight end in SIGABRT within 20 s in most runs ("malloc(): unaligned tcache chunk
-detected"). ``test_many_at_once`` is shorter: it shows that results are right, and finds the defect now and then only.
+With torch's operator, eight gathers in flight end in SIGABRT within 20 s in most runs ("malloc(): unaligned tcache
+chunk detected"). ``test_many_at_once`` is shorter: it shows that results are right, and finds the defect only now and
+then.
 """
 
 from __future__ import annotations
