@@ -40,6 +40,10 @@ def variable(rank: int, world_size: int) -> str:
     return os.environ["RANKS_TEST"]
 
 
+def word(rank: int, world_size: int) -> int:
+    return hash("word")
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
@@ -68,3 +72,8 @@ def test_a_dead_rank_is_reported_with_its_output(pool: Ranks) -> None:
 
 def test_one_shot_ranks_take_an_environment() -> None:
     assert run_ranks(variable, 2, env={"RANKS_TEST": "yes"}) == ["yes", "yes"]
+
+
+def test_ranks_differ_in_the_seed_of_their_hashes(pool: Ranks) -> None:
+    """What depends on the order of a set is not the same on all ranks, as in programs that are started by rank."""
+    assert len(set(pool.run(word))) == 2

@@ -1,19 +1,18 @@
-"""Real ranks for tests: fresh interpreters joined by gloo over loopback.
+"""Real ranks for tests: processes of their own, joined by gloo over loopback.
 
 ``run_ranks(fn, world_size, *args)`` starts ``world_size`` processes, calls ``fn(rank, world_size, *args)`` in
 each of them with the default process group initialised, and returns the results by rank. ``fn`` must be a
 module-level function of an importable module, and its arguments and results must be picklable.
 
-Starting a process costs seconds (importing torch), running a check milliseconds: a test file that has several
-checks keeps one :class:`Ranks` open (a module-scoped fixture) and calls :meth:`Ranks.run` per check. A pool
-that lost a rank to an error or a timeout starts again on the next call, so that one failing test does not
-take the others with it.
+Where no variables of their own are asked for, the processes are forked with torch imported (``forked``). Starting one
+still costs more than running a check: a test file that has several checks keeps one :class:`Ranks` open (a
+module-scoped fixture) and calls :meth:`Ranks.run` per check. A pool that lost a rank to an error or a timeout starts
+again on the next call, so that one failing test does not take the others with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import multiprocessing
 import multiprocessing.connection
@@ -28,6 +27,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.support.forked import Child, die_with_parent, forks
 from tests.support.processes import LIMIT_S, environment
 
 #: How long the other ranks may go on after one has failed: long enough to report an error of their own.
@@ -35,8 +35,6 @@ GRACE_S = 3.0
 
 #: A rank whose pool was killed while it waits for another rank ends by itself after this long.
 COLLECTIVE_LIMIT = datetime.timedelta(minutes=30)
-
-_PR_SET_PDEATHSIG = 1
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -79,7 +77,7 @@ class Ranks:
         self._setup = setup
         self._env = dict(env or {})
         self._resources = contextlib.ExitStack()
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes] | Child] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._logs: list[str] = []
 
@@ -149,22 +147,27 @@ class Ranks:
         for rank in range(self.world_size):
             ours, theirs = multiprocessing.Pipe()
             log = os.path.join(folder, f"rank{rank}.log")
-            with open(log, "wb") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.support.ranks", str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[theirs.fileno()],
-                    env=environment(**{**_ENVIRONMENT, **self._env}),
-                    start_new_session=True,
-                )
-            theirs.close()
-            self._processes.append(process)
+            with theirs:
+                self._processes.append(self._process(rank, theirs.fileno(), log))
             self._pipes.append(ours)
             self._logs.append(log)
             ours.send((rank, self.world_size, os.path.join(folder, "store"), self._backend, list(sys.path)))
             ours.send_bytes(pickle.dumps(self._setup))
+
+    def _process(self, rank: int, descriptor: int, log: str) -> subprocess.Popen[bytes] | Child:
+        variables = environment(**{**_ENVIRONMENT, **self._env})
+        with open(log, "wb") as output:
+            if (found := forks(rank, variables)) is not None:
+                return found.start(__name__, "serve", descriptor, log, variables)
+            return subprocess.Popen(
+                [sys.executable, "-m", __name__, str(descriptor)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=[descriptor],
+                env=variables,
+                start_new_session=True,
+            )
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:
@@ -204,11 +207,10 @@ def run_ranks(
         return ranks.run(fn, *args, timeout=timeout)
 
 
-def _serve(descriptor: int) -> None:
+def serve(descriptor: int) -> None:
     """A rank's main loop: take (function, arguments), answer (ok, result), until the pipe closes."""
-    if sys.platform == "linux":
-        # A rank that is stopped would not notice that its pipe was closed.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A rank that is stopped would not notice that its pipe was closed.
+    die_with_parent()
     pipe = multiprocessing.connection.Connection(descriptor)
     rank, world_size, store, backend, path = pipe.recv()
     sys.path[:] = path
@@ -239,4 +241,4 @@ def _serve(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]))
