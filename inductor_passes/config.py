@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 from inductor_passes import switch
 from inductor_passes.records.convert import shown
 from inductor_passes.records.errors import MeantError
-from inductor_passes.records.words import Effort
+from inductor_passes.records.words import NATIVE, Effort
 
 #: Prefix of our keys among ``torch.compile(options=...)``.
 PREFIX = "inductor_passes."
@@ -423,7 +423,10 @@ class PassConfig:
             raise ConfigError(ENV, environ[ENV], switch.ALLOWED)
         values: dict[str, Any] = {}
         for name, value in environ.items():
-            if name.startswith(ENV + "_"):
+            if name == NATIVE:
+                if switch.parse(value) is None:
+                    raise ConfigError(name, value, switch.ALLOWED)
+            elif name.startswith(ENV + "_"):
                 key = name[len(ENV) + 1 :].lower()
                 check_key(key, name)
                 if key == "estimator":

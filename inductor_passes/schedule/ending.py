@@ -12,8 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from inductor_passes.schedule.bounds import tails
-from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
-from inductor_passes.schedule.memory import Continuation
+from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.simulate import Trace, replay_time
 from inductor_passes.schedule.tables import Tables
 
@@ -52,7 +51,7 @@ def reorder_end(t: Tables, order: Sequence[int], cap_bytes: int) -> list[int]:
         nonlocal best, at
         since = trace.makespan - trace.makespan * share // 1000
         kept = bisect_left(begins, since)
-        found = list_schedule(t, rule, Continuation(t, order, cap_bytes), order[:kept])
+        found = list_schedule(t, rule, Reach(order, cap_bytes), order[:kept])
         makespan = replay_time(t, found).makespan
         if makespan < best[0]:
             best, at = (makespan, found), share

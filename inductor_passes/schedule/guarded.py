@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
-from inductor_passes.schedule.memory import Continuation
+from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.reference import lazy
 from inductor_passes.schedule.simulate import replay_time
 from inductor_passes.schedule.slack import as_progress, latest_issue, relieves
@@ -112,7 +111,7 @@ class Guard:
                 reference = self._references[0]
         self._left -= 1
         rule = just_in_time(self._t, ideal, timing)
-        order = list_schedule(self._t, rule, Continuation(self._t, reference.order, self._cap))
+        order = list_schedule(self._t, rule, Reach(reference.order, self._cap))
         found = self._candidate(rule.name, order)
         if self._best is not None and (found.makespan, found.peak) >= (self._best.makespan, self._best.peak):
             return False

@@ -61,6 +61,7 @@ def mirrored(t: Tables) -> Tables:
         waits=waits,
         preds=preds,
         succs=succs,
+        flat=None,
     )
 
 

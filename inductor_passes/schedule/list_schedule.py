@@ -20,6 +20,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inductor_passes.schedule import native
 from inductor_passes.schedule.memory import Continuation
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.tables import Tables
@@ -54,14 +55,28 @@ class PriorityRule:
     release: Sequence[int] | None = None
 
 
-def list_schedule(
-    t: Tables, rule: PriorityRule, memory: Continuation | None = None, first: Sequence[int] = ()
-) -> list[int]:
-    """A legal order by ``rule``; within the cap of ``memory`` if its reference order is. O(N log N + edges).
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A legal order within ``cap_bytes`` that a schedule can always fall back on."""
 
-    ``memory`` is used up. ``first`` runs as it is: the beginning of a legal order, that of ``memory`` if there is one.
+    order: Sequence[int]
+    cap_bytes: int
+
+
+def list_schedule(
+    t: Tables, rule: PriorityRule, reach: Reach | None = None, first: Sequence[int] = ()
+) -> list[int]:
+    """A legal order by ``rule``; within the cap of ``reach`` if its order is. O(N log N + edges).
+
+    ``first`` runs as it is: the beginning of a legal order, that of ``reach`` if there is one.
     """
-    builder = _Builder(t, rule, memory)
+    if (flat := native.flat(t)) is not None:
+        memory = None if reach is None else (reach.order, reach.cap_bytes)
+        priorities = (rule.compute, rule.collective, rule.release)
+        found = native.list_schedule(*flat, priorities, (rule.eager, rule.strict, rule.fill), memory, first)
+        if found is not None:
+            return found
+    builder = _Builder(t, rule, None if reach is None else Continuation(t, reach.order, reach.cap_bytes))
     for i in first:
         if t.kind[i] > _START:
             builder.now = max(builder.now, builder.lane_end[t.start[i]])

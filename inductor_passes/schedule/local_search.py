@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
+from inductor_passes.schedule import native
 from inductor_passes.schedule.exact import LONGEST, load_solver, solve_window
 from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.problem import Kind
@@ -37,8 +38,7 @@ def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: 
         before = replay_time(t, result).makespan
         if before <= bound:
             break
-        search = functools.partial(improve_window, t, cap_bytes=cap_bytes, width=width)
-        result, used = _sweep(t, result, length, search, allowance)
+        result, used = _improved(t, result, (length, width), cap_bytes, allowance)
         allowance -= used + t.n // 8
         if replay_time(t, result).makespan < before:
             idle = turn = 0
@@ -46,6 +46,16 @@ def local_search(t: Tables, order: Sequence[int], cap_bytes: int | None, bound: 
             idle += 1
             turn += 1
     return result
+
+
+def _improved(
+    t: Tables, order: list[int], shape: tuple[int, int], cap_bytes: int | None, allowance: int
+) -> tuple[list[int], int]:
+    """One pass over all windows of a length, with so many states kept; the number of states expanded."""
+    if shape[0] <= native.LONGEST and (flat := native.flat(t)) is not None:
+        return native.sweep(*flat, order, shape, cap_bytes, allowance)
+    search = functools.partial(improve_window, t, cap_bytes=cap_bytes, width=shape[1])
+    return _sweep(t, order, shape[0], search, allowance)
 
 
 def exact_search(t: Tables, order: Sequence[int], cap_bytes: int | None, windows: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inductor_passes.schedule import native
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.tables import Tables, tables
 
@@ -27,6 +28,9 @@ def peak_bytes(problem: Problem, order: Sequence[int] | None = None) -> int:
 
 def live_bytes(t: Tables, order: Sequence[int]) -> list[int]:
     """:func:`profile` on the flat view."""
+    found = native.flat(t) if len(order) == t.n else None
+    if found is not None:
+        return native.live_bytes(*found, order)
     unread = [len(r) for r in t.readers]
     live = t.live0
     result = []

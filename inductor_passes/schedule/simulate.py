@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inductor_passes.schedule import native
 from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.problem import Kind, Problem, ProblemError
 from inductor_passes.schedule.tables import Tables, tables
@@ -75,6 +76,9 @@ def replay_time(t: Tables, order: Sequence[int]) -> Trace:
     Raises:
         ProblemError: a wait comes before its start.
     """
+    found = native.flat(t) if len(order) == t.n else None
+    if found is not None:
+        return Trace(*native.replay(*found, order))
     n = t.n
     kind, busy, lane_ns, machine, start_of = t.kind, t.busy_ns, t.lane_ns, t.machine, t.start
     begin, end = [0] * n, [0] * n

@@ -8,7 +8,8 @@ this module are the links plus the lanes that have none.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem
 
@@ -35,6 +36,7 @@ class Tables:
         consumes: storages (numbers) that a task reads and that are released after their last reader.
         size, readers, releasable: per storage.
         live0: bytes live before the first task.
+        flat: the same for the compiled core, see ``native.flat``; None: not needed so far.
     """
 
     n: int
@@ -55,6 +57,7 @@ class Tables:
     readers: list[tuple[int, ...]]
     releasable: list[bool]
     live0: int
+    flat: Any = field(default=None, compare=False, repr=False)
 
 
 def tables(problem: Problem) -> Tables:

@@ -1,0 +1,259 @@
+"""The planner's inner loops, compiled: the same results, twenty to a hundred times sooner.
+
+``planner.cpp`` is built by the C++ compiler that Inductor uses too (``CXX``, else ``g++``, ``clang++``, ``c++``) when
+the first problem of more than ``WORTH_BUILDING`` tasks is planned, and kept in ``$TORCHINDUCTOR_CACHE_DIR``, or else in
+the user's cache folder. Where there is no compiler, no place to write or ``INDUCTOR_PASSES_NATIVE=0``, Python does the
+work. Both give the same numbers, so ranks need not have the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inductor_passes.records.words import NATIVE
+from inductor_passes.schedule.problem import ProblemError
+from inductor_passes.schedule.tables import Tables
+from inductor_passes.schedule.window import Place
+
+#: Up to this many tasks Python is done before a compiler would be.
+WORTH_BUILDING = 96
+#: Members of a window that fit into the core's sets.
+LONGEST = 120
+#: Numbers whose sums surely fit into 64 bits.
+_LARGEST = 1 << 60
+_BUILD_S = 120
+_FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
+_SOURCE = Path(__file__).with_name("planner.cpp")
+
+_log = logging.getLogger(__name__)
+_I64 = ctypes.c_int64
+
+
+class _Tables(ctypes.Structure):
+    _fields_ = [(name, _I64) for name in ("n", "machines", "storages", "live0")] + [
+        (name, ctypes.c_void_p)
+        for name in (
+            *("kind", "busy", "lane", "machine", "start", "alloc", "transient", "size"),
+            *("pred_at", "preds", "succ_at", "succs", "eats_at", "eats", "reader_at", "readers"),
+        )
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A problem as the core reads it; the arrays are what its pointers point at."""
+
+    view: Any
+    n: int
+    arrays: list[array[int]]
+
+
+def core() -> ctypes.CDLL | None:
+    """The compiled core; None: it cannot be had here."""
+    return None if os.environ.get(NATIVE, "").strip().lower() in ("0", "false", "off", "no") else _load()
+
+
+def flat(t: Tables) -> tuple[ctypes.CDLL, Flat] | None:
+    """The core and ``t`` as it reads it; None: Python shall do the work."""
+    if t.n <= WORTH_BUILDING and not _load.cache_info().currsize:
+        return None
+    library = core()
+    if library is None:
+        return None
+    if t.flat is None:
+        object.__setattr__(t, "flat", _flatten(t))
+    found: Flat | bool = t.flat
+    return (library, found) if isinstance(found, Flat) else None
+
+
+def _flatten(t: Tables) -> Flat | bool:
+    """False: the numbers are too large."""
+    if sum(t.busy_ns) + sum(t.lane_ns) > _LARGEST or t.live0 + sum(t.alloc) > _LARGEST:
+        return False
+    if max((abs(s) for s in t.size), default=0) > _LARGEST or t.machines < 0:
+        return False
+    plain = [t.kind, t.busy_ns, t.lane_ns, t.machine, t.start, t.alloc, t.transient, t.size]
+    arrays = [_array(one) for one in plain]
+    for lists in (t.preds, t.succs, t.consumes, t.readers):
+        arrays += [_array([0, *itertools.accumulate(map(len, lists))]), _array(itertools.chain.from_iterable(lists))]
+    view = _Tables(t.n, t.machines, len(t.size), t.live0, *(one.buffer_info()[0] for one in arrays))
+    return Flat(ctypes.byref(view), t.n, arrays)
+
+
+def _array(numbers: Iterable[int]) -> array[int]:
+    return array("q", numbers)
+
+
+def _at(numbers: array[int] | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(numbers.buffer_info()[0] if numbers is not None else None)
+
+
+def _empty(n: int) -> array[int]:
+    return array("q", bytes(8 * n))
+
+
+# -- the functions of the core; for what they give see their namesakes ------------------------------------------------
+
+
+def replay(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[Any, ...]:
+    """The fields of ``simulate.Trace``.
+
+    Raises:
+        ProblemError: a wait comes before its start.
+        IndexError: a number that is no task's.
+    """
+    given, makespan = _array(order), _I64()
+    out = [_empty(t.n) for _ in range(5)]
+    wrong = library.ip_replay(t.view, _at(given), *map(_at, out), ctypes.byref(makespan))
+    _no_task(wrong < 0)
+    if wrong:
+        raise ProblemError(f"task {wrong - 1} waits before its start {t.arrays[4][wrong - 1]}")
+    return (makespan.value, *(one.tolist() for one in out))
+
+
+def live_bytes(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> list[int]:
+    """See :func:`~inductor_passes.schedule.memory.live_bytes`."""
+    given, out = _array(order), _empty(t.n)
+    _no_task(library.ip_live_bytes(t.view, _at(given), _at(out)))
+    return out.tolist()
+
+
+def list_schedule(
+    library: ctypes.CDLL,
+    t: Flat,
+    priorities: tuple[Sequence[int], Sequence[int], Sequence[int] | None],
+    flags: tuple[bool, bool, bool],
+    memory: tuple[Sequence[int], int] | None,
+    first: Sequence[int],
+) -> list[int] | None:
+    """See :func:`~inductor_passes.schedule.list_schedule.list_schedule`. None: Python shall do it.
+
+    Args:
+        priorities: ``compute``, ``collective`` and ``release`` of the rule.
+        flags: ``eager``, ``strict`` and ``fill`` of the rule.
+        memory: reference order and cap in bytes.
+    """
+    try:
+        compute, collective, release = (None if one is None else _array(one) for one in priorities)
+        reference, cap = (None, 0) if memory is None else (_array(memory[0]), min(memory[1], _LARGEST))
+    except OverflowError:
+        return None
+    begin, out = _array(first), _empty(t.n)
+    failed = library.ip_list_schedule(
+        *(t.view, _at(compute), _at(collective), _at(release), *map(_I64, flags)),
+        *(_at(reference), _I64(cap), _at(begin), _I64(len(begin)), _at(out)),
+    )
+    _no_task(failed < 0)
+    return None if failed else out.tolist()
+
+
+def improve_window(
+    library: ctypes.CDLL, t: Flat, window: Sequence[int], place: Place, cap_bytes: int | None, width: int
+) -> tuple[list[int], tuple[int, int], int, bool]:
+    """The fields of ``window.Answer``; the window has at most ``LONGEST`` members."""
+    given, out, facts = _array(window), _empty(len(window)), _empty(5)
+    head, tail = place.head, place.tail
+    lists = [_array(one) for one in (head.free, head.lane_end, tail.machine, tail.wait, place.unread)]
+    free, lane_end, machine, wait, unread = map(_at, lists)
+    library.ip_improve_window(
+        *(t.view, _at(given), _I64(len(given)), _I64(head.now), _I64(head.live), free, lane_end),
+        *(_I64(tail.compute), machine, wait, unread, _I64(place.incumbent[0]), _I64(place.incumbent[1])),
+        *(*_cap(cap_bytes), _I64(width), _at(out), _at(facts)),
+    )
+    return out.tolist()[: facts[4]], (facts[0], facts[1]), facts[2], bool(facts[3])
+
+
+def sweep(
+    library: ctypes.CDLL,
+    t: Flat,
+    order: Sequence[int],
+    shape: tuple[int, int],
+    cap_bytes: int | None,
+    allowance: int,
+) -> tuple[list[int], int]:
+    """``order`` with its windows improved, and the number of states expanded; ``shape``: length and width."""
+    changed = _array(order)
+    used = library.ip_sweep(
+        t.view, _at(changed), _I64(shape[0]), _I64(shape[1]), *_cap(cap_bytes), _I64(min(allowance, _LARGEST))
+    )
+    return changed.tolist(), used
+
+
+def _no_task(wrong: bool) -> None:
+    if wrong:
+        raise IndexError("a number in the order is no task's")
+
+
+def _cap(cap_bytes: int | None) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    return _I64(cap_bytes is not None), _I64(0 if cap_bytes is None else min(cap_bytes, _LARGEST))
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    """Build the core unless it is there, and load it."""
+    try:
+        library = ctypes.CDLL(str(_built()))
+    except Exception as error:
+        # Whatever is wrong with compiler, disk or loader: Python plans too.
+        _log.debug("the planner runs in Python: %s", error)
+        return None
+    for name in ("ip_replay", "ip_live_bytes", "ip_list_schedule", "ip_sweep"):
+        getattr(library, name).restype = _I64
+    library.ip_improve_window.restype = None
+    return library
+
+
+def _built() -> Path:
+    """The library's file.
+
+    Raises:
+        OSError, subprocess.SubprocessError: no compiler, no place, or it does not compile.
+    """
+    wanted = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    compiler = next(filter(None, map(shutil.which, wanted)), None)
+    if compiler is None:
+        raise FileNotFoundError("no C++ compiler")
+    facts = (_SOURCE.read_text(), compiler, *_FLAGS, platform.platform(), platform.machine())
+    name = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    folder = _folder()
+    path = folder / f"planner-{name}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Ranks that start together may all build it; each puts a whole file in place.
+        descriptor, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
+        os.close(descriptor)
+        try:
+            subprocess.run(
+                [compiler, *_FLAGS, "-o", temporary, str(_SOURCE)], check=True, capture_output=True, timeout=_BUILD_S
+            )
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+    return path
+
+
+def _folder() -> Path:
+    inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if inductor:
+        return Path(inductor, "inductor_passes")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inductor_passes")

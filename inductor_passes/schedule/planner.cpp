@@ -1,0 +1,855 @@
+// The planner's inner loops, compiled: `replay_time`, `live_bytes`, `list_schedule` and `local_search` of this folder.
+//
+// Each function gives exactly what its Python namesake gives, ties included; tests hold both against each other. The
+// Python files explain the algorithms, this one does not repeat them. All numbers are signed 64-bit; the caller has
+// made sure that sums fit.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <queue>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+using i64 = int64_t;
+using Mask = unsigned __int128;
+using std::vector;
+
+namespace {
+
+constexpr i64 COMPUTE = 0, START = 1;
+constexpr i64 FOREVER = i64(1) << 62;
+constexpr int TRIES = 6;
+
+}  // namespace
+
+extern "C" {
+// Flat view of a problem, see `tables.Tables`; lists of lists are (offsets, values).
+struct Tables {
+    i64 n, machines, storages, live0;
+    const i64 *kind, *busy, *lane, *machine, *start, *alloc, *transient, *size;
+    const i64 *pred_at, *preds, *succ_at, *succs, *eats_at, *eats, *reader_at, *readers;
+};
+}
+
+namespace {
+
+struct Trace {
+    i64 makespan = 0;
+    i64 *begin, *end, *lane_begin, *lane_end, *exposed;
+};
+
+bool all_tasks(const Tables &t, const i64 *numbers, i64 count) {
+    return std::all_of(numbers, numbers + count, [&t](i64 i) { return 0 <= i && i < t.n; });
+}
+
+// 0, or 1 + the number of a wait that comes before its start.
+i64 replay(const Tables &t, const i64 *order, Trace &out) {
+    std::fill(out.begin, out.begin + t.n, 0);
+    std::fill(out.end, out.end + t.n, 0);
+    std::fill(out.lane_begin, out.lane_begin + t.n, -1);
+    std::fill(out.lane_end, out.lane_end + t.n, -1);
+    std::fill(out.exposed, out.exposed + t.n, 0);
+    vector<i64> free(t.machines, 0);
+    i64 now = 0, last = -1;
+    for (i64 k = 0; k < t.n; k++) {
+        i64 i = order[k];
+        out.begin[i] = now;
+        if (t.kind[i] == COMPUTE) {
+            now += t.busy[i];
+        } else if (t.kind[i] == START) {
+            now += t.busy[i];
+            i64 m = t.machine[i];
+            i64 b = std::max(free[m], now);
+            out.lane_begin[i] = b;
+            free[m] = out.lane_end[i] = b + t.lane[i];
+            if (last < 0 || out.lane_end[i] >= out.lane_end[last]) last = i;
+        } else {
+            i64 s = t.start[i], done = out.lane_end[s];
+            if (done < 0) return i + 1;
+            if (done > now) {
+                out.exposed[s] += done - now;
+                now = done;
+            }
+            now += t.busy[i];
+        }
+        out.end[i] = now;
+    }
+    out.makespan = now;
+    if (last >= 0 && out.lane_end[last] > now) {
+        out.makespan = out.lane_end[last];
+        out.exposed[last] += out.makespan - now;
+    }
+    return 0;
+}
+
+struct OwnedTrace : Trace {
+    vector<i64> memory;
+    explicit OwnedTrace(const Tables &t) : memory(5 * t.n + 1) {
+        begin = memory.data();
+        end = begin + t.n;
+        lane_begin = end + t.n;
+        lane_end = lane_begin + t.n;
+        exposed = lane_end + t.n;
+    }
+};
+
+vector<i64> unread_counts(const Tables &t) {
+    vector<i64> unread(t.storages);
+    for (i64 s = 0; s < t.storages; s++) unread[s] = t.reader_at[s + 1] - t.reader_at[s];
+    return unread;
+}
+
+void live_bytes(const Tables &t, const i64 *order, i64 *out) {
+    vector<i64> unread = unread_counts(t);
+    i64 live = t.live0;
+    for (i64 k = 0; k < t.n; k++) {
+        i64 i = order[k];
+        live += t.alloc[i];
+        out[k] = live;
+        live -= t.transient[i];
+        for (i64 e = t.eats_at[i]; e < t.eats_at[i + 1]; e++)
+            if (!--unread[t.eats[e]]) live -= t.size[t.eats[e]];
+    }
+}
+
+// -- memory.RangeMax and memory.Continuation ---------------------------------------------------------------------------
+
+class RangeMax {
+  public:
+    explicit RangeMax(const vector<i64> &values) {
+        while (size_ < i64(values.size()) + 2) size_ *= 2;
+        add_.assign(2 * size_, 0);
+        max_.assign(2 * size_, 0);
+        std::copy(values.begin(), values.end(), max_.begin() + size_ + 1);
+        for (i64 p = size_ - 1; p > 0; p--) max_[p] = std::max(max_[2 * p], max_[2 * p + 1]);
+    }
+
+    void add(i64 first, i64 stop, i64 value) {
+        if (first >= stop || !value) return;
+        i64 left = first + size_, right = stop + 1 + size_;
+        while ((left ^ right) != 1) {
+            if (!(left & 1)) max_[left + 1] += value, add_[left + 1] += value;
+            if (right & 1) max_[right - 1] += value, add_[right - 1] += value;
+            left >>= 1, right >>= 1;
+            max_[left] = std::max(max_[2 * left], max_[2 * left + 1]) + add_[left];
+            max_[right] = std::max(max_[2 * right], max_[2 * right + 1]) + add_[right];
+        }
+        for (left >>= 1; left; left >>= 1) {
+            i64 a = std::max(max_[2 * left], max_[2 * left + 1]) + add_[left];
+            if (max_[left] == a) return;
+            max_[left] = a;
+        }
+    }
+
+    bool at_most(i64 first, i64 stop, i64 limit) const {
+        return max_[1] <= limit || first >= stop || max(first, stop) <= limit;
+    }
+
+  private:
+    i64 max(i64 first, i64 stop) const {
+        i64 left = first + 1 + size_, right = stop + size_;
+        i64 a = max_[left], b = max_[right];
+        while (left >> 1 != right >> 1) {
+            if (!(left & 1)) a = std::max(a, max_[left + 1]);
+            if (right & 1) b = std::max(b, max_[right - 1]);
+            left >>= 1, right >>= 1;
+            a += add_[left];
+            b += add_[right];
+        }
+        a = std::max(a, b);
+        for (left >>= 1; left; left >>= 1) a += add_[left];
+        return a;
+    }
+
+    i64 size_ = 1;
+    vector<i64> add_, max_;
+};
+
+vector<i64> profile(const Tables &t, const i64 *order) {
+    vector<i64> found(t.n);
+    live_bytes(t, order, found.data());
+    return found;
+}
+
+class Continuation {
+  public:
+    Continuation(const Tables &t, const i64 *reference, i64 cap)
+        : t_(t), cap_(cap), order_(reference), tree_(profile(t, reference)), position_(t.n), ran_(t.n, 0),
+          readers_(t.readers, t.readers + t.reader_at[t.storages]), last_(t.storages), unread_(unread_counts(t)),
+          live_(t.live0) {
+        for (i64 k = 0; k < t.n; k++) position_[reference[k]] = k;
+        for (i64 s = 0; s < t.storages; s++) {
+            std::sort(readers_.begin() + t.reader_at[s], readers_.begin() + t.reader_at[s + 1],
+                      [this](i64 a, i64 b) { return position_[a] < position_[b]; });
+            last_[s] = t.reader_at[s + 1] - 1;
+        }
+    }
+
+    i64 upcoming() const { return order_[next_]; }
+
+    bool admits(i64 i) {
+        i64 alloc = t_.alloc[i];
+        if (!alloc) return true;
+        i64 at = position_[i];
+        if (at == next_) return true;
+        if (live_ + alloc > cap_) return false;
+        i64 held = alloc - t_.transient[i];
+        if (!held) return true;
+        if (tree_.at_most(next_, at, cap_ - held)) return true;
+        const auto &released = releases(i, at);
+        if (released.empty()) return false;
+        for (auto [first, size] : released) tree_.add(first, at + 1, -size);
+        bool fits = tree_.at_most(next_, at, cap_ - held);
+        for (auto [first, size] : released) tree_.add(first, at + 1, size);
+        return fits;
+    }
+
+    void run(i64 i) {
+        i64 at = position_[i];
+        if (at != next_) {
+            for (auto [first, size] : releases(i, at)) tree_.add(first, at + 1, -size);
+            tree_.add(next_, at, t_.alloc[i] - t_.transient[i]);
+            if (t_.transient[i]) tree_.add(at, at + 1, -t_.transient[i]);
+        }
+        ran_[i] = 1;
+        live_ += t_.alloc[i] - t_.transient[i];
+        for (i64 e = t_.eats_at[i]; e < t_.eats_at[i + 1]; e++)
+            if (!--unread_[t_.eats[e]]) live_ -= t_.size[t_.eats[e]];
+        while (next_ < t_.n && ran_[order_[next_]]) next_++;
+    }
+
+  private:
+    const vector<std::pair<i64, i64>> &releases(i64 i, i64 at) {
+        found_.clear();
+        (void)at;
+        for (i64 e = t_.eats_at[i]; e < t_.eats_at[i + 1]; e++) {
+            i64 s = t_.eats[e], begin = t_.reader_at[s];
+            while (ran_[readers_[last_[s]]]) last_[s]--;
+            if (readers_[last_[s]] != i) continue;
+            i64 k = last_[s] - 1;
+            while (k >= begin && ran_[readers_[k]]) k--;
+            found_.emplace_back(k >= begin ? position_[readers_[k]] + 1 : next_, t_.size[s]);
+        }
+        return found_;
+    }
+
+    const Tables &t_;
+    i64 cap_;
+    const i64 *order_;
+    RangeMax tree_;
+    vector<i64> position_;
+    vector<char> ran_;
+    vector<i64> readers_, last_, unread_;
+    i64 live_, next_ = 0;
+    vector<std::pair<i64, i64>> found_;
+};
+
+// -- list_schedule -----------------------------------------------------------------------------------------------------
+
+struct Rule {
+    const i64 *compute, *collective, *release;
+    bool eager, strict, fill;
+};
+
+using Entry = std::pair<i64, i64>;
+using Heap = std::priority_queue<Entry, vector<Entry>, std::greater<Entry>>;
+
+class Builder {
+  public:
+    Builder(const Tables &t, const Rule &rule, Continuation *memory)
+        : t_(t), rule_(rule), memory_(memory), free_(t.machines, 0), lane_end_(t.n, 0), missing_(t.n),
+          starts_(t.machines), ran_(t.n, 0) {
+        order.reserve(t.n);
+        if (rule.strict) {
+            for (i64 i = 0; i < t.n; i++)
+                if (t.kind[i] == COMPUTE) sequence_.push_back(i);
+            std::stable_sort(sequence_.begin(), sequence_.end(),
+                             [&rule](i64 a, i64 b) { return rule.compute[a] < rule.compute[b]; });
+        }
+        for (i64 i = 0; i < t.n; i++) missing_[i] = t.pred_at[i + 1] - t.pred_at[i];
+        for (i64 i = 0; i < t.n; i++)
+            if (!missing_[i]) ready(i);
+    }
+
+    void begin(i64 i) {
+        if (t_.kind[i] > START) now_ = std::max(now_, lane_end_[t_.start[i]]);
+        run(i);
+    }
+
+    bool build() {
+        while (i64(order.size()) < t_.n) {
+            if (!waits_.empty() && waits_.top().first <= now_) {
+                run_wait();
+                continue;
+            }
+            i64 compute = next_compute();
+            if (compute >= 0) {
+                if (t_.busy[compute]) {
+                    i64 before = now_;
+                    feed(now_ + t_.busy[compute], t_.busy[compute]);
+                    if (now_ != before && !waits_.empty() && waits_.top().first <= now_) continue;
+                    if (memory_ && !memory_->admits(compute)) continue;
+                }
+                if (computes_.top().second == compute) computes_.pop();
+                run(compute);
+            } else if (feed(now_ + 1, 1) || step_reference() || (rule_.fill && fill())) {
+                continue;
+            } else if (!run_wait()) {
+                if (free_.empty()) return false;
+                feed(*std::max_element(free_.begin(), free_.end()) + 1, FOREVER);
+            }
+        }
+        return true;
+    }
+
+    vector<i64> order;
+
+  private:
+    void ready(i64 i) {
+        if (t_.kind[i] == COMPUTE) computes_.emplace(rule_.compute[i], i);
+        else if (t_.kind[i] == START) starts_[t_.machine[i]].emplace(rule_.collective[i], i);
+        else waits_.emplace(lane_end_[t_.start[i]], i);
+    }
+
+    i64 next_compute() {
+        while (!computes_.empty() && ran_[computes_.top().second]) computes_.pop();
+        if (computes_.empty()) return -1;
+        i64 best = computes_.top().second;
+        if (rule_.strict) {
+            while (ran_[sequence_[turn_]]) turn_++;
+            if (best != sequence_[turn_]) return -1;
+        }
+        if (!memory_ || memory_->admits(best)) return best;
+        Entry refused[TRIES];
+        int count = 0;
+        i64 found = -1;
+        while (!computes_.empty() && count < TRIES && found < 0) {
+            Entry entry = computes_.top();
+            computes_.pop();
+            refused[count++] = entry;
+            if (!ran_[entry.second] && memory_->admits(entry.second)) found = entry.second;
+            if (rule_.strict) break;
+        }
+        for (int k = 0; k < count; k++) computes_.push(refused[k]);
+        return found;
+    }
+
+    void run(i64 i) {
+        order.push_back(i);
+        ran_[i] = 1;
+        now_ += t_.busy[i];
+        progress_ += t_.busy[i];
+        if (memory_) memory_->run(i);
+        if (t_.kind[i] == START) {
+            i64 m = t_.machine[i];
+            free_[m] = lane_end_[i] = std::max(free_[m], now_) + t_.lane[i];
+        }
+        for (i64 e = t_.succ_at[i]; e < t_.succ_at[i + 1]; e++)
+            if (!--missing_[t_.succs[e]]) ready(t_.succs[e]);
+    }
+
+    bool run_wait() {
+        if (waits_.empty()) return false;
+        auto [end, i] = waits_.top();
+        waits_.pop();
+        if (!ran_[i]) {
+            now_ = std::max(now_, end);
+            run(i);
+        }
+        return true;
+    }
+
+    bool feed(i64 until, i64 work) {
+        i64 horizon = progress_ + work;
+        bool issued = false;
+        for (i64 m = 0; m < t_.machines; m++)
+            while (!starts_[m].empty() && (rule_.eager || free_[m] < until)) {
+                i64 i = next_start(starts_[m], horizon);
+                if (i < 0) break;
+                run(i);
+                issued = true;
+            }
+        return issued;
+    }
+
+    bool fill() {
+        if (waits_.empty()) return false;
+        i64 gap = waits_.top().first - now_;
+        for (auto &heap : starts_)
+            if (!heap.empty() && t_.busy[heap.top().second] <= gap) {
+                i64 i = next_start(heap, FOREVER);
+                if (i >= 0) {
+                    run(i);
+                    return true;
+                }
+            }
+        return false;
+    }
+
+    i64 next_start(Heap &heap, i64 horizon) {
+        Entry refused[TRIES];
+        int count = 0;
+        i64 found = -1;
+        while (!heap.empty() && count < TRIES) {
+            Entry entry = heap.top();
+            heap.pop();
+            i64 i = entry.second;
+            if (ran_[i]) continue;
+            if ((!rule_.release || rule_.release[i] < horizon) && (!memory_ || memory_->admits(i))) {
+                found = i;
+                break;
+            }
+            refused[count++] = entry;
+        }
+        for (int k = 0; k < count; k++) heap.push(refused[k]);
+        return found;
+    }
+
+    bool step_reference() {
+        if (!memory_) return false;
+        i64 i = memory_->upcoming();
+        if (!waits_.empty() && (rule_.strict || t_.kind[i] != COMPUTE)) return false;
+        run(i);
+        return true;
+    }
+
+    const Tables &t_;
+    const Rule &rule_;
+    Continuation *memory_;
+    i64 now_ = 0, progress_ = 0;
+    size_t turn_ = 0;
+    vector<i64> free_, lane_end_, missing_;
+    Heap computes_, waits_;
+    vector<Heap> starts_;
+    vector<i64> sequence_;
+    vector<char> ran_;
+};
+
+// -- window.improve_window ---------------------------------------------------------------------------------------------
+
+struct Value {
+    i64 bound, finish;
+    bool operator<(const Value &o) const { return bound != o.bound ? bound < o.bound : finish < o.finish; }
+};
+
+struct Tail {
+    i64 compute = 0;
+    vector<i64> machine, wait;
+
+    void extend(const Tables &t, i64 i) {
+        i64 after = compute;
+        if (t.kind[i] == START) {
+            i64 m = t.machine[i];
+            machine[m] = std::max(machine[m], wait[i]) + t.lane[i];
+            after = std::max(after, machine[m]);
+        }
+        compute = after + t.busy[i];
+        if (t.kind[i] > START) wait[t.start[i]] = std::max(wait[t.start[i]], compute);
+    }
+};
+
+struct Place {
+    i64 now, live;
+    const i64 *free, *lane_end;
+    i64 tail_compute;
+    const i64 *tail_machine, *tail_wait, *unread;
+    Value incumbent;
+};
+
+struct HashMask {
+    size_t operator()(Mask m) const {
+        uint64_t x = uint64_t(m) * 0x9E3779B97F4A7C15u ^ (uint64_t(m >> 64) + 0xD1B54A32D192ED03u) * 0xBF58476D1CE4E5B9u;
+        return size_t(x ^ x >> 29);
+    }
+};
+
+constexpr Mask bit(i64 k) { return Mask(1) << k; }
+
+class Search {
+  public:
+    struct State {
+        Mask done;
+        i64 now, live, sum_free;
+        Value value;
+        int32_t parent, task, clocks;  // clocks: where free and ends of the state lie
+        int32_t kin;                   // where what is left behind its set of members lies
+    };
+
+    i64 expanded = 0;
+    bool complete = true;
+    vector<i64> answer;
+    Value best{0, 0};
+
+    Search(const Tables &t, const i64 *window, i64 length, const Place &place, bool capped, i64 cap, i64 *local)
+        : t_(t), window_(window), length_(length), place_(place), capped_(capped), cap_(cap), machines_(t.machines) {
+        // ``local``: scratch of the problem's length, -1 everywhere, left as it was.
+        for (i64 k = 0; k < length; k++) local[window[k]] = k;
+        for (i64 k = 0; k < length; k++) {
+            i64 i = window[k];
+            Mask need = 0;
+            for (i64 e = t.pred_at[i]; e < t.pred_at[i + 1]; e++)
+                if (local[t.preds[e]] >= 0) need |= bit(local[t.preds[e]]);
+            own_.push_back(need | bit(k));
+            if (t.kind[i] > START && !(t.busy[i] + t.alloc[i])) cheap_ |= bit(k);
+            slot_.push_back(t.kind[i] == START ? slots_++ : -1);
+        }
+        for (i64 k = 0; k < length; k++) {
+            i64 i = window[k], s = t.kind[i] > START ? t.start[i] : -1;
+            wait_slot_.push_back(s >= 0 && local[s] >= 0 ? slot_[local[s]] : -1);
+        }
+        find_releases(local);
+        vector<char> waited(slots_, 0);
+        for (i64 k = 0; k < length; k++)
+            if (wait_slot_[k] >= 0) waited[wait_slot_[k]] = 1;
+        Left first{0, {}};
+        first.machine.assign(place.tail_machine, place.tail_machine + machines_);
+        for (i64 k = 0; k < length; k++) {
+            i64 i = window[k];
+            first.busy += t.busy[i];
+            if (slot_[k] < 0) continue;
+            first.machine[t.machine[i]] += t.lane[i];
+            if (place.tail_wait[i] && !waited[slot_[k]]) after_.emplace_back(slot_[k], place.tail_wait[i]);
+        }
+        left_.push_back(std::move(first));
+        for (i64 k = 0; k < length; k++) local[window[k]] = -1;
+    }
+
+    // Whether an order better than the incumbent was found; it is in ``answer``.
+    bool run(i64 width) {
+        const i64 clocks = machines_ + slots_;
+        vector<State> level, next;
+        clocks_.assign(place_.free, place_.free + machines_);
+        clocks_.resize(clocks, 0);
+        i64 sum = 0;
+        for (i64 m = 0; m < machines_; m++) sum += place_.free[m];
+        states_.push_back({0, place_.now, place_.live, sum, {0, 0}, -1, -1, 0, 0});
+        vector<int32_t> current{0};
+        left_of_.clear();
+        left_of_.emplace(Mask(0), 0);
+        for (i64 step = 0; step < length_; step++) {
+            groups_.clear();
+            group_of_.clear();
+            for (int32_t s : current) expand(s);
+            current.clear();
+            for (auto &group : groups_) current.insert(current.end(), group.begin(), group.end());
+            if (i64(current.size()) > width) {
+                std::stable_sort(current.begin(), current.end(), [this](int32_t a, int32_t b) { return less(a, b); });
+                current.resize(width);
+                complete = false;
+            }
+            if (current.empty()) return false;
+        }
+        int32_t found = current[0];
+        for (int32_t s : current)
+            if (less(s, found)) found = s;
+        best = states_[found].value;
+        for (int32_t s = found; states_[s].parent >= 0; s = states_[s].parent) answer.push_back(states_[s].task);
+        std::reverse(answer.begin(), answer.end());
+        return true;
+    }
+
+  private:
+    struct Left {
+        i64 busy;
+        vector<i64> machine;
+    };
+
+    bool less(int32_t x, int32_t y) const {
+        const State &a = states_[x], &b = states_[y];
+        if (a.value < b.value) return true;
+        if (b.value < a.value) return false;
+        return a.sum_free != b.sum_free ? a.sum_free < b.sum_free : a.live < b.live;
+    }
+
+    void find_releases(const i64 *local) {
+        releases_.resize(length_);
+        vector<i64> seen;
+        std::unordered_map<i64, std::pair<Mask, i64>> readers;  // storage -> members that read it, their number
+        for (i64 k = 0; k < length_; k++) {
+            i64 i = window_[k];
+            for (i64 e = t_.eats_at[i]; e < t_.eats_at[i + 1]; e++) {
+                auto [at, fresh] = readers.try_emplace(t_.eats[e], Mask(0), 0);
+                if (fresh) seen.push_back(t_.eats[e]);
+                at->second.first |= bit(k);
+                at->second.second++;
+            }
+        }
+        (void)local;
+        for (i64 s : seen) {
+            auto [mask, count] = readers[s];
+            if (count != place_.unread[s]) continue;
+            for (i64 k = 0; k < length_; k++)
+                if (mask & bit(k)) releases_[k].emplace_back(mask, t_.size[s]);
+        }
+    }
+
+    i64 end_of(const State &state, i64 k) const {
+        return wait_slot_[k] >= 0 ? clocks_[state.clocks + machines_ + wait_slot_[k]]
+                                  : place_.lane_end[t_.start[window_[k]]];
+    }
+
+    int32_t left_behind(int32_t kin, Mask mask, i64 k) {
+        auto [at, fresh] = left_of_.try_emplace(mask, int32_t(left_.size()));
+        if (fresh) {
+            i64 i = window_[k];
+            Left mine = left_[kin];
+            mine.busy -= t_.busy[i];
+            if (slot_[k] >= 0) mine.machine[t_.machine[i]] -= t_.lane[i];
+            left_.push_back(std::move(mine));
+        }
+        return at->second;
+    }
+
+    bool none_later(const i64 *a, const i64 *b) const {
+        for (i64 c = 0; c < machines_ + slots_; c++)
+            if (a[c] > b[c]) return false;
+        return true;
+    }
+
+    void expand(int32_t number) {
+        Mask missing = ~states_[number].done;
+        i64 only = -1;
+        ready_.clear();
+        for (i64 k = 0; k < length_; k++)
+            if ((missing & own_[k]) == bit(k)) ready_.push_back(k);
+        if (missing & cheap_)
+            for (i64 k : ready_)
+                if (cheap_ >> k & 1 && end_of(states_[number], k) <= states_[number].now) {
+                    only = k;
+                    break;
+                }
+        if (only >= 0) ready_.assign(1, only);
+        for (i64 k : ready_) enter(number, k);
+    }
+
+    void enter(int32_t number, i64 k) {
+        const State state = states_[number];
+        i64 i = window_[k], live = state.live + t_.alloc[i];
+        if (capped_ && live > cap_ && t_.alloc[i]) return;
+        expanded++;
+        const i64 clocks = machines_ + slots_;
+        i64 now = state.now + t_.busy[i], sum = state.sum_free;
+        mine_.assign(clocks_.begin() + state.clocks, clocks_.begin() + state.clocks + clocks);
+        if (slot_[k] >= 0) {
+            i64 m = t_.machine[i];
+            i64 end = std::max(mine_[m], now) + t_.lane[i];
+            sum += end - mine_[m];
+            mine_[m] = mine_[machines_ + slot_[k]] = end;
+        } else if (t_.kind[i] > START) {
+            i64 end = end_of(state, k);
+            if (end > state.now) now = end + t_.busy[i];
+        }
+        Mask mask = state.done | bit(k);
+        int32_t kin = left_behind(state.kin, mask, k);
+        const Left &left = left_[kin];
+        i64 finish = now + left.busy, bound = finish + place_.tail_compute;
+        for (i64 m = 0; m < machines_; m++) bound = std::max(bound, mine_[m] + left.machine[m]);
+        for (auto [j, rest] : after_) bound = std::max(bound, mine_[machines_ + j] + rest);
+        Value value{bound, finish};
+        if (!(value < place_.incumbent)) return;
+        auto [at, fresh] = group_of_.try_emplace(mask, int32_t(groups_.size()));
+        if (fresh) groups_.emplace_back();
+        auto &rivals = groups_[at->second];
+        for (int32_t r : rivals)
+            if (states_[r].now <= now && none_later(&clocks_[states_[r].clocks], mine_.data())) return;
+        rivals.erase(std::remove_if(rivals.begin(), rivals.end(),
+                                    [&](int32_t r) {
+                                        return now <= states_[r].now &&
+                                               none_later(mine_.data(), &clocks_[states_[r].clocks]);
+                                    }),
+                     rivals.end());
+        live -= t_.transient[i];
+        for (auto &[readers, size] : releases_[k])
+            if (!(readers & ~mask)) live -= size;
+        int32_t place = int32_t(clocks_.size());
+        clocks_.insert(clocks_.end(), mine_.begin(), mine_.end());
+        rivals.push_back(int32_t(states_.size()));
+        states_.push_back({mask, now, live, sum, value, number, int32_t(i), place, kin});
+    }
+
+    const Tables &t_;
+    const i64 *window_;
+    i64 length_;
+    const Place &place_;
+    bool capped_;
+    i64 cap_, machines_, slots_ = 0;
+    Mask cheap_ = 0;
+    vector<Mask> own_;
+    vector<i64> slot_, wait_slot_;
+    vector<vector<std::pair<Mask, i64>>> releases_;
+    vector<std::pair<i64, i64>> after_;
+    vector<Left> left_;
+    std::unordered_map<Mask, int32_t, HashMask> left_of_, group_of_;
+    vector<vector<int32_t>> groups_;
+    vector<State> states_;
+    vector<i64> clocks_, mine_, ready_;
+};
+
+// -- local_search ------------------------------------------------------------------------------------------------------
+
+class Local {
+  public:
+    Local(const Tables &t, bool capped, i64 cap) : t_(t), capped_(capped), cap_(cap), local_(t.n, -1) {}
+
+    // One pass over all windows, last to first; the number of states expanded.
+    i64 sweep(i64 *order, i64 length, i64 width, i64 allowance) {
+        const i64 n = t_.n;
+        OwnedTrace trace(t_);
+        replay(t_, order, trace);
+        vector<i64> live = profile(t_, order);
+        vector<char> loses = loses_time(order, trace);
+        vector<i64> free_before(n, 0), free(t_.machines, 0);
+        for (i64 k = 0; k < n; k++) {
+            i64 i = order[k];
+            if (t_.kind[i] != START) continue;
+            free_before[i] = free[t_.machine[i]];
+            free[t_.machine[i]] = trace.lane_end[i];
+        }
+        vector<i64> unread(t_.storages, 0);
+        Tail tail = at_end();
+        i64 used = 0, stop = n, at = n;
+        while (stop > 0 && used < allowance) {
+            i64 first = std::max<i64>(0, stop - length);
+            while (at > first) {
+                i64 i = order[--at];
+                for (i64 e = t_.eats_at[i]; e < t_.eats_at[i + 1]; e++) unread[t_.eats[e]]++;
+                if (t_.kind[i] == START) free[t_.machine[i]] = free_before[i];
+            }
+            if (std::find(loses.begin() + first, loses.begin() + stop, 1) != loses.begin() + stop) {
+                vector<i64> window(order + first, order + stop);
+                Place place{trace.begin[window[0]], live[first] - t_.alloc[window[0]], free.data(), trace.lane_end,
+                            tail.compute, tail.machine.data(), tail.wait.data(), unread.data(), {0, 0}};
+                place.incumbent = evaluate(window, place);
+                Search search(t_, window.data(), i64(window.size()), place, capped_, cap_, local_.data());
+                bool better = search.run(width);
+                used += i64(window.size()) + search.expanded;
+                if (better) std::copy(search.answer.begin(), search.answer.end(), order + first);
+            }
+            i64 step = first ? std::max<i64>(1, (stop - first) / 2) : stop;
+            for (i64 k = stop - 1; k > stop - step - 1; k--) tail.extend(t_, order[k]);
+            stop -= step;
+        }
+        return used;
+    }
+
+  private:
+    Tail at_end() const {
+        Tail tail;
+        tail.machine.assign(t_.machines, 0);
+        tail.wait.assign(t_.n, 0);
+        return tail;
+    }
+
+    Value evaluate(const vector<i64> &window, const Place &place) {
+        i64 now = place.now;
+        vector<i64> free(place.free, place.free + t_.machines);
+        std::unordered_map<i64, std::pair<i64, bool>> ends;  // start -> end, waited for in the window
+        for (i64 i : window) {
+            if (t_.kind[i] == COMPUTE) {
+                now += t_.busy[i];
+            } else if (t_.kind[i] == START) {
+                now += t_.busy[i];
+                i64 m = t_.machine[i];
+                free[m] = std::max(free[m], now) + t_.lane[i];
+                ends[i] = {free[m], false};
+            } else {
+                i64 s = t_.start[i];
+                auto at = ends.find(s);
+                if (at != ends.end()) at->second.second = true;
+                now = std::max(now, at != ends.end() ? at->second.first : place.lane_end[s]) + t_.busy[i];
+            }
+        }
+        i64 value = now + place.tail_compute;
+        for (i64 m = 0; m < t_.machines; m++) value = std::max(value, free[m] + place.tail_machine[m]);
+        for (auto &[s, end] : ends)
+            if (place.tail_wait[s] && !end.second) value = std::max(value, end.first + place.tail_wait[s]);
+        return {value, now};
+    }
+
+    vector<char> loses_time(const i64 *order, const Trace &trace) {
+        vector<char> result(t_.n, 0);
+        Tail tail = at_end();
+        for (i64 k = t_.n - 1; k >= 0; k--) {
+            i64 i = order[k];
+            tail.extend(t_, i);
+            if (t_.kind[i] == START) {
+                i64 begin = trace.lane_begin[i];
+                result[k] = begin == trace.end[i] && begin + tail.machine[t_.machine[i]] >= trace.makespan;
+            } else if (t_.kind[i] > START) {
+                i64 end = trace.lane_end[t_.start[i]];
+                result[k] = end > trace.begin[i] && end + tail.compute >= trace.makespan;
+            }
+        }
+        return result;
+    }
+
+    const Tables &t_;
+    bool capped_;
+    i64 cap_;
+    vector<i64> local_;
+};
+
+}  // namespace
+
+// -- what Python calls: see native.py ----------------------------------------------------------------------------------
+
+extern "C" {
+
+// What Python calls gives -1 where a number in an order is no task's.
+
+i64 ip_replay(const Tables *t, const i64 *order, i64 *begin, i64 *end, i64 *lane_begin, i64 *lane_end, i64 *exposed,
+              i64 *makespan) {
+    if (!all_tasks(*t, order, t->n)) return -1;
+    Trace trace;
+    trace.begin = begin, trace.end = end, trace.lane_begin = lane_begin, trace.lane_end = lane_end;
+    trace.exposed = exposed;
+    i64 wrong = replay(*t, order, trace);
+    *makespan = trace.makespan;
+    return wrong;
+}
+
+i64 ip_live_bytes(const Tables *t, const i64 *order, i64 *out) {
+    if (!all_tasks(*t, order, t->n)) return -1;
+    live_bytes(*t, order, out);
+    return 0;
+}
+
+// 0, or 1 when no machine is there to wait for.
+i64 ip_list_schedule(const Tables *t, const i64 *compute, const i64 *collective, const i64 *release, i64 eager,
+                     i64 strict, i64 fill, const i64 *reference, i64 cap, const i64 *first, i64 firsts, i64 *out) {
+    if (!all_tasks(*t, first, firsts) || (reference && !all_tasks(*t, reference, t->n))) return -1;
+    Rule rule{compute, collective, release, eager != 0, strict != 0, fill != 0};
+    vector<Continuation> memory;
+    if (reference) memory.emplace_back(*t, reference, cap);
+    Builder builder(*t, rule, reference ? &memory[0] : nullptr);
+    for (i64 k = 0; k < firsts; k++) builder.begin(first[k]);
+    if (!builder.build()) return 1;
+    std::copy(builder.order.begin(), builder.order.end(), out);
+    return 0;
+}
+
+// One search of a window; ``facts``: out, value of the answer (2), states expanded, whether it is complete, its length.
+void ip_improve_window(const Tables *t, const i64 *window, i64 length, i64 now, i64 live, const i64 *free,
+                       const i64 *lane_end, i64 tail_compute, const i64 *tail_machine, const i64 *tail_wait,
+                       const i64 *unread, i64 incumbent, i64 incumbent_finish, i64 capped, i64 cap, i64 width,
+                       i64 *out, i64 *facts) {
+    Place place{now, live, free, lane_end, tail_compute, tail_machine, tail_wait, unread,
+                {incumbent, incumbent_finish}};
+    vector<i64> local(t->n, -1);
+    Search search(*t, window, length, place, capped != 0, cap, local.data());
+    bool better = search.run(width);
+    std::copy(search.answer.begin(), search.answer.end(), out);
+    facts[0] = better ? search.best.bound : incumbent;
+    facts[1] = better ? search.best.finish : incumbent_finish;
+    facts[2] = search.expanded;
+    facts[3] = search.complete;
+    facts[4] = i64(search.answer.size());
+}
+
+// One pass over all windows; ``order`` is changed in place. The number of states expanded.
+i64 ip_sweep(const Tables *t, i64 *order, i64 length, i64 width, i64 capped, i64 cap, i64 allowance) {
+    return Local(*t, capped != 0, cap).sweep(order, length, width, allowance);
+}
+}

@@ -1,0 +1,193 @@
+"""The compiled core of the planner gives what Python gives, to the last tie, and its absence is no error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.schedule import native
+from inductor_passes.schedule.bounds import tails
+from inductor_passes.schedule.construct import rules
+from inductor_passes.schedule.guarded import Timing, Trial, just_in_time
+from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
+from inductor_passes.schedule.local_search import SHAPES, local_search
+from inductor_passes.schedule.memory import live_bytes
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.problem import Kind, Problem, ProblemError, Storage, Task
+from inductor_passes.schedule.reference import lazy
+from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.tables import Tables, tables
+from inductor_passes.schedule.window import improve_window
+from tests.support.schedule_graphs import random_problem
+from tests.test_schedule_simulate import random_order
+
+pytestmark = pytest.mark.skipif(native.core() is None, reason="no C++ compiler")
+
+_SEEDS = st.integers(0, 1 << 30)
+
+
+def both(problem: Problem) -> tuple[Tables, Tables]:
+    """The tables of two equal problems: the first for the core, the second for Python."""
+    found = tables(problem), tables(Problem.from_json(problem.to_json()))
+    object.__setattr__(found[0], "flat", native._flatten(found[0]))
+    object.__setattr__(found[1], "flat", False)
+    assert isinstance(found[0].flat, native.Flat) and native.flat(found[0]) and not native.flat(found[1])
+    return found
+
+
+def all_rules(t: Tables, order: Sequence[int]) -> list[PriorityRule]:
+    by_tail = [-q for q in tails(t)[0]]
+    trial = Trial("", order, 0, 0)
+    return [
+        *rules(t, True),
+        *(just_in_time(t, trial, Timing(m, r, f)) for m in (0, 1) for r in (False, True) for f in (False, True)),
+        PriorityRule("", by_tail, by_tail, eager=True),
+        PriorityRule("", by_tail, range(t.n), fill=True, strict=True),
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(_SEEDS, st.integers(1, 120))
+def test_replays_and_list_schedules_are_equal(seed: int, tasks: int) -> None:
+    problem = random_problem(seed, tasks)
+    ours, theirs = both(problem)
+    order = random_order(problem, seed)
+    assert replay_time(ours, order) == replay_time(theirs, order)
+    assert live_bytes(ours, order) == live_bytes(theirs, order)
+    reference = lazy(theirs, order)
+    least = max(live_bytes(theirs, reference), default=theirs.live0)
+    kept = order[: seed % (len(problem) + 1)]
+    for rule in all_rules(theirs, order):
+        assert list_schedule(ours, rule) == list_schedule(theirs, rule)
+        for reach in (Reach(reference, least), Reach(reference, least + least // 4)):
+            assert list_schedule(ours, rule, reach) == list_schedule(theirs, rule, reach)
+        ends = Reach(order, max(live_bytes(theirs, order), default=0))
+        assert list_schedule(ours, rule, ends, kept) == list_schedule(theirs, rule, ends, kept)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_SEEDS, st.integers(2, 150), st.sampled_from([*SHAPES, (5, 3), (120, 4)]), st.sampled_from([None, 0, 10]))
+def test_searches_are_equal(seed: int, tasks: int, shape: tuple[int, int], above: int | None) -> None:
+    from inductor_passes.schedule import local_search as module
+
+    problem = random_problem(seed, tasks)
+    ours, theirs = both(problem)
+    order = random_order(problem, seed)
+    peak = max(live_bytes(theirs, order))
+    cap = None if above is None else peak + peak * above // 100
+    for allowance in (50, 3000):
+        expected = module._improved(theirs, list(order), shape, cap, allowance)
+        assert module._improved(ours, list(order), shape, cap, allowance) == expected
+    assert local_search(ours, order, cap, 0, 5000) == local_search(theirs, order, cap, 0, 5000)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_SEEDS, st.integers(2, 24), st.integers(1, 60), st.sampled_from([None, 0, 10]))
+def test_answers_about_a_window_are_equal(seed: int, length: int, width: int, above: int | None) -> None:
+    from inductor_passes.schedule import local_search as module
+
+    problem = random_problem(seed, 60)
+    _, theirs = both(problem)
+    flat = native._flatten(theirs)
+    library = native.core()
+    order = random_order(problem, seed)
+    peak = max(live_bytes(theirs, order))
+    cap = None if above is None else peak + peak * above // 100
+    compared = 0
+
+    def search(window, place):  # type: ignore[no-untyped-def]
+        nonlocal compared
+        compared += 1
+        expected = improve_window(theirs, window, place, cap, width)
+        found = native.improve_window(library, flat, window, place, cap, width)  # type: ignore[arg-type]
+        assert found == (expected.tasks, expected.value, expected.expanded, expected.optimal)
+        return expected
+
+    module._sweep(theirs, list(order), length, search, 1 << 40)
+    assert compared or replay_time(theirs, order).makespan == sum(theirs.busy_ns)
+
+
+@settings(max_examples=15, deadline=None)
+@given(_SEEDS, st.integers(2, 80), st.sampled_from([None, 0, 5, 25]))
+def test_plans_are_equal(seed: int, tasks: int, above: int | None) -> None:
+    problem = random_problem(seed, tasks)
+    _, theirs = both(problem)
+    peak = max(live_bytes(theirs, range(theirs.n)))
+    cap = None if above is None else peak + peak * above // 100
+    copy = Problem.from_json(problem.to_json())
+    object.__setattr__(tables(copy), "flat", False)
+    assert plan(problem, cap) == plan(copy, cap)
+
+
+def test_what_is_no_order_is_refused() -> None:
+    problem = random_problem(1, 40)
+    ours, _ = both(problem)
+    for number in (-1, ours.n):
+        order = list(range(ours.n))
+        order[3] = number
+        for call in (replay_time, live_bytes):
+            with pytest.raises(IndexError):
+                call(ours, order)
+        with pytest.raises(IndexError):
+            list_schedule(ours, rules(ours, True)[0], Reach(order, 1 << 30))
+    wait = next(i for i in range(ours.n) if ours.start[i] >= 0)
+    order = [wait, *(i for i in range(ours.n) if i != wait)]
+    with pytest.raises(ProblemError, match=f"task {wait} waits before its start {ours.start[wait]}"):
+        replay_time(ours, order)
+
+
+def test_numbers_that_do_not_fit_are_pythons() -> None:
+    tasks = tuple(Task(f"t{i}", Kind.COMPUTE, 1 << 60) for i in range(4))
+    problem = Problem(tasks, ((),) * 4, storages=(Storage(1 << 61, 0, (1,)),))
+    assert native._flatten(tables(problem)) is False
+    assert plan(problem, None).makespan_ns == 1 << 62
+
+
+def test_small_problems_start_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    native._load.cache_clear()
+    monkeypatch.setattr(native, "_built", lambda: pytest.fail("built"))
+    assert plan(random_problem(3, native.WORTH_BUILDING // 2), None).feasible
+    monkeypatch.undo()
+    native._load.cache_clear()
+
+
+@pytest.mark.parametrize("lacks", ["compiler", "place", "wish", "sense"])
+def test_without_the_core_python_plans(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(5, 200)
+    expected = plan(Problem.from_json(problem.to_json()), None)
+    native._load.cache_clear()
+    if lacks == "compiler":
+        monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    elif lacks == "place":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    elif lacks == "wish":
+        monkeypatch.setenv("INDUCTOR_PASSES_NATIVE", "0")
+    else:
+        monkeypatch.setattr(native, "_SOURCE", tmp_path / "planner.cpp")
+        (tmp_path / "planner.cpp").write_text("this is no C++")
+    try:
+        assert native.core() is None
+        assert plan(problem, None) == expected and tables(problem).flat is None
+        assert not list(tmp_path.glob("**/*.so"))
+    finally:
+        native._load.cache_clear()
+
+
+def test_the_variable_is_checked() -> None:
+    assert PassConfig.from_env({"INDUCTOR_PASSES_NATIVE": "0"}) == PassConfig()
+    with pytest.raises(ConfigError, match="INDUCTOR_PASSES_NATIVE='maybe' is not allowed"):
+        PassConfig.from_env({"INDUCTOR_PASSES_NATIVE": "maybe"})
+
+
+def test_it_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    first = native._built()
+    time = first.stat().st_mtime_ns
+    assert native._built() == first and first.stat().st_mtime_ns == time
+    assert [p.name for p in first.parent.iterdir()] == [first.name]
