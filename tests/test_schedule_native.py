@@ -21,6 +21,7 @@ from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Problem, ProblemError, Storage, Task
 from inductor_passes.schedule.reference import lazy
 from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.slack import as_progress, latest_issue
 from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.schedule.window import improve_window
 from tests.support.schedule_graphs import random_problem
@@ -59,6 +60,13 @@ def test_replays_and_list_schedules_are_equal(seed: int, tasks: int) -> None:
     order = random_order(problem, seed)
     assert replay_time(ours, order) == replay_time(theirs, order)
     assert live_bytes(ours, order) == live_bytes(theirs, order)
+    trace = replay_time(theirs, order)
+    for wait_by in (None, trace.begin):
+        latest = latest_issue(theirs, order, trace, wait_by)
+        assert latest_issue(ours, order, trace, wait_by) == latest
+        assert as_progress(ours, order, trace, latest) == as_progress(theirs, order, trace, latest)
+    assert lazy(ours, order, True) == lazy(theirs, order, True)
+    assert lazy(ours, order) == lazy(theirs, order)
     reference = lazy(theirs, order)
     least = max(live_bytes(theirs, reference), default=theirs.live0)
     kept = order[: seed % (len(problem) + 1)]

@@ -21,11 +21,12 @@ from inductor_passes.schedule.bounds import tails
 from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import Trace, replay_time
-from inductor_passes.schedule.tables import Tables
+from inductor_passes.schedule.tables import Tables, once
 
 _COMPUTE, _START, _WAIT = int(Kind.COMPUTE), int(Kind.START), int(Kind.WAIT)
 
 
+@once
 def mirrored(t: Tables) -> Tables:
     """The program backwards in time: task ``i`` becomes ``n - 1 - i``. Memory is left out.
 
@@ -62,6 +63,7 @@ def mirrored(t: Tables) -> Tables:
         preds=preds,
         succs=succs,
         flat=None,
+        known={},
     )
 
 

@@ -133,6 +133,40 @@ def live_bytes(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> list[int]
     return out.tolist()
 
 
+def latest_issue(
+    library: ctypes.CDLL,
+    t: Flat,
+    order: Sequence[int],
+    times: tuple[int, Sequence[int], Sequence[int]],
+    wait_by: Sequence[int] | None,
+) -> list[int]:
+    """See :func:`~inductor_passes.schedule.slack.latest_issue`; ``times``: ``makespan``, ``begin``, ``lane_begin``."""
+    given, begin, lane_begin, out = _array(order), _array(times[1]), _array(times[2]), _empty(t.n)
+    until = None if wait_by is None else _array(wait_by)
+    _no_task(
+        library.ip_latest_issue(
+            *(t.view, _at(given), _I64(times[0]), _at(begin), _at(lane_begin), _at(until), _at(out)),
+        )
+    )
+    return out.tolist()
+
+
+def as_progress(
+    library: ctypes.CDLL, t: Flat, order: Sequence[int], begin: Sequence[int], latest: Sequence[int]
+) -> list[int]:
+    """See :func:`~inductor_passes.schedule.slack.as_progress`."""
+    given, begins, times, out = _array(order), _array(begin), _array(latest), _empty(t.n)
+    _no_task(library.ip_as_progress(t.view, _at(given), _at(begins), _at(times), _at(out)))
+    return out.tolist()
+
+
+def lazy(library: ctypes.CDLL, t: Flat, order: Sequence[int], hold_waits: bool) -> list[int]:
+    """See :func:`~inductor_passes.schedule.reference.lazy`; ``order`` is one of all tasks."""
+    given, out = _array(order), _empty(t.n)
+    _no_task(library.ip_lazy(t.view, _at(given), _I64(hold_waits), _at(out)))
+    return out.tolist()
+
+
 def list_schedule(
     library: ctypes.CDLL,
     t: Flat,
@@ -215,8 +249,8 @@ def _load() -> ctypes.CDLL | None:
         # Whatever is wrong with compiler, disk or loader: Python plans too.
         _log.debug("the planner runs in Python: %s", error)
         return None
-    for name in ("ip_replay", "ip_live_bytes", "ip_list_schedule", "ip_sweep"):
-        getattr(library, name).restype = _I64
+    for name in ("replay", "live_bytes", "latest_issue", "as_progress", "lazy", "list_schedule", "sweep"):
+        getattr(library, f"ip_{name}").restype = _I64
     library.ip_improve_window.restype = None
     return library
 

@@ -114,7 +114,7 @@ void live_bytes(const Tables &t, const i64 *order, i64 *out) {
     }
 }
 
-// -- memory.RangeMax and memory.Continuation ---------------------------------------------------------------------------
+// -- memory.RangeMax and memory.Continuation ------------------------------------------------------------------------
 
 class RangeMax {
   public:
@@ -246,7 +246,76 @@ class Continuation {
     vector<std::pair<i64, i64>> found_;
 };
 
-// -- list_schedule -----------------------------------------------------------------------------------------------------
+// -- slack.latest_issue and slack.as_progress, reference.lazy -------------------------------------------------------
+
+void latest_issue(const Tables &t, const i64 *order, const Trace &trace, const i64 *wait_by, i64 *latest) {
+    std::fill(latest, latest + t.n, trace.makespan);
+    vector<i64> next_begin(t.machines, trace.makespan);
+    for (i64 k = t.n - 1; k >= 0; k--) {
+        i64 i = order[k];
+        if (t.kind[i] == COMPUTE) {
+            latest[i] = trace.begin[i];
+            continue;
+        }
+        i64 need = trace.makespan;
+        for (i64 e = t.succ_at[i]; e < t.succ_at[i + 1]; e++) need = std::min(need, latest[t.succs[e]]);
+        if (wait_by && t.kind[i] != START) need = std::min(need, wait_by[i]);
+        if (t.kind[i] == START) {
+            i64 m = t.machine[i];
+            need = std::max(std::min(need, next_begin[m]) - t.lane[i], trace.lane_begin[i]);
+            next_begin[m] = need;
+        }
+        latest[i] = need - (t.kind[i] == START || !wait_by ? t.busy[i] : 0);
+    }
+}
+
+void as_progress(const Tables &t, const i64 *order, const i64 *begin, const i64 *times, i64 *out) {
+    vector<i64> begins, progress;
+    i64 done = 0;
+    for (i64 k = 0; k < t.n; k++) {
+        i64 i = order[k];
+        if (t.kind[i] == COMPUTE && t.busy[i]) begins.push_back(begin[i]), progress.push_back(done);
+        done += t.busy[i];
+    }
+    progress.push_back(done);
+    for (i64 i = 0; i < t.n; i++) {
+        i64 k = std::upper_bound(begins.begin(), begins.end(), times[i]) - begins.begin() - 1;
+        out[i] = k >= 0 ? std::min(progress[k] + times[i] - begins[k], progress[k + 1]) : 0;
+    }
+}
+
+void lazy(const Tables &t, const i64 *order, bool hold_waits, i64 *out) {
+    vector<char> placed(t.n, 0), waited(t.n, 0);
+    vector<i64> stack;
+    i64 count = 0;
+    for (i64 i = 0; i < t.n; i++)
+        if (t.kind[i] > START) waited[t.start[i]] = 1;
+    auto place = [&](i64 root) {
+        stack.assign(1, root);
+        while (!stack.empty()) {
+            i64 i = stack.back();
+            if (placed[i]) {
+                stack.pop_back();
+                continue;
+            }
+            size_t before = stack.size();
+            for (i64 e = t.pred_at[i + 1] - 1; e >= t.pred_at[i]; e--)
+                if (!placed[t.preds[e]]) stack.push_back(t.preds[e]);
+            if (stack.size() > before) continue;
+            placed[i] = 1;
+            out[count++] = i;
+            stack.pop_back();
+        }
+    };
+    for (i64 k = 0; k < t.n; k++) {
+        i64 i = order[k];
+        bool unread = t.succ_at[i] == t.succ_at[i + 1];
+        if (t.kind[i] == COMPUTE || (t.kind[i] == START ? !waited[i] : hold_waits || unread)) place(i);
+    }
+    for (i64 k = 0; k < t.n; k++) place(order[k]);
+}
+
+// -- list_schedule --------------------------------------------------------------------------------------------------
 
 struct Rule {
     const i64 *compute, *collective, *release;
@@ -427,7 +496,7 @@ class Builder {
     vector<char> ran_;
 };
 
-// -- window.improve_window ---------------------------------------------------------------------------------------------
+// -- window.improve_window ------------------------------------------------------------------------------------------
 
 struct Value {
     i64 bound, finish;
@@ -687,7 +756,7 @@ class Search {
     vector<i64> clocks_, mine_, ready_;
 };
 
-// -- local_search ------------------------------------------------------------------------------------------------------
+// -- local_search ---------------------------------------------------------------------------------------------------
 
 class Local {
   public:
@@ -793,7 +862,7 @@ class Local {
 
 }  // namespace
 
-// -- what Python calls: see native.py ----------------------------------------------------------------------------------
+// -- what Python calls: see native.py -------------------------------------------------------------------------------
 
 extern "C" {
 
@@ -813,6 +882,27 @@ i64 ip_replay(const Tables *t, const i64 *order, i64 *begin, i64 *end, i64 *lane
 i64 ip_live_bytes(const Tables *t, const i64 *order, i64 *out) {
     if (!all_tasks(*t, order, t->n)) return -1;
     live_bytes(*t, order, out);
+    return 0;
+}
+
+i64 ip_latest_issue(const Tables *t, const i64 *order, i64 makespan, i64 *begin, i64 *lane_begin, const i64 *wait_by,
+                    i64 *out) {
+    if (!all_tasks(*t, order, t->n)) return -1;
+    Trace trace;
+    trace.makespan = makespan, trace.begin = begin, trace.lane_begin = lane_begin;
+    latest_issue(*t, order, trace, wait_by, out);
+    return 0;
+}
+
+i64 ip_as_progress(const Tables *t, const i64 *order, const i64 *begin, const i64 *times, i64 *out) {
+    if (!all_tasks(*t, order, t->n)) return -1;
+    as_progress(*t, order, begin, times, out);
+    return 0;
+}
+
+i64 ip_lazy(const Tables *t, const i64 *order, i64 hold_waits, i64 *out) {
+    if (!all_tasks(*t, order, t->n)) return -1;
+    lazy(*t, order, hold_waits != 0, out);
     return 0;
 }
 

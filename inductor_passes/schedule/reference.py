@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inductor_passes.schedule import native
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.tables import Tables
 
@@ -23,6 +24,8 @@ def lazy(t: Tables, order: Sequence[int], hold_waits: bool = False) -> list[int]
     waits for. With ``hold_waits`` that holds for all waits, and only starts move: a reduction's input is released
     by its wait, so waiting later can cost memory.
     """
+    if (flat := native.flat(t)) is not None:
+        return native.lazy(*flat, order, hold_waits)
     kind, preds = t.kind, t.preds
     placed = bytearray(t.n)
     result: list[int] = []

@@ -12,9 +12,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from inductor_passes.schedule import native
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import Trace
-from inductor_passes.schedule.tables import Tables
+from inductor_passes.schedule.tables import Tables, once
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 
@@ -26,6 +27,8 @@ def latest_issue(
 
     Waits may move down to their first reader; with ``wait_by`` (ns per task) they may not move beyond that.
     """
+    if (flat := native.flat(t)) is not None:
+        return native.latest_issue(*flat, order, (trace.makespan, trace.begin, trace.lane_begin), wait_by)
     latest = [trace.makespan] * t.n
     next_begin = [trace.makespan] * t.machines
     for k in range(t.n - 1, -1, -1):
@@ -54,6 +57,8 @@ def latest_issue(
 
 def as_progress(t: Tables, order: Sequence[int], trace: Trace, latest: Sequence[int]) -> list[int]:
     """Times of ``order``'s timeline as ns of compute-lane work done by then. O(N log N)."""
+    if (flat := native.flat(t)) is not None:
+        return native.as_progress(*flat, order, trace.begin, latest)
     begins, progress, done = [], [], 0
     for i in order:
         if t.kind[i] == _COMPUTE and t.busy_ns[i]:
@@ -68,6 +73,7 @@ def as_progress(t: Tables, order: Sequence[int], trace: Trace, latest: Sequence[
     return result
 
 
+@once
 def relieves(t: Tables) -> list[bool]:
     """Per ``START``: whether running it and its waits early frees at least as much memory as it takes.
 

@@ -7,13 +7,15 @@ this module are the links plus the lanes that have none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem
 
 _CACHE = "_tables"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Tables:
         size, readers, releasable: per storage.
         live0: bytes live before the first task.
         flat: the same for the compiled core, see ``native.flat``; None: not needed so far.
+        known: what was worked out of this problem, see ``once``.
     """
 
     n: int
@@ -58,6 +61,21 @@ class Tables:
     releasable: list[bool]
     live0: int
     flat: Any = field(default=None, compare=False, repr=False)
+    known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+def once(work: Callable[[Tables], T]) -> Callable[[Tables], T]:
+    """``work`` done once per problem; nobody changes what it gave."""
+
+    @functools.wraps(work)
+    def found(t: Tables) -> T:
+        name = f"{work.__module__}.{work.__name__}"
+        if name not in t.known:
+            t.known[name] = work(t)
+        result: T = t.known[name]
+        return result
+
+    return found
 
 
 def tables(problem: Problem) -> Tables:
