@@ -31,8 +31,8 @@ key.
 off: `import torch` succeeds and warns on stderr, and using this package raises an error. Programs that set
 `TORCH_DEVICE_BACKEND_AUTOLOAD=0` must import `inductor_passes.config` for the variable to take effect.
 
-The planner's inner loops are compiled when they are first needed. `INDUCTOR_PASSES_NATIVE=0` keeps them in Python, and plans
-are the same ([how](inside/planner.md#the-compiled-core)).
+The planner's inner loops are compiled when they are first needed. `INDUCTOR_PASSES_NATIVE=0` keeps them in Python; the
+plans are the same ([how](inside/planner.md#the-compiled-core)).
 
 Enabling costs almost no import time, because the passes are imported at the first compilation.
 
