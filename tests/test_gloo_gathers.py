@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.fx
 
+import inductor_passes
 from inductor_passes import _torch, emulated_link, verify
 from inductor_passes._torch import gather_op
 from inductor_passes.config import PassConfig
@@ -44,6 +45,27 @@ def _many_at_once(rank: int, world: int) -> int:
 
 def test_many_at_once(two_ranks: Ranks) -> None:
     assert two_ranks.run(_many_at_once) == [1500, 1500]
+
+
+def _of_dtype(rank: int, world: int, dtype: torch.dtype) -> list[bool]:
+    """Each of two gathers of a compiled function, and an all_reduce of the group behind them."""
+    torch._dynamo.reset()
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return funcol.all_gather_tensor(x, 0, dist.group.WORLD), funcol.all_gather_tensor(y, 0, dist.group.WORLD)
+
+    parts = [torch.arange(6).reshape(3, 2).to(dtype) * (r + 1) for r in range(world)]
+    call = torch.compile(both, options=inductor_passes.options(bucket="off"))
+    found = call(parts[rank], parts[rank].t())
+    count = torch.ones(1)
+    dist.all_reduce(count)
+    whole = torch.cat(parts), torch.cat([p.t() for p in parts])
+    return [*(torch.equal(a.to(b.dtype), b) for a, b in zip(found, whole)), int(count) == world]
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.bfloat16, torch.int8, torch.uint8])
+def test_what_torchs_gather_carries_is_carried(two_ranks: Ranks, dtype: torch.dtype) -> None:
+    assert two_ranks.run(_of_dtype, dtype) == [[True] * 3] * 2
 
 
 def _operators_run(rank: int, world: int, ours: bool) -> set[str]:

@@ -41,6 +41,8 @@ def respell(graph: torch.fx.Graph, settings: PassConfig) -> str:
 
 
 def _is_local(start: torch.fx.Node) -> bool:
-    """Of a CPU tensor, on a group that is named in the graph."""
-    value = start.meta.get("val")
-    return len(start.args) == 3 and isinstance(start.args[2], str) and getattr(value, "device", None) == _CPU
+    """Of a CPU tensor with a dimension to gather along, on a group that is named in the graph."""
+    if len(start.args) != 3 or not isinstance(start.args[0], torch.fx.Node) or not isinstance(start.args[2], str):
+        return False
+    value = start.args[0].meta.get("val")
+    return isinstance(value, torch.Tensor) and value.device == _CPU and value.dim() > 0

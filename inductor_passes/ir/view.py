@@ -138,14 +138,17 @@ class GraphView:
         return edges
 
     def _possible_hazards(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-        """Keeps nodes that Inductor may do in place off memory that a collective is reading.
+        """Keeps nodes that Inductor may do in place off memory that is needed otherwise.
 
-        Inductor looks for later uses only: it does not know that an earlier collective still reads.
+        Inductor looks for later uses only. It does not know that an earlier collective still reads. And an input that
+        something is copied to in the end may be taken for the result, which is then lost: any later use prevents that.
         """
         edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         for node in self.nodes:
             for operand in ops.possibly_mutated_inputs(node):
                 for storage in self.storages.of(operand):
+                    if storage.writers and any(m.op in ("placeholder", "get_attr") for m in storage.members):
+                        edges.extend((node, user) for user in self._readers(storage))
                     starts = {
                         user: None
                         for member in storage.members
@@ -167,6 +170,16 @@ class GraphView:
         """The last node that reads or writes the storage."""
         users = [user for member in storage.members for user in member.users if self.roles[user] is not Role.FREE]
         return max(users, key=self.position.__getitem__)
+
+    def _readers(self, storage: FxStorage) -> list[torch.fx.Node]:
+        """Nodes that read the storage's memory, but for what copies to it in the end."""
+        users = {user: None for member in storage.members for user in member.users}
+        timeless = (Role.FREE, Role.OUTPUT)
+        return [
+            user
+            for user in users
+            if self.roles[user] not in timeless and user not in storage.writers and user not in storage.members
+        ]
 
     def _hazards(
         self, members: list[torch.fx.Node], writers: set[torch.fx.Node]

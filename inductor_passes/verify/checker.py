@@ -44,7 +44,7 @@ def _look(graph: torch.fx.Graph, depth: int = 0) -> _Look:
         return _Look(None, found, {})
     view = View(graph)
     bodies = _bodies(graph, depth)
-    found = [*rules.waits_and_flight(view), *rules.metadata(view)]
+    found = [*rules.waits_and_flight(view), *rules.overwritten_results(view), *rules.metadata(view)]
     for name, body in bodies.items():
         found.extend(inside(name, f) for f in body.findings)
     return _Look(view, found, bodies)

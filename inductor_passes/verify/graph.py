@@ -199,6 +199,58 @@ def _conflicts(view: View, flight: _Flight, node: torch.fx.Node) -> Iterator[Fin
                 break
 
 
+def overwritten_results(view: View) -> list[Finding]:
+    """Results that Inductor may keep in an input's memory, which something else is copied to before they are read.
+
+    Inductor does an operator in place on a graph input when a later ``copy_`` writes that input and nothing reads it in
+    between. It does not ask whether the operator's result is still needed behind that copy.
+    """
+    found: list[Finding] = []
+    for node in view.nodes:
+        for operand in dict.fromkeys(view.facts[node].reinplaced):
+            copies = [user for user in operand.users if _is_copy(user) and user.args[0] is operand]
+            later = [copy for copy in copies if view.position[copy] > view.position[node]]
+            if operand.op not in ("placeholder", "get_attr") or not later:
+                continue
+            copy = min(later, key=view.position.__getitem__)
+            result = set(view.storages.of(node))
+            source = copy.args[1]
+            if isinstance(source, torch.fx.Node) and not result.isdisjoint(view.storages.of(source)):
+                continue
+            if not _read_between(view, operand, node, copy) and _needed_behind(view, result, copy):
+                found.append(
+                    finding(
+                        "result-overwritten",
+                        node,
+                        f"nothing reads {operand.name} between {node.name} and {copy.name}, so Inductor lets "
+                        f"{node.name} write to it, and {copy.name} overwrites the result, which is read later",
+                        copy,
+                    )
+                )
+    return found
+
+
+def _read_between(view: View, operand: torch.fx.Node, node: torch.fx.Node, copy: torch.fx.Node) -> bool:
+    """Whether a node between the two surely reads what the operand holds: all of it, or a part known to be in it."""
+    size = operand.meta["val"].numel() if "val" in operand.meta else None
+    return any(
+        view.position[node] < view.position[user] < view.position[copy] and member in view.reads(user)
+        for storage in view.storages.of(operand)
+        for member in storage.members
+        if member is operand or (isinstance(v := member.meta.get("val"), torch.Tensor) and v.numel() == size)
+        for user in member.users
+    )
+
+
+def _needed_behind(view: View, result: set[Block], copy: torch.fx.Node) -> bool:
+    return any(
+        view.position[user] > view.position[copy]
+        for storage in result
+        for member in storage.members
+        for user in member.users
+    )
+
+
 def _used_after(view: View, storage: Block, node: torch.fx.Node) -> bool:
     """Whether a buffer is needed after a node, so that the node cannot take it over.
 

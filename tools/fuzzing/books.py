@@ -48,6 +48,8 @@ class Books(GraphBuilder):
         self.scalars: list[torch.fx.Node] = []
         self.eights: list[torch.fx.Node] = []
         self.empties: list[torch.fx.Node] = []
+        #: which input gets which value at the end
+        self.backs: dict[torch.fx.Node, torch.fx.Node] = {}
         #: which of the graphs that ranks have this is, and results that the others do not have
         self.variant = variant
         self.extra: list[torch.fx.Node] = []

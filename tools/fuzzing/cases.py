@@ -30,6 +30,7 @@ STEPS = {
     "draw": 1,
     "temporary": 2,
     "update": 3,
+    "written_back": 3,
     "wait": 18,
     "wait_again": 2,
     "all_gather": 6,
@@ -99,6 +100,11 @@ class Case:
     alternatives: int = 0
     search: int = 500
     differs: bool = False
+
+    @property
+    def backs(self) -> bool:
+        """Whether inputs get values at the end."""
+        return any(step[0] == "written_back" for step in self.steps)
 
 
 @contextlib.contextmanager

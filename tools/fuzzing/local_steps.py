@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from tests.support.graphs import aten
-from tools.fuzzing.books import DTYPES, LARGEST, Books
+from tests.support.graphs import aten, c10d
+from tools.fuzzing.books import DTYPES, EXACT, LARGEST, Books
 from tools.fuzzing.running import SEEN
 
 #: Operators that no pass knows: a pure one, and one that writes to its first argument.
@@ -112,6 +112,23 @@ class LocalSteps(Books):
             for other in self.buffer:
                 if self.buffer[other] == self.buffer[x]:
                     self.bound[other] = max(self.bound[other], bound)
+
+    def _written_back(self, a: int, b: int, c: int) -> None:
+        """An input is sent and changed; at the end it gets its new value, as AOTAutograd writes such a change."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        x = inputs[a % len(inputs)]
+        if not self.free(x) or x in self.backs or self.bound[x] * self.sizes[b % 3] > EXACT:
+            return
+        if b % 4:
+            start = self.call(c10d.all_reduce.default, x, "sum", self.groups[b % 3])
+            self.launch(start, [x], self.bound[x] * self.sizes[b % 3])
+        if c % 3 == 0 and self.flights:
+            self.land(c)
+        self.backs[x] = self.keep(self.call(aten.neg.default, x), None, self.bound[x])
+
+    def _write_back(self) -> None:
+        for x, value in self.backs.items():
+            self.call(aten.copy_.default, x, value)
 
     def _unknown(self, a: int, b: int, c: int) -> None:
         if (x := self.pick(a)) is not None:

@@ -20,6 +20,7 @@ class _Builder(UnusualSteps):
     def finish(self) -> torch.fx.GraphModule:
         while self.flights:
             self.land(0)
+        self._write_back()
         unusual = [*self.scalars[::2], *self.eights[::2], *self.empties[::2], *self.extra]
         outputs = list(dict.fromkeys([*self.values[-1:], *self.values[::3], *unusual]))
         self.graph.output(tuple(outputs)).meta["val"] = tuple(o.meta["val"] for o in outputs)
