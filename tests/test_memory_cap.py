@@ -86,16 +86,12 @@ def test_no_pass_makes_the_planned_step_slower(seed: int, budget: str) -> None:
             assert best.makespan_ns <= other.makespan_ns, off
 
 
-#: 10% slower at "+5%" than at "0".
-KNOWN = pytest.param(23655, marks=pytest.mark.xfail(strict=True, reason="a smaller budget is planned faster"))
-
-
-@pytest.mark.parametrize("seed", [*range(1, 5), KNOWN])
-def test_more_memory_is_not_slower_by_more_than_a_hundredth(seed: int) -> None:
+@pytest.mark.parametrize("seed", [*range(1, 5), 23655])  # the last: buckets that fit into "0" are the better ones
+def test_more_memory_is_not_slower(seed: int) -> None:
     with mesh_world((2, 4)) as mesh:
         steps = [compiled(random_layers(seed, mesh), memory_budget=b)[1].makespan_ns for b in BUDGETS]
     for less, more in itertools.pairwise(steps):
-        assert more <= less + less // 100
+        assert more <= less
 
 
 @settings(max_examples=12, deadline=None)
