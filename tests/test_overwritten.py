@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from inductor_passes.engine.pipeline import run_passes
 from tests.support.graphs import GraphBuilder, aten, c10d
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
+from tools.fuzzing import cases, judging
 
 
 def _program(change: str, gathered: torch.Tensor, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,13 +52,16 @@ def test_a_sum_is_not_lost(two_ranks: Ranks, change: str, settings: dict[str, An
     assert two_ranks.run(_compiled, change, settings) == [[(30.0, 30.0)] * 2] * 2
 
 
-def _graph(target: Any, moved: bool, read: bool = True) -> torch.fx.Graph:
+def _graph(target: Any, moved: bool, read: bool = True, several: bool = False) -> torch.fx.Graph:
     """A sum of an input that gets another value in the end; ``moved``: that value is computed before the sum."""
     graph = GraphBuilder()
     x, w = graph.placeholder("x", 4, 4), graph.placeholder("w", 4, 4)
     gathered = graph.call(c10d.wait_tensor.default, graph.call(c10d.all_gather_into_tensor.default, w, 2, "0"))
     half = graph.call(aten.mul.Tensor, x, 0.5) if moved else None
-    start = graph.call(c10d.all_reduce.default, x, "sum", "0")
+    if several:
+        start = graph.call(operator.getitem, graph.call(c10d.all_reduce_coalesced.default, [x], "sum", "0"), 0)
+    else:
+        start = graph.call(c10d.all_reduce.default, x, "sum", "0")
     half = half or graph.call(aten.mul.Tensor, x, 0.5)
     total = graph.call(c10d.wait_tensor.default, start)
     graph.call(aten.copy_.default, x, target(half, total))
@@ -66,11 +71,13 @@ def _graph(target: Any, moved: bool, read: bool = True) -> torch.fx.Graph:
 
 def test_the_verifier_refuses_a_lost_result() -> None:
     with fake_world(2):
-        def rules(**more: Any) -> set[str]:
-            kept = _graph(lambda half, total: half, moved=False)
-            return {f.rule for f in verify.check(_graph(moved=True, **more), reference=kept)}
+
+        def rules(several: bool = False, **more: Any) -> set[str]:
+            kept = _graph(lambda half, total: half, moved=False, several=several)
+            return {f.rule for f in verify.check(_graph(moved=True, several=several, **more), reference=kept)}
 
         assert rules(target=lambda half, total: half) == {"result-overwritten"}
+        assert rules(target=lambda half, total: half, several=True) == {"result-overwritten"}
         assert "result-overwritten" not in rules(target=lambda half, total: total)
         assert "result-overwritten" not in rules(target=lambda half, total: half, read=False)
         # What Inductor breaks without us is not held against us.
@@ -87,3 +94,19 @@ def test_no_order_loses_a_result() -> None:
         (start,) = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
         (half,) = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
         assert position[start] < position[half]
+
+
+def test_a_loop_over_the_input_stays_behind() -> None:
+    """A loop may return what it was given: it reads its input nevertheless. Found by the fuzzer."""
+    case = cases.Case(
+        steps=(
+            ("written_back", 54, 29, 48),
+            ("all_reduce_coalesced", 59, 43, 56),
+            ("wait_again", 1, 16, 60),
+            ("wait", 5, 21, 16),
+            ("loop", 7, 39, 8),
+        ),
+        settings={"memory_budget": "+1%", "bucket": "off", "schedule": "on", "redistribute": "exact"},
+    )
+    with cases.world(4) as groups:
+        assert case.backs and judging.judge(case, groups)[0] == ""

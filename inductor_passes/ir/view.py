@@ -178,7 +178,7 @@ class GraphView:
         return [
             user
             for user in users
-            if self.roles[user] not in timeless and user not in storage.writers and user not in storage.members
+            if self.roles[user] not in timeless and user not in storage.writers
         ]
 
     def _hazards(

@@ -213,7 +213,8 @@ def overwritten_results(view: View) -> list[Finding]:
             if operand.op not in ("placeholder", "get_attr") or not later:
                 continue
             copy = min(later, key=view.position.__getitem__)
-            result = set(view.storages.of(node))
+            # Of several results each is taken out of a list.
+            result = {block for value in (node, *node.users) for block in view.storages.of(value)}
             source = copy.args[1]
             if isinstance(source, torch.fx.Node) and not result.isdisjoint(view.storages.of(source)):
                 continue

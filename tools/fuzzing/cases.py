@@ -67,6 +67,11 @@ STEPS = {
     "cond": 1,
     "loop": 1,
 }
+#: Steps that write to memory that other nodes share.
+WRITES = {
+    *("update", "update_member", "temporary", "scribble", "exchange", "send_and_receive", "broadcast_in_place"),
+    *("all_reduce_in_place", "all_reduce_coalesced_in_place", "all_gather_out", "reduce_scatter_out"),
+}
 RANK_STEPS = {"rank_reader": 4, "rank_constant": 3, "rank_cast": 3}
 BUDGETS = ("0", "0", "+1%", "+5%", "+20%", "100B", "1KiB", "unlimited")
 
@@ -103,8 +108,9 @@ class Case:
 
     @property
     def backs(self) -> bool:
-        """Whether inputs get values at the end."""
-        return any(step[0] == "written_back" for step in self.steps)
+        """Whether inputs get values at the end, and nothing else is written to, as in graphs of AOTAutograd."""
+        names = {step[0] for step in self.steps}
+        return "written_back" in names and not names & WRITES
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ from tools.fuzzing.running import differs, execute_ranks, inputs_of
 
 #: In the verifier's message about an operator that is not in place but may become so.
 IN_PLACE = "Inductor may do it in place"
+#: The rule about results that are lost by that.
+LOST = "result-overwritten"
 
 
 class Vandal:
@@ -176,7 +178,7 @@ def _compiled(case: Case, gm: torch.fx.GraphModule, cautious: list[str] | None) 
     changed = sum(p.changed and p.rolled_back is None for p in reports)
     undone = any(p.rolled_back for p in reports)
     for one in reports:
-        if one.rolled_back is Reason.VERIFIER and IN_PLACE in one.detail:
+        if one.rolled_back is Reason.VERIFIER and (IN_PLACE in one.detail or LOST in one.detail):
             if cautious is not None:
                 cautious.append(one.name)
         elif one.rolled_back in (Reason.EXCEPTION, Reason.VERIFIER) and one.name != Vandal.name:
@@ -188,7 +190,7 @@ def _compiled(case: Case, gm: torch.fx.GraphModule, cautious: list[str] | None) 
     if foreign := [f for f in found if finding_key(f) not in before.findings]:
         return f"the verifier refuses the result: {foreign[0].rule}: {foreign[0].message}", changed, undone
     # What Inductor breaks by itself is no fault of the program.
-    if found := [f for f in found if f.rule != "result-overwritten"]:
+    if found := [f for f in found if f.rule != LOST]:
         return f"the verifier refuses the generated program: {found[0].rule}: {found[0].message}", 0, undone
     gm.graph.lint()
     return "", changed, undone
