@@ -342,6 +342,22 @@ def test_a_sum_of_reductions_that_is_written_to_stays():
         assert Reason.DATA_DEPENDENCY in refusals(rewrite("R5", "reassociate"), graph, [(8, 6)] * 2)
 
 
+@pytest.mark.parametrize("wide_first", [False, True])
+def test_a_cast_result_that_is_written_to_stays(wide_first):
+    cast = torch.ops.prims.convert_element_type.default
+    with world() as groups:
+        program = Program((8, 6), dtype=torch.bfloat16 if wide_first else torch.float32)
+        x = program.inputs[0]
+        if wide_first:
+            x = program.call(cast, x, torch.float32)
+        x = program.collective(_GATHER, x, MESH.shape[1], groups[(1,)])
+        if not wide_first:
+            x = program.call(cast, x, torch.bfloat16)
+        program.call(torch.ops.aten.mul_.Tensor, x, 2)
+        dtype = torch.bfloat16 if wide_first else torch.float32
+        assert refusals(rewrite("R7"), program.output(x), [(8, 6)], dtype) == [Reason.DATA_DEPENDENCY]
+
+
 def test_a_missing_flat_group_is_named():
     with simulated(8):
         plain = Mesh((2, 2, 2))

@@ -79,7 +79,7 @@ class CastBeforeGather:
         if after.itemsize >= before.itemsize:
             refuse(Reason.NOT_PROFITABLE, f"{before} to {after} does not narrow")
         work.unwritten(gather.inputs[0], gather.start, wait)
-        work.never_written(wait, *region)
+        work.never_written(wait, *region, *casts)
 
         def build(emit: Emitter) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
             cast = casts[0]
@@ -104,7 +104,8 @@ class CastBeforeGather:
         if not narrow.meta["val"].is_contiguous():
             refuse(Reason.UNSUPPORTED, "the narrow tensor is not dense")
         work.unwritten(narrow, wide, wait)
-        work.never_written(wide)
+        # What is written to the result has to reach the memory of a gather, not that of a cast.
+        work.never_written(wide, wait)
 
         def build(emit: Emitter) -> torch.fx.Node:
             whole = gathered(emit, narrow, gather.group.size, gather.group_argument)
