@@ -23,6 +23,9 @@ from inductor_passes.verify.facts.operators import by_name, nodes_in
 from inductor_passes.verify.facts.storages import Block
 from inductor_passes.verify.facts.view import View
 
+#: Rule about results that Inductor keeps in an input's memory.
+OVERWRITTEN = "result-overwritten"
+
 
 def finding(rule: str, node: torch.fx.Node, message: str, other: torch.fx.Node | None = None) -> Finding:
     """A :class:`~inductor_passes.report.Finding` at a node, with the user's source line."""
@@ -221,7 +224,7 @@ def overwritten_results(view: View) -> list[Finding]:
             if not _read_between(view, operand, node, copy) and _needed_behind(view, result, copy):
                 found.append(
                     finding(
-                        "result-overwritten",
+                        OVERWRITTEN,
                         node,
                         f"nothing reads {operand.name} between {node.name} and {copy.name}, so Inductor lets "
                         f"{node.name} write to it, and {copy.name} overwrites the result, which is read later",

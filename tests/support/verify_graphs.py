@@ -71,6 +71,14 @@ class Program:
                     before[fence].add(node)
                 elif node is not fence:
                     before[node].add(fence)
+        # Inductor does a sum in place on an input that is overwritten later, unless something reads it in between.
+        sums = (c10d.all_reduce.default, c10d.all_reduce_coalesced.default)
+        inputs = {self.buffer[n] for n in position if n.op == "placeholder" and n in self.buffer}
+        for access in self.accesses:
+            if access.node.target in sums and access.buffer in inputs and not access.writes:
+                for other in per_buffer[access.buffer]:
+                    if not other.writes and position[other.node] > position[access.node]:
+                        before[other.node].add(access.node)
         output = next(reversed(position))
         before[output].update(n for n in position if n is not output)
         return before
