@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -27,13 +30,14 @@ from inductor_passes.schedule.window import improve_window
 from tests.support.schedule_graphs import random_problem
 from tests.test_schedule_simulate import random_order
 
-pytestmark = pytest.mark.skipif(native.core() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(native._compiler() is None, reason="no C++ compiler")
 
 _SEEDS = st.integers(0, 1 << 30)
 
 
 def both(problem: Problem) -> tuple[Tables, Tables]:
     """The tables of two equal problems: the first for the core, the second for Python."""
+    assert native.core() is not None
     found = tables(problem), tables(Problem.from_json(problem.to_json()))
     object.__setattr__(found[0], "flat", native._flatten(found[0]))
     object.__setattr__(found[1], "flat", False)
@@ -147,6 +151,27 @@ def test_what_is_no_order_is_refused() -> None:
     order = [wait, *(i for i in range(ours.n) if i != wait)]
     with pytest.raises(ProblemError, match=f"task {wait} waits before its start {ours.start[wait]}"):
         replay_time(ours, order)
+
+
+def test_a_planned_problem_can_be_copied_and_sent() -> None:
+    """Found: pointers of the core are kept with the problem, and nothing that holds them could be pickled."""
+    problem = random_problem(2, 130)
+    expected = plan(problem, None)
+    assert isinstance(tables(problem).flat, native.Flat)
+    for copy in (pickle.loads(pickle.dumps(problem)), deepcopy(problem)):
+        assert tables(copy).flat is None and plan(copy, None) == expected
+
+
+def test_a_core_that_fails_is_an_error() -> None:
+    """Exceptions of C++ arrive as Python's: a schedule of more tasks than any memory holds."""
+    ours, _ = both(random_problem(1, 40))
+    library = native.core()
+    assert library is not None
+    view = native._Tables.from_buffer_copy(ours.flat.view._obj)
+    view.storages = 1 << 60
+    broken = native.Flat(ctypes.byref(view), ours.n, ours.flat.arrays)
+    with pytest.raises(MemoryError, match="planner's core"):
+        native.live_bytes(library, broken, range(ours.n))
 
 
 def test_numbers_that_do_not_fit_are_pythons() -> None:

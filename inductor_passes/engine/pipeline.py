@@ -113,7 +113,8 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
     """Try what else there is: fewer passes, and less memory than is allowed; for as long as that is cheap.
 
     So no pass makes a small graph slower than it is with that pass switched off, and a larger budget does not make it
-    slower than one of ``judge.RUNGS`` below it. On larger graphs passes are held to what is known of the graph before.
+    slower than one of ``judge.RUNGS`` below it, passes left out there included. On larger graphs passes are held to
+    what is known of the graph before.
 
     Args:
         done: what was made of the graph. It is made anew in the best way that is found.
@@ -124,8 +125,9 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
     try:
         best, least = done.tried, done.standing()
         # Buckets that fit into less memory can be the better ones, however close to its own bound the graph is.
-        others = [(cap, frozenset[int]()) for cap in judge.lower(run.cap, run.config)]
-        others += [(run.cap, one) for one in _combinations(done)]
+        lower = list(judge.lower(run.cap, run.config))
+        others = [(cap, frozenset[int]()) for cap in lower]
+        others += [(cap, one) for cap in (run.cap, *lower) for one in _combinations(done)]
         for cap, left_out in others[:tries]:
             if run.again(cap, left_out, least[1]) and run.standing() < least:
                 best, least = run.tried, run.standing()

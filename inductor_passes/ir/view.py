@@ -142,12 +142,13 @@ class GraphView:
 
         Inductor looks for later uses only. It does not know that an earlier collective still reads. And an input that
         something is copied to in the end may be taken for the result, which is then lost: any later use prevents that.
+        It never takes a view of an input.
         """
         edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         for node in self.nodes:
             for operand in ops.possibly_mutated_inputs(node):
                 for storage in self.storages.of(operand):
-                    if storage.writers and any(m.op in ("placeholder", "get_attr") for m in storage.members):
+                    if storage.writers and operand.op in ("placeholder", "get_attr"):
                         edges.extend((node, user) for user in self._readers(storage))
                     starts = {
                         user: None
@@ -175,11 +176,7 @@ class GraphView:
         """Nodes that read the storage's memory, but for what copies to it in the end."""
         users = {user: None for member in storage.members for user in member.users}
         timeless = (Role.FREE, Role.OUTPUT)
-        return [
-            user
-            for user in users
-            if self.roles[user] not in timeless and user not in storage.writers
-        ]
+        return [user for user in users if self.roles[user] not in timeless and user not in storage.writers]
 
     def _hazards(
         self, members: list[torch.fx.Node], writers: set[torch.fx.Node]

@@ -864,82 +864,115 @@ class Local {
 
 // -- what Python calls: see native.py -------------------------------------------------------------------------------
 
-extern "C" {
+namespace {
 
-// What Python calls gives -1 where a number in an order is no task's.
+// What Python calls gives these where it cannot give anything else. No exception may leave C++.
+constexpr i64 NO_TASK = -1, FAILED = -2;
+
+template <class F>
+i64 guarded(F work) {
+    try {
+        return work();
+    } catch (...) {
+        return FAILED;
+    }
+}
+
+}  // namespace
+
+extern "C" {
 
 i64 ip_replay(const Tables *t, const i64 *order, i64 *begin, i64 *end, i64 *lane_begin, i64 *lane_end, i64 *exposed,
               i64 *makespan) {
-    if (!all_tasks(*t, order, t->n)) return -1;
-    Trace trace;
-    trace.begin = begin, trace.end = end, trace.lane_begin = lane_begin, trace.lane_end = lane_end;
-    trace.exposed = exposed;
-    i64 wrong = replay(*t, order, trace);
-    *makespan = trace.makespan;
-    return wrong;
+    return guarded([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        Trace trace;
+        trace.begin = begin, trace.end = end, trace.lane_begin = lane_begin, trace.lane_end = lane_end;
+        trace.exposed = exposed;
+        i64 wrong = replay(*t, order, trace);
+        *makespan = trace.makespan;
+        return wrong;
+    });
 }
 
 i64 ip_live_bytes(const Tables *t, const i64 *order, i64 *out) {
-    if (!all_tasks(*t, order, t->n)) return -1;
-    live_bytes(*t, order, out);
-    return 0;
+    return guarded([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        live_bytes(*t, order, out);
+        return 0;
+    });
 }
 
 i64 ip_latest_issue(const Tables *t, const i64 *order, i64 makespan, i64 *begin, i64 *lane_begin, const i64 *wait_by,
                     i64 *out) {
-    if (!all_tasks(*t, order, t->n)) return -1;
-    Trace trace;
-    trace.makespan = makespan, trace.begin = begin, trace.lane_begin = lane_begin;
-    latest_issue(*t, order, trace, wait_by, out);
-    return 0;
+    return guarded([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        Trace trace;
+        trace.makespan = makespan, trace.begin = begin, trace.lane_begin = lane_begin;
+        latest_issue(*t, order, trace, wait_by, out);
+        return 0;
+    });
 }
 
 i64 ip_as_progress(const Tables *t, const i64 *order, const i64 *begin, const i64 *times, i64 *out) {
-    if (!all_tasks(*t, order, t->n)) return -1;
-    as_progress(*t, order, begin, times, out);
-    return 0;
+    return guarded([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        as_progress(*t, order, begin, times, out);
+        return 0;
+    });
 }
 
 i64 ip_lazy(const Tables *t, const i64 *order, i64 hold_waits, i64 *out) {
-    if (!all_tasks(*t, order, t->n)) return -1;
-    lazy(*t, order, hold_waits != 0, out);
-    return 0;
+    return guarded([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        lazy(*t, order, hold_waits != 0, out);
+        return 0;
+    });
 }
 
 // 0, or 1 when no machine is there to wait for.
 i64 ip_list_schedule(const Tables *t, const i64 *compute, const i64 *collective, const i64 *release, i64 eager,
                      i64 strict, i64 fill, const i64 *reference, i64 cap, const i64 *first, i64 firsts, i64 *out) {
-    if (!all_tasks(*t, first, firsts) || (reference && !all_tasks(*t, reference, t->n))) return -1;
-    Rule rule{compute, collective, release, eager != 0, strict != 0, fill != 0};
-    vector<Continuation> memory;
-    if (reference) memory.emplace_back(*t, reference, cap);
-    Builder builder(*t, rule, reference ? &memory[0] : nullptr);
-    for (i64 k = 0; k < firsts; k++) builder.begin(first[k]);
-    if (!builder.build()) return 1;
-    std::copy(builder.order.begin(), builder.order.end(), out);
-    return 0;
+    return guarded([&]() -> i64 {
+        if (!all_tasks(*t, first, firsts) || (reference && !all_tasks(*t, reference, t->n))) return NO_TASK;
+        Rule rule{compute, collective, release, eager != 0, strict != 0, fill != 0};
+        vector<Continuation> memory;
+        if (reference) memory.emplace_back(*t, reference, cap);
+        Builder builder(*t, rule, reference ? &memory[0] : nullptr);
+        for (i64 k = 0; k < firsts; k++) builder.begin(first[k]);
+        if (!builder.build()) return 1;
+        std::copy(builder.order.begin(), builder.order.end(), out);
+        return 0;
+    });
 }
 
 // One search of a window; ``facts``: out, value of the answer (2), states expanded, whether it is complete, its length.
-void ip_improve_window(const Tables *t, const i64 *window, i64 length, i64 now, i64 live, const i64 *free,
-                       const i64 *lane_end, i64 tail_compute, const i64 *tail_machine, const i64 *tail_wait,
-                       const i64 *unread, i64 incumbent, i64 incumbent_finish, i64 capped, i64 cap, i64 width,
-                       i64 *out, i64 *facts) {
-    Place place{now, live, free, lane_end, tail_compute, tail_machine, tail_wait, unread,
-                {incumbent, incumbent_finish}};
-    vector<i64> local(t->n, -1);
-    Search search(*t, window, length, place, capped != 0, cap, local.data());
-    bool better = search.run(width);
-    std::copy(search.answer.begin(), search.answer.end(), out);
-    facts[0] = better ? search.best.bound : incumbent;
-    facts[1] = better ? search.best.finish : incumbent_finish;
-    facts[2] = search.expanded;
-    facts[3] = search.complete;
-    facts[4] = i64(search.answer.size());
+i64 ip_improve_window(const Tables *t, const i64 *window, i64 length, i64 now, i64 live, const i64 *free,
+                      const i64 *lane_end, i64 tail_compute, const i64 *tail_machine, const i64 *tail_wait,
+                      const i64 *unread, i64 incumbent, i64 incumbent_finish, i64 capped, i64 cap, i64 width,
+                      i64 *out, i64 *facts) {
+    return guarded([&]() -> i64 {
+        if (!all_tasks(*t, window, length)) return NO_TASK;
+        Place place{now, live, free, lane_end, tail_compute, tail_machine, tail_wait, unread,
+                    {incumbent, incumbent_finish}};
+        vector<i64> local(t->n, -1);
+        Search search(*t, window, length, place, capped != 0, cap, local.data());
+        bool better = search.run(width);
+        std::copy(search.answer.begin(), search.answer.end(), out);
+        facts[0] = better ? search.best.bound : incumbent;
+        facts[1] = better ? search.best.finish : incumbent_finish;
+        facts[2] = search.expanded;
+        facts[3] = search.complete;
+        facts[4] = i64(search.answer.size());
+        return 0;
+    });
 }
 
 // One pass over all windows; ``order`` is changed in place. The number of states expanded.
 i64 ip_sweep(const Tables *t, i64 *order, i64 length, i64 width, i64 capped, i64 cap, i64 allowance) {
-    return Local(*t, capped != 0, cap).sweep(order, length, width, allowance);
+    return guarded([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        return Local(*t, capped != 0, cap).sweep(order, length, width, allowance);
+    });
 }
 }

@@ -99,6 +99,9 @@ class Forks:
             )
         atexit.register(self.close)
 
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
     def fits(self, variables: Mapping[str, str]) -> bool:
         """Whether a process with these variables may be forked from this one."""
         differ = {k for k in {*variables, *self._variables} if variables.get(k) != self._variables.get(k)}
@@ -122,15 +125,19 @@ class Forks:
         self._process.wait()
 
 
-_forks: list[Forks] = []
+_forks: dict[int, Forks] = {}
 
 
-def forks(rank: int, variables: Mapping[str, str]) -> Forks | None:
-    """What forks this rank; None: a process with these variables has to be started afresh."""
-    if not _forks:
-        _forks.extend([Forks(variables), Forks(variables)])
-    chosen = _forks[rank % 2]
-    return chosen if chosen.fits(variables) else None
+def forks(rank: int, variables: Mapping[str, str], plain: Mapping[str, str]) -> Forks | None:
+    """What forks this rank; None: a process with these variables has to be started afresh.
+
+    Args:
+        plain: variables of a rank that asks for none of its own.
+    """
+    which = rank % 2
+    if which not in _forks or not _forks[which].alive():
+        _forks[which] = Forks(plain)
+    return _forks[which] if _forks[which].fits(variables) else None
 
 
 def _child(module: str, function: str, log: str, late: dict[str, str], descriptor: int) -> None:

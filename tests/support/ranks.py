@@ -47,6 +47,8 @@ _ENVIRONMENT = {
 }
 if sys.platform == "linux":
     _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"
+#: Before any test has set variables.
+_PLAIN = environment(**_ENVIRONMENT)
 
 
 class RankError(RuntimeError):
@@ -157,7 +159,7 @@ class Ranks:
     def _process(self, rank: int, descriptor: int, log: str) -> subprocess.Popen[bytes] | Child:
         variables = environment(**{**_ENVIRONMENT, **self._env})
         with open(log, "wb") as output:
-            if (found := forks(rank, variables)) is not None:
+            if (found := forks(rank, variables, _PLAIN)) is not None:
                 return found.start(__name__, "serve", descriptor, log, variables)
             return subprocess.Popen(
                 [sys.executable, "-m", __name__, str(descriptor)],
