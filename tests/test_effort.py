@@ -101,7 +101,7 @@ def test_both_planners_are_asked_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ordering, "plan_with_effort", note)
     built = type("Built", (), {"problem": problem, "nodes": [], "collectives": {}, "batched": ()})()
     monkeypatch.setattr(ordering, "kernel_names", lambda nodes: [])
-    ordering.order(built, simulate(problem), None, None, "high")
+    ordering.order(built, simulate(problem), lambda least: None, None, "high")
     assert asked == ["high", "high"]
 
 

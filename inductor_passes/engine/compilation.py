@@ -42,6 +42,7 @@ class Compilation:
 
     Attributes:
         cap: on the graph's peak.
+        least_peak_bytes: what the graph needs as the passes left it, see :class:`Cap`; None where nothing limits it.
         certificates: of the passes that were kept, in order.
         scheduled: the order that the graph has now; None when nothing ordered it.
         buckets: names of the starts that were merged, per bucket.
@@ -56,6 +57,7 @@ class Compilation:
     report: GraphReport
     known: Known
     cap: Cap = Cap()
+    least_peak_bytes: int | None = None
     certificates: list[verify.Certificate] = field(default_factory=list)
     scheduled: Scheduled | None = None
     buckets: list[tuple[str, ...]] = field(default_factory=list)

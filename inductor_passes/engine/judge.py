@@ -66,11 +66,11 @@ def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = No
     """
     try:
         peak = look.peak_bytes
+        least = peak if look.config.budget.unlimited else look.least_peak_bytes
     except NoHintError:
         return Cap()
-    if look.config.budget.unlimited:
-        return Cap(peak, None, verified_peak_bytes)
-    return Cap(peak, look.config.budget.limit_bytes(of_step(peak, step, look.config)), verified_peak_bytes)
+    limit = look.config.budget.limit_bytes(of_step(least, step, look.config))
+    return Cap(peak, least, limit, verified_peak_bytes)
 
 
 def freed_inputs(graph: torch.fx.Graph, phase: str) -> tuple[str, ...]:
@@ -81,10 +81,10 @@ def freed_inputs(graph: torch.fx.Graph, phase: str) -> tuple[str, ...]:
 
 def lower(cap: Cap, config: PassConfig) -> Iterator[Cap]:
     """The caps of :data:`RUNGS` that are below one, the highest first."""
-    if cap.input_peak_bytes is None:
+    if cap.least_peak_bytes is None:
         return
     for rung in RUNGS:
-        limit = MemoryBudget.parse(rung).limit_bytes(cap.input_peak_bytes)
+        limit = MemoryBudget.parse(rung).limit_bytes(cap.least_peak_bytes)
         if limit is not None and (cap.limit_bytes is None or limit < cap.limit_bytes):
             yield dataclasses.replace(cap, limit_bytes=limit)
 
@@ -97,17 +97,16 @@ def larger(budget: MemoryBudget) -> list[str]:
     return [*(r for r in reversed(RUNGS) if (MemoryBudget.parse(r).fraction or 0) > own), "unlimited"]
 
 
-def fused_limit_bytes(compilation: Compilation, peak_bytes: int) -> int | None:
-    """The cap for fused kernels that peak at ``peak_bytes`` in the order in which they came.
+def fused_limit_bytes(compilation: Compilation, least_peak_bytes: int) -> int | None:
+    """The cap for fused kernels that need ``least_peak_bytes``.
 
-    It is relative to that peak less the share by which the FX passes raised it.
+    It is relative to that less the share by which the FX passes raised what the graph needs: merged messages do.
     """
-    schedules, input_peak = compilation.report.schedules, compilation.cap.input_peak_bytes
-    planned = schedules[-1].peak_after_bytes if schedules else 0
-    if planned and input_peak is not None and planned > input_peak:
-        peak_bytes = peak_bytes * input_peak // planned
+    cap, after = compilation.cap, compilation.least_peak_bytes
+    if cap.least_peak_bytes is not None and after is not None and after > cap.least_peak_bytes:
+        least_peak_bytes = least_peak_bytes * cap.least_peak_bytes // after
     budget = compilation.config.budget
-    return budget.limit_bytes(of_step(peak_bytes, compilation.known.step, compilation.config))
+    return budget.limit_bytes(of_step(least_peak_bytes, compilation.known.step, compilation.config))
 
 
 def look_before(facts: Facts) -> None:

@@ -45,11 +45,9 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
         estimator=config.estimator,
     )
     before = simulate(built.problem)
-    limit = judge.fused_limit_bytes(compilation, before.peak_bytes)
     pins = compilation.pins if compilation.pins is not None and not compilation.pins.given_up else None
-    ordered = order(
-        built, before, limit, pins, config.effort, lambda peak: judge.fused_limit_bytes(compilation, peak)
-    )
+    ordered = order(built, before, lambda least: judge.fused_limit_bytes(compilation, least), pins, config.effort)
+    limit = ordered.plan.budget_bytes
     if ordered.given_up:
         graph.notes.append(f"pinned order of kernels given up: {ordered.given_up}")
         warn_once(f"inductor_passes: planning kernels anew, {ordered.given_up}")

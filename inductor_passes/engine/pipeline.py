@@ -8,6 +8,7 @@ about once; with ``verify="strict"`` they raise.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -80,7 +81,7 @@ def run_passes(
     _settle(run)
     if came is not None:
         _compare(run, _Run(came, compilation, GraphView(came), passes), tries)
-    compilation.cap = run.cap
+    compilation.cap, compilation.least_peak_bytes = run.cap, run.least_peak_bytes()
     for step in run.steps:
         report.passes.append(step.report)
         if step.outcome is not None:
@@ -202,12 +203,18 @@ class _Run:
     def standing(self) -> tuple[bool, int, int]:
         """How good the graph is as it stands: above the cap, makespan in ns, peak in bytes; the less the better."""
         timeline = simulate(self.facts.problem.problem)
-        facts = dataclasses.replace(self.facts, cap=self.cap)
-        return bool(judge.over_cap(facts)), timeline.makespan_ns, timeline.peak_bytes
+        limit = self.cap.limit_bytes
+        return limit is not None and timeline.peak_bytes > limit, timeline.makespan_ns, timeline.peak_bytes
 
     def bound_ns(self) -> int:
         """What no order of the graph as it stands can beat."""
         return lower_bound(self.facts.problem.problem)
+
+    def least_peak_bytes(self) -> int | None:
+        """What the graph needs as it stands; None where nothing limits it."""
+        with contextlib.suppress(NoHintError):
+            return None if self.cap.limit_bytes is None else self.facts.look.least_peak_bytes
+        return None
 
     def again(self, cap: Cap, without: frozenset[int] = frozenset(), beat_ns: int | None = None) -> bool:
         """Run everything once more from the graph as it came, under a cap and without some of the passes.

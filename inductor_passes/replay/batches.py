@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from inductor_passes.schedule import least_memory
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.tables import tables
@@ -43,32 +44,50 @@ def peak_bytes(problem: Problem, order: Sequence[int], batched: Sequence[bool]) 
     return peak
 
 
+def least(problem: Problem, batched: Sequence[bool]) -> tuple[int, Sequence[int]]:
+    """What the generated code needs in the order of least memory that is known, in bytes, and that order."""
+    return least_memory.least(tables(problem), lambda order: peak_bytes(problem, order, batched))
+
+
 def within(
-    problem: Problem,
-    batched: Sequence[bool],
-    limit_bytes: int | None,
-    allowed: Callable[[int], int | None],
-    plan: Callable[[int | None], Plan],
-) -> tuple[Plan, bool]:
-    """The first plan found that the generated code holds to, and True; or the first plan of all, and False.
+    problem: Problem, batched: Sequence[bool], limit_bytes: int, plan: Callable[[int], Plan]
+) -> tuple[Plan, Sequence[int]] | None:
+    """A plan and its order, changed where that was needed for the generated code to hold to the cap.
 
     Args:
-        limit_bytes: the cap on kernels one by one.
-        allowed: the cap on the generated code for the peak of the order in which kernels came.
-        plan: finds an order within a cap.
+        plan: finds an order within a cap on kernels one by one.
     """
-    first = found = plan(limit_bytes)
-    if limit_bytes is None or not any(batched):
-        return found, True
-    came = peak_bytes(problem, problem.input_order, batched)
-    most = max(came, allowed(came) or 0)
-    for _ in range(TRIES):
-        over = peak_bytes(problem, found.order, batched) - most
-        if over <= 0:
-            return found, True
-        limit_bytes -= over
-        found = plan(limit_bytes)
+    limit = limit_bytes
+    for _ in range(1 + TRIES):
+        found = plan(limit)
         if not found.feasible:
-            return first, False
-    holds = peak_bytes(problem, found.order, batched) <= most
-    return (found, True) if holds else (first, False)
+            return None
+        over = peak_bytes(problem, found.order, batched) - limit_bytes
+        if over <= 0:
+            return found, found.order
+        order = spread(problem, found.order, batched)
+        if peak_bytes(problem, order, batched) <= limit_bytes:
+            return found, order
+        limit -= over
+    return None
+
+
+def spread(problem: Problem, order: Sequence[int], batched: Sequence[bool]) -> list[int]:
+    """``order`` with those of its ``batched`` tasks that free at least what they take right behind what they need.
+
+    So they are in fewer rows with others, which would keep what they free. O(N log N + edges).
+    """
+    t = tables(problem)
+    unread = [len(readers) for readers in t.readers]
+    key: list[tuple[int, int]] = [(0, 0)] * t.n
+    for at, i in enumerate(order):
+        key[i] = (at, 0)
+        freed = t.transient[i]
+        for s in t.consumes[i]:
+            unread[s] -= 1
+            if not unread[s]:
+                freed += t.size[s]
+        if batched[i] and freed >= t.alloc[i] and t.preds[i]:
+            last = max(key[p] for p in t.preds[i])
+            key[i] = (last[0], at + 1)
+    return sorted(order, key=key.__getitem__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from inductor_passes.pin.kernels import kernel_names
@@ -12,8 +12,10 @@ from inductor_passes.problems.kernels import SchedulerProblem
 from inductor_passes.records.words import Effort
 from inductor_passes.replay import batches
 from inductor_passes.report import Decision, Reason, Verdict
+from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.effort import plan_with_effort
 from inductor_passes.schedule.plan import Plan
+from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import Timeline, simulate
 
 
@@ -84,32 +86,59 @@ class Ordered:
 def order(
     built: SchedulerProblem,
     before: Timeline,
-    limit_bytes: int | None,
+    allowed: Callable[[int], int | None],
     pins: Pins | None,
     effort: Effort = "normal",
-    allowed: Callable[[int], int | None] = lambda came: came,
 ) -> Ordered:
-    """The best order of the kernels within ``limit_bytes``, or the one that is pinned.
+    """The best order of the kernels within the cap, or the one that is pinned.
 
     Args:
         before: Inductor's own order, simulated.
+        allowed: the cap in bytes on the generated code, given what it needs at least; None: unlimited.
         pins: the plan that is pinned for the graph, None when there is none.
         effort: how hard the planner tries.
-        allowed: the cap for kernels that peak at so many bytes in Inductor's order, see ``batches``.
     """
-    names = tuple(kernel_names(list(built.nodes)))
-    given_up = ""
+    names, problem = tuple(kernel_names(list(built.nodes))), built.problem
+    limit, given_up = None, ""
+    least: Sequence[int] = problem.input_order
+    if allowed(0) is not None:
+        needed, least = batches.least(problem, built.batched)
+        # Nothing is known that needs less.
+        limit = max(allowed(needed) or 0, needed)
     if pins is not None:
         try:
-            pinned = pins.kernel_plan(built.problem, names, limit_bytes)
+            pinned = pins.kernel_plan(problem, names, limit)
             if pinned is not None:
                 return Ordered(built, pinned, before, names, pinned=True)
         except GivenUp as error:
             given_up = str(error)
 
-    def plan(limit: int | None) -> Plan:
-        return plan_with_effort(built.problem, limit, effort)
+    def plan(limit_bytes: int | None) -> Plan:
+        return plan_with_effort(problem, limit_bytes, effort)
 
-    found, holds = batches.within(built.problem, built.batched, limit_bytes, allowed, plan)
-    ordered = Ordered(built, dataclasses.replace(found, budget_bytes=limit_bytes), before, names, given_up=given_up)
-    return ordered if holds else ordered.left_alone()
+    found = plan(None) if limit is None else _held(built, limit, least, plan)
+    return Ordered(built, dataclasses.replace(found, budget_bytes=limit), before, names, given_up=given_up)
+
+
+def _held(built: SchedulerProblem, limit: int, least: Sequence[int], plan: Callable[[int | None], Plan]) -> Plan:
+    """The best order found that the generated code holds to the cap in; ``least`` does."""
+    found = batches.within(built.problem, built.batched, limit, plan)
+    if found is None:
+        return _of_order(built.problem, least, "least-memory")
+    planned, order = found
+    return planned if order is planned.order else _of_order(built.problem, order, f"{planned.method}/spread")
+
+
+def _of_order(problem: Problem, order: Sequence[int], method: str) -> Plan:
+    """An order as a plan."""
+    before, after, bound = simulate(problem), simulate(problem, order), lower_bound(problem)
+    return Plan(
+        order=tuple(order),
+        makespan_ns=after.makespan_ns,
+        peak_bytes=after.peak_bytes,
+        lower_bound_ns=bound,
+        gap=after.makespan_ns / bound - 1 if bound else 0.0,
+        method="input" if tuple(order) == problem.input_order else method,
+        input_makespan_ns=before.makespan_ns,
+        input_peak_bytes=before.peak_bytes,
+    )

@@ -24,9 +24,11 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.pins import Pins
 from inductor_passes.problems.fx import FxProblem, build
 from inductor_passes.report import PassReport, RedistributionReport, ScheduleReport
+from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
+from inductor_passes.schedule.tables import tables
 from inductor_passes.verify.certificate import Certificate
 
 GroupOrder = Literal["kept", "any"]
@@ -40,20 +42,22 @@ class Cap:
 
     Attributes:
         input_peak_bytes: of that graph in its own order; None when a size has no hint.
+        least_peak_bytes: of that graph in the order of least memory that is known: what a budget is relative to.
         limit_bytes: what no plan may exceed; None: unlimited, or unknown because a size has no hint.
         verified_peak_bytes: the peak of the graph that came in as the verifier counts it.
     """
 
     input_peak_bytes: int | None = None
+    least_peak_bytes: int | None = None
     limit_bytes: int | None = None
     verified_peak_bytes: int | None = None
 
     @property
     def verified_limit_bytes(self) -> int | None:
-        """The cap on what the verifier counts: as far above its idea of the graph that came in."""
+        """The cap on what the verifier counts: as far above its idea of the graph that came in, in its own order."""
         if self.limit_bytes is None or self.input_peak_bytes is None or self.verified_peak_bytes is None:
             return None
-        return self.verified_peak_bytes + self.limit_bytes - self.input_peak_bytes
+        return self.verified_peak_bytes + max(0, self.limit_bytes - self.input_peak_bytes)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,11 @@ class Look:
     def peak_bytes(self) -> int:
         """See :attr:`Facts.peak_bytes`."""
         return peak_bytes(self.problem.problem)
+
+    @property
+    def least_peak_bytes(self) -> int:
+        """The peak of the graph in the order of least memory that is known."""
+        return least_peak(tables(self.problem.problem))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from inductor_passes.schedule import least_memory
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.reference import lazy
 from inductor_passes.schedule.simulate import replay_time
@@ -87,6 +88,9 @@ class Guard:
         orders: list[Sequence[int]] = [lazy(t, range(t.n)), lazy(t, range(t.n), hold_waits=True), range(t.n)]
         found = [candidate("lazy", order) for order in orders]
         self._references = [c for c in found if c.peak <= cap]
+        if not self._references:
+            found = [candidate("least-memory", order) for order in least_memory.orders(t)]
+            self._references = sorted((c for c in found if c.peak <= cap), key=lambda c: (c.makespan, c.peak))
 
     @property
     def fastest(self) -> float:

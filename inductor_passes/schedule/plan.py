@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inductor_passes.schedule import least_memory
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.construct import SMALL, close_enough, construct, prefetching
 from inductor_passes.schedule.ending import reorder_end
@@ -92,8 +93,6 @@ class _Best:
                 return False
             if self.method == "input" and found.makespan == self.makespan:
                 return False
-        elif found.makespan > self.input_makespan:
-            return False
         self.order, self.method, self.feasible = found.order, found.name, True
         self.makespan, self.peak = key
         return True
@@ -121,8 +120,8 @@ def plan(
 ) -> Plan:
     """The best order found for ``problem`` whose peak is at most ``budget_bytes`` (None: unlimited).
 
-    Never slower than the input order. When neither the input order nor anything else is within the budget (and no
-    slower than the input), the input order is returned with ``feasible=False``.
+    Never slower than the input order where that is within the budget. Where it is not, memory comes before time; when
+    nothing is found within the budget, the input order is returned with ``feasible=False``.
 
     Args:
         effort: 0 only constructs; each unit above lets local search make a number of moves proportional to N.
@@ -139,6 +138,9 @@ def plan(
     enough = close_enough(bound, thorough)
     best = _Best(problem, budget_bytes)
     if t.n and (best.makespan > bound or not best.feasible):
+        if not best.feasible:
+            for frugal in least_memory.orders(t):
+                best.judge("least-memory", frugal)
         if start is None:
             construct(t, budget_bytes, bound, best.offer, thorough)
         elif start.method != "input":

@@ -1,0 +1,156 @@
+"""Orders that need little memory: what a budget is relative to, and what there is to fall back on below it.
+
+Default Inductor puts its kernels into the best of several such orders whatever that costs in time, so the program's own
+order says too much about the memory that it needs.
+
+Source of the rules: torch/_inductor/memory.py (``topological_sort_lpmf``, ``topological_sort_dfs``). Here they are near
+linear: the greedy one looks at a few of the ready tasks, and a task counts with what it reads itself.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from inductor_passes.schedule.memory import live_bytes
+from inductor_passes.schedule.reference import lazy
+from inductor_passes.schedule.tables import Tables, once
+
+#: Ready tasks that the greedy rule looks at in each step.
+_LOOKED_AT = 16
+#: What saves less than this of the peak is not worth another order.
+_WORTH = (99, 100)
+
+
+def orders(t: Tables) -> Iterator[list[int]]:
+    """The input order, and orders that free early or start late. O((N + edges) log N)."""
+    yield list(range(t.n))
+    yield lazy(t, range(t.n))
+    yield lazy(t, range(t.n), hold_waits=True)
+    found = greedy(t)
+    yield found
+    yield lazy(t, found)
+    yield depth_first(t)
+    yield on_demand(t)
+
+
+def least(t: Tables, peak_bytes: Callable[[Sequence[int]], int]) -> tuple[int, Sequence[int]]:
+    """The lowest peak in bytes of :func:`orders`, and the order; the input's unless another one is worth it.
+
+    Args:
+        peak_bytes: of an order.
+    """
+    found = [(peak_bytes(order), order) for order in orders(t)]
+    lowest = min(found, key=lambda one: one[0])
+    return found[0] if lowest[0] * _WORTH[1] >= found[0][0] * _WORTH[0] else lowest
+
+
+@once
+def least_peak(t: Tables) -> int:
+    """The lowest peak in bytes that is known for the problem; see :func:`least`."""
+    return least(t, lambda order: max(live_bytes(t, order), default=t.live0))[0]
+
+
+def greedy(t: Tables) -> list[int]:
+    """In each step the ready task that frees most, of those that do not raise the peak so far."""
+    unread = [len(readers) for readers in t.readers]
+    missing = [len(p) for p in t.preds]
+    done = bytearray(t.n)
+
+    def growth(i: int) -> int:
+        freed = t.transient[i] + sum(t.size[s] for s in t.consumes[i] if unread[s] == 1)
+        return t.alloc[i] - freed
+
+    # A task is entered again when it has become the last reader of something; the entry with less growth comes first.
+    by_growth = [(growth(i), i) for i in range(t.n) if not missing[i]]
+    by_size = [(t.alloc[i], growth(i), i) for _, i in by_growth]
+    heapq.heapify(by_growth)
+    heapq.heapify(by_size)
+    live = most = t.live0
+    order: list[int] = []
+
+    def chosen() -> int:
+        passed: list[tuple[int, int]] = []
+        found = -1
+        while by_growth and found < 0 and len(passed) < _LOOKED_AT:
+            entry = heapq.heappop(by_growth)
+            if done[entry[1]]:
+                continue
+            if live + t.alloc[entry[1]] <= most:
+                found = entry[1]
+            else:
+                passed.append(entry)
+        for entry in passed:
+            heapq.heappush(by_growth, entry)
+        while found < 0:
+            found = heapq.heappop(by_size)[2]
+            if done[found]:
+                found = -1
+        return found
+
+    while len(order) < t.n:
+        i = chosen()
+        done[i] = 1
+        order.append(i)
+        most = max(most, live + t.alloc[i])
+        live += growth(i)
+        for s in t.consumes[i]:
+            unread[s] -= 1
+            if unread[s] == 1:
+                last = next(r for r in t.readers[s] if not done[r])
+                if not missing[last]:
+                    heapq.heappush(by_growth, (growth(last), last))
+        for j in t.succs[i]:
+            missing[j] -= 1
+            if not missing[j]:
+                heapq.heappush(by_growth, (growth(j), j))
+                heapq.heappush(by_size, (t.alloc[j], growth(j), j))
+    return order
+
+
+def depth_first(t: Tables) -> list[int]:
+    """What a task needs right before it, small tasks first."""
+    weight = [a + sum(t.size[s] for s in reads) for a, reads in zip(t.alloc, t.consumes)]
+    # The last one is placed first.
+    needs = [sorted(before, key=lambda p: (weight[p], p), reverse=True) for before in t.preds]
+    return _on_demand(t, sorted(range(t.n), key=lambda i: (weight[i], i)), needs)
+
+
+def on_demand(t: Tables) -> list[int]:
+    """Results in the program's order; of what a task needs first what takes most memory on the way to a small result.
+
+    Source: R. Sethi, J. D. Ullman, The Generation of Optimal Code for Arithmetic Expressions, 1970; they number trees.
+    """
+    kept = [a - freed for a, freed in zip(t.alloc, t.transient)]
+    most: list[int] = []
+    needs: list[list[int]] = []
+    for i in range(t.n):
+        before = sorted(t.preds[i], key=lambda p: (most[p] - kept[p], -p))
+        needs.append(before)
+        held = peak = 0
+        for p in reversed(before):
+            peak = max(peak, held + most[p])
+            held += kept[p]
+        most.append(max(peak, held + t.alloc[i]))
+    return _on_demand(t, (i for i in range(t.n) if not t.succs[i]), needs)
+
+
+def _on_demand(t: Tables, roots: Iterable[int], needs: Sequence[Sequence[int]]) -> list[int]:
+    """Each root right behind what it needs, the last one of ``needs`` first."""
+    placed = bytearray(t.n)
+    order: list[int] = []
+    for root in roots:
+        stack = [root]
+        while stack:
+            i = stack[-1]
+            if placed[i]:
+                stack.pop()
+                continue
+            missing = [p for p in needs[i] if not placed[p]]
+            if missing:
+                stack.extend(missing)
+                continue
+            placed[i] = 1
+            order.append(i)
+            stack.pop()
+    return order
