@@ -192,6 +192,8 @@ def _derive(
     members: dict[str, Any] = {one.name: _unsharding(cls, one) for one in parameters}
     if issubclass(cls, nn.RNNBase) and parameters:
         members |= {"_flat_weights": _flat_weights(), "flatten_parameters": _keep_apart}
+    if parameters:
+        members |= _containers(cls)
     members["__module__"] = cls.__module__
     members["__doc__"] = cls.__doc__
     members["__init__"] = _construct(cls)
@@ -217,6 +219,25 @@ def _flat_weights() -> property:
         """The list is made anew at each read."""
 
     return property(read, keep)
+
+
+def _containers(cls: Any) -> dict[str, Any]:
+    """Slices and copies of containers hold what is gathered.
+
+    torch wraps what they hold in parameters of a new container, which cut it off: no gradient would reach the shards.
+    """
+
+    def getitem(module: Any, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [module[i] for i in range(*index.indices(len(module)))]
+        return cls.__getitem__(module, index)
+
+    def copied(module: Any) -> dict[str, Any]:
+        return dict(module.items())
+
+    if issubclass(cls, nn.ParameterList):
+        return {"__getitem__": getitem}
+    return {"copy": copied} if issubclass(cls, nn.ParameterDict) else {}
 
 
 def _keep_apart(_module: Any) -> None:
