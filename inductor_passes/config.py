@@ -62,10 +62,10 @@ class ConfigError(MeantError, ValueError):
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """How far a plan may go above the peak of its input.
+    """How far the peak of a plan may go above what its input needs.
 
-    Exactly one of the forms is set: ``fraction`` of the input's peak on top of it ("0" is the fraction 0),
-    ``extra_bytes`` on top of it ("2GiB"), or ``unlimited``.
+    Exactly one of the forms is set: ``fraction`` of that on top of it ("0" is the fraction 0), ``extra_bytes`` on top
+    of it ("2GiB"), or ``unlimited``.
     """
 
     fraction: Fraction | None = None
@@ -92,14 +92,14 @@ class MemoryBudget:
             return MemoryBudget(extra_bytes=int(Fraction(match[1]) * _UNITS[match[2].upper()]))
         raise ConfigError(key, value, MemoryBudget.ALLOWED)
 
-    def limit_bytes(self, input_peak_bytes: int) -> int | None:
-        """The cap on the peak in bytes for a program whose input order peaks at ``input_peak_bytes``."""
+    def limit_bytes(self, least_peak_bytes: int) -> int | None:
+        """The cap on the peak in bytes for a program that needs ``least_peak_bytes``."""
         if self.unlimited:
             return None
         if self.extra_bytes is not None:
-            return input_peak_bytes + self.extra_bytes
+            return least_peak_bytes + self.extra_bytes
         assert self.fraction is not None
-        return input_peak_bytes + int(input_peak_bytes * self.fraction)
+        return least_peak_bytes + int(least_peak_bytes * self.fraction)
 
 
 Numerics = Literal["exact", "reassociate"]
@@ -223,8 +223,9 @@ class PassConfig:
     """
 
     memory_budget: str = _doc(
-        "Cap on the peak memory of a planned graph, relative to the peak of the original graph: "
-        '"0" (never above it), "+5%", "2GiB" (on top of it) or "unlimited". A plan above the cap is not used.',
+        "Cap on the peak memory of a planned graph, relative to what the original graph needs, in its own order or one "
+        'that needs less: "0" (never above it), "+5%", "2GiB" (on top of it) or "unlimited". A plan above the cap is '
+        "not used.",
         "+5%",
     )
     schedule: Switch = _doc("Reorder collectives around compute on the FX graph.", "on")

@@ -15,7 +15,7 @@ from inductor_passes.schedule.problem import INPUT, Problem
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import without_kernels
 from tests.support.graphs import GraphBuilder
-from tests.support.measured import LAYOUTS, build, measured_peaks
+from tests.support.measured import LAYOUTS, SHAPES, build, measured_peaks
 from tests.support.world import fake_world
 
 
@@ -56,23 +56,30 @@ def test_predicted_peak_is_the_measured_one(name: str, tmp_path: Path) -> None:
     assert predicted["backward"] == pytest.approx(measured[1], rel=close), (predicted, measured)
 
 
-@pytest.mark.parametrize("name", ["fsdp", "context_parallel"])
+#: Default Inductor fuses these before it orders them, ours the other way round: known, and to get no worse.
+_ABOVE = {"deep": 1.05, "dense": 1.05}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "context_parallel", *SHAPES, "gated, inference", "uneven, inference"])
 def test_the_smallest_budget_holds_as_measured(name: str, tmp_path: Path) -> None:
-    """Found: 9% and 2% above default Inductor at "0". A merged message was allocated with its first member, and kernels
-    in a row freed what they had read at the end of the row; the plan knew neither."""
+    """Found: up to 1.9 times default Inductor at "0". The budget was relative to orders that default Inductor does not
+    keep: that of the FX graph, and that of the kernels which our order of collectives leaves."""
+    name, _, mode = name.partition(", ")
     peaks = []
     for options in (None, inductor_passes.options(memory_budget="0")):
         torch._dynamo.reset()
-        with fake_world(4), without_kernels():
-            model, tokens = build(name)
+        with fake_world(4), without_kernels(), torch.set_grad_enabled(not mode):
+            model, given = build(name)
 
-            def loss(tokens: torch.Tensor, model: torch.nn.Module = model) -> torch.Tensor:
-                return model(tokens).square().mean()  # type: ignore[no-any-return]
+            def loss(given: torch.Tensor, model: torch.nn.Module = model) -> torch.Tensor:
+                return model(given).square().mean()  # type: ignore[no-any-return]
 
             compiled = torch.compile(loss, fullgraph=True, options=options)
-            compiled(tokens).backward()
-            peaks.append(max(measured_peaks(compiled, model, tokens, tmp_path)))
-    assert peaks[1] <= peaks[0] * 1.02
+            first = compiled(given)
+            if first.requires_grad:
+                first.backward()
+            peaks.append(max(measured_peaks(compiled, model, given, tmp_path)))
+    assert peaks[1] <= peaks[0] * _ABOVE.get(name, 1.02)
 
 
 def test_saved_views_of_inputs_belong_to_the_caller() -> None:

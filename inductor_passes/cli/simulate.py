@@ -177,10 +177,11 @@ def _change(problem: Problem, case: Case) -> Problem:
 
 def _plan(problem: Problem, case: Case, effort: int) -> Plan:
     from inductor_passes.config import MemoryBudget
-    from inductor_passes.schedule.memory import peak_bytes
+    from inductor_passes.schedule.least_memory import least_peak
     from inductor_passes.schedule.plan import plan
+    from inductor_passes.schedule.tables import tables
 
-    return plan(problem, MemoryBudget.parse(case.budget).limit_bytes(peak_bytes(problem)), effort=effort)
+    return plan(problem, MemoryBudget.parse(case.budget).limit_bytes(least_peak(tables(problem))), effort=effort)
 
 
 Answer = tuple[Case, "Problem", "Plan"]

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from inductor_passes.operators import KIND_OF_LABEL
 from inductor_passes.report import CollectiveReport, Parameter, Reason
+from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import Kind, Problem
 from inductor_passes.schedule.simulate import Timeline
@@ -66,8 +67,8 @@ def explain(
     reasons = find_reasons(problem, order, timeline_after, charges, budget_bytes)
     advice: dict[Reason, Advice] = {}
     if what_if:
-        groups, peak = _by_reason(reasons), timeline_before.peak_bytes
-        advice = advise(problem, groups, timeline_after.makespan_ns, peak, budget_bytes, effort=effort)
+        groups, least = _by_reason(reasons), least_peak(tables(problem))
+        advice = advise(problem, groups, timeline_after.makespan_ns, least, budget_bytes, effort=effort)
     reports = []
     for i in (i for i in order if problem.tasks[i].kind is Kind.START):
         task = problem.tasks[i]

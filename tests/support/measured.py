@@ -1,11 +1,16 @@
-"""One step's peaks as the allocator sees them, of a compiled model of each layout on four ranks without processes."""
+"""One step's peaks as the allocator sees them, of compiled models on four ranks without processes.
+
+``LAYOUTS`` are a small Llama under each kind of parallelism; ``SHAPES`` are other models under FSDP, the kinds on which
+a user measured peaks above the budget.
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -15,13 +20,87 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.models import LlamaConfig, MoEConfig, llama, llama_batch, moe, moe_batch, tensor_parallel
 
+SHAPES = ("wide", "uneven", "gated", "deep", "dense", "vectors")
 LAYOUTS = ("fsdp", "hybrid", "tp", "tp_sp", "fsdp_tp", "moe", "context_parallel")
 CONFIG = LlamaConfig(layers=2, dim=64, kv_heads=4, hidden=160, batch=4, seq=64)
 MOE = MoEConfig(tokens=256, dim=64, hidden=160)
 
 
+class Layers(nn.Module):
+    """Linear layers of these sizes with ``act`` between them."""
+
+    def __init__(self, sizes: Sequence[int], act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
+        self.act = act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.act(layer(x))
+        return x
+
+
+class Gated(nn.Module):
+    """MLPs with a gate, which is half of one product, and a residual."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(dim, 8 * dim, bias=False) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Linear(4 * dim, dim, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down):
+            gate, value = up(x).chunk(2, -1)
+            x = x + down(nn.functional.silu(gate) * value)
+        return x
+
+
+class Dense(nn.Module):
+    """Each layer reads what all layers before it gave."""
+
+    def __init__(self, dim: int, growth: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim + i * growth, growth) for i in range(layers))
+        self.out = nn.Linear(dim + layers * growth, 2 * dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, torch.relu(layer(x))], -1)
+        out: torch.Tensor = self.out(x)
+        return out
+
+
+class Vectors(nn.Module):
+    """Parameters much smaller than activations."""
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.full((dim,), 0.1)) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale, shift in zip(self.parts[::2], self.parts[1::2]):
+            x = torch.tanh(x * scale + shift)
+        return x
+
+
+def shaped(name: str) -> tuple[nn.Module, torch.Tensor]:
+    """One of ``SHAPES`` under FSDP, and its input."""
+    model, rows, columns = {
+        "wide": lambda: (Layers([768] * 7, torch.relu), 16, 768),
+        "uneven": lambda: (Layers([509, 1021, 389, 769, 997, 307], nn.functional.gelu), 256, 509),
+        "gated": lambda: (Gated(256, 4), 128, 256),
+        "deep": lambda: (Layers([128] * 17, torch.sin), 1024, 128),
+        "dense": lambda: (Dense(128, 64, 6), 512, 128),
+        "vectors": lambda: (Vectors(60, 256), 512, 256),
+    }[name]()
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    return simple_fsdp(model, mesh), torch.randn(rows, columns)
+
+
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """A model on four ranks without processes, and its input."""
+    """A model on four ranks without processes, and its input: of ``LAYOUTS`` or ``SHAPES``."""
+    if name in SHAPES:
+        return shaped(name)
     if name == "moe":
         return moe(MOE, dist.group.WORLD), moe_batch(MOE)[0]
     tokens = llama_batch(CONFIG)[0]
@@ -42,24 +121,34 @@ def build(name: str) -> tuple[nn.Module, torch.Tensor]:
     return simple_fsdp(model, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))), tokens
 
 
-def measured_peaks(call: Any, model: nn.Module, tokens: torch.Tensor, folder: Path) -> tuple[int, int]:
-    """Most bytes allocated during forward and during backward, above what was there before the step."""
+def measured_peaks(
+    call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, given: torch.Tensor, folder: Path
+) -> tuple[int, int]:
+    """Most bytes allocated during forward and during backward, above what was there before the step.
+
+    Without gradients the second number is what is left.
+    """
     model.zero_grad()
     # What other tests left behind would be freed in the middle of the step, and the peak would be lower by that.
     gc.collect()
     gc.disable()
+    threads = torch.get_num_threads()
+    # Some operators take a workspace for each thread.
+    torch.set_num_threads(1)
     try:
-        return _measured(call, tokens, folder)
+        return _measured(call, given, folder)
     finally:
+        torch.set_num_threads(threads)
         gc.enable()
 
 
-def _measured(call: Any, tokens: torch.Tensor, folder: Path) -> tuple[int, int]:
+def _measured(call: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor, folder: Path) -> tuple[int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = call(tokens)
+        result = call(given)
         with torch.profiler.record_function("backward begins"):
             pass
-        loss.backward()
+        if result.requires_grad:
+            result.backward()
     profiler.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     (begin,) = [float(e["ts"]) for e in events if e.get("name") == "backward begins" and e.get("ph") == "X"]
