@@ -6,10 +6,11 @@ a user measured peaks above the budget.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -89,9 +90,9 @@ def shaped(name: str) -> tuple[nn.Module, torch.Tensor]:
         "wide": lambda: (Layers([768] * 7, torch.relu), 16, 768),
         "uneven": lambda: (Layers([509, 1021, 389, 769, 997, 307], nn.functional.gelu), 256, 509),
         "gated": lambda: (Gated(256, 4), 128, 256),
-        "deep": lambda: (Layers([128] * 17, torch.sin), 1024, 128),
+        "deep": lambda: (Layers([128] * 11, torch.sin), 1024, 128),
         "dense": lambda: (Dense(128, 64, 6), 512, 128),
-        "vectors": lambda: (Vectors(60, 256), 512, 256),
+        "vectors": lambda: (Vectors(40, 256), 512, 256),
     }[name]()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     return simple_fsdp(model, mesh), torch.randn(rows, columns)
@@ -121,6 +122,17 @@ def build(name: str) -> tuple[nn.Module, torch.Tensor]:
     return simple_fsdp(model, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))), tokens
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Some operators take a workspace for each thread; what is compiled for another number is compiled again."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def measured_peaks(
     call: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, given: torch.Tensor, folder: Path
 ) -> tuple[int, int]:
@@ -132,13 +144,9 @@ def measured_peaks(
     # What other tests left behind would be freed in the middle of the step, and the peak would be lower by that.
     gc.collect()
     gc.disable()
-    threads = torch.get_num_threads()
-    # Some operators take a workspace for each thread.
-    torch.set_num_threads(1)
     try:
         return _measured(call, given, folder)
     finally:
-        torch.set_num_threads(threads)
         gc.enable()
 
 

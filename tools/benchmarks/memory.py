@@ -18,7 +18,7 @@ from rich.console import Console
 
 import inductor_passes
 from tests.support.compiled import without_kernels
-from tests.support.measured import LAYOUTS, SHAPES, build, measured_peaks
+from tests.support.measured import LAYOUTS, SHAPES, build, measured_peaks, one_thread
 from tests.support.world import fake_world
 from tools.shared.record import RESULTS, markdown_table, write
 
@@ -52,6 +52,7 @@ def _measured(layout: str, budget: str | None) -> tuple[int, int]:
     torch._dynamo.reset()
     name, inference = layout.removesuffix(INFERENCE), layout.endswith(INFERENCE)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(one_thread())
         stack.enter_context(fake_world(4))
         stack.enter_context(without_kernels())
         stack.enter_context(torch.set_grad_enabled(not inference))

@@ -197,7 +197,7 @@ def _compiled(case: Case, gm: torch.fx.GraphModule, cautious: list[str] | None) 
 
 
 def _over_cap(done: Compilation, gm: torch.fx.GraphModule) -> str:
-    """How far the result is above the cap; a graph that came in above it is no higher.
+    """How far the result is above the cap; a graph that came in above it and was not ordered is no higher.
 
     An order that the planner has made is also counted by the verifier, which may not find more. Where shards are
     uneven, the planner leaves out inputs that nobody reads: they are not of one size on all ranks.
@@ -206,7 +206,8 @@ def _over_cap(done: Compilation, gm: torch.fx.GraphModule) -> str:
     if not built.ranks_agree:
         return ""
     cap, peak = done.cap, peak_bytes(built.problem)
-    if cap.limit_bytes is not None and peak > max(cap.limit_bytes, cap.input_peak_bytes or 0):
+    ordered = done.scheduled is not None and done.scheduled.plan.feasible
+    if cap.limit_bytes is not None and peak > max(cap.limit_bytes, 0 if ordered else cap.input_peak_bytes or 0):
         return f"peak {peak} bytes, the cap is {cap.limit_bytes}, it came in with {cap.input_peak_bytes}"
     last = done.report.passes[-1]
     if last.name == ReorderPass.name and last.changed and last.rolled_back is None:
