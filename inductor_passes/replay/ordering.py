@@ -124,7 +124,8 @@ def _held(built: SchedulerProblem, limit: int, least: Sequence[int], plan: Calla
     """The best order found that the generated code holds to the cap in; ``least`` does."""
     found = batches.within(built.problem, built.batched, limit, plan)
     if found is None:
-        return _of_order(built.problem, least, "least-memory")
+        frugal = batches.fastest(built.problem, built.batched, limit)
+        return _of_order(built.problem, least if frugal is None else frugal, "least-memory")
     planned, order = found
     return planned if order is planned.order else _of_order(built.problem, order, f"{planned.method}/spread")
 
