@@ -79,3 +79,41 @@ def test_gradients_reach_what_slices_hold(
                 assert one is None or not one.to_local().any()  # type: ignore[attr-defined]
             else:
                 torch.testing.assert_close(one.to_local(), parameter.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("wrap", [managed, adopted])
+def test_outside_of_forward_they_are_containers_of_what_is_stored(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Found: a slice that was kept as a module's attribute registered nothing, and what was removed could not be put
+    back: torch asks with ``hasattr``."""
+    with fake_world(1):
+        lists, dictionary = wrap(Sliced()), wrap(Copied())
+        part = lists.vectors[1:3]  # type: ignore[union-attr, index]
+        stored = dict(lists.named_parameters())
+        assert type(part) is nn.ParameterList
+        assert all(a is b for a, b in zip(part.parameters(), [stored["vectors.1"], stored["vectors.2"]], strict=True))
+        named = dictionary.named
+        assert isinstance(named, nn.ParameterDict) and type(named.copy()) is nn.ParameterDict
+        kept = dict(named.named_parameters())
+        named.clear()
+        named.update(kept)
+        assert list(named) == ["a", "b", "c"] and named._parameters["b"] is kept["b"]
+        dictionary(torch.ones(2, 8)).sum().backward()
+        assert kept["b"].grad is not None
+
+
+@pytest.mark.parametrize("wrap", [managed, adopted])
+def test_a_container_that_forward_makes_of_them_is_refused(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    """Found: torch put detached copies into it, so gradients were lost without a word."""
+
+    class Anew(Sliced):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for one in nn.ParameterList(self.vectors[:2]):
+                x = x * one
+            return x
+
+    with fake_world(1):
+        model = wrap(Anew())
+        with pytest.raises(ValueError, match=r"non-leaf Tensor to parameter '0'.*compute the value in the forward"):
+            model(torch.ones(2, 8))
+        with torch.no_grad():
+            assert model(torch.ones(2, 8)).shape == (2, 8)

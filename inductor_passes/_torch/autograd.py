@@ -98,6 +98,12 @@ def stored_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
     return module._parameters[name]
 
 
+def counts_as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, which modules take for a parameter from now on: they refuse a computed one instead of copying it."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor
+
+
 def module_call_code() -> frozenset[types.CodeType]:
     """The code that runs while a module is called, its hooks included."""
     names = ("_wrapped_call_impl", "_call_impl")

@@ -222,18 +222,25 @@ def _flat_weights() -> property:
 
 
 def _containers(cls: Any) -> dict[str, Any]:
-    """Slices and copies of containers hold what is gathered.
+    """In forward, slices and copies of containers are lists and dictionaries of what is gathered.
 
     torch wraps what they hold in parameters of a new container, which cut it off: no gradient would reach the shards.
+    Elsewhere they are containers of what is stored.
     """
 
     def getitem(module: Any, index: Any) -> Any:
-        if isinstance(index, slice):
+        if not isinstance(index, slice):
+            return cls.__getitem__(module, index)
+        if torch.compiler.is_compiling() or gathers(module):
             return [module[i] for i in range(*index.indices(len(module)))]
-        return cls.__getitem__(module, index)
+        with sharded_parameters():
+            return cls.__getitem__(module, index)
 
-    def copied(module: Any) -> dict[str, Any]:
-        return dict(module.items())
+    def copied(module: Any) -> Any:
+        if torch.compiler.is_compiling() or gathers(module):
+            return dict(module.items())
+        with sharded_parameters():
+            return cls.copy(module)
 
     if issubclass(cls, nn.ParameterList):
         return {"__getitem__": getitem}
@@ -279,16 +286,25 @@ def _unsharding(cls: type[nn.Module], managed: Managed) -> property:
     name, reader = managed.name, managed.reader
     compute = reader.reading(name)
     label = f"{cls.__name__}.{name}"
+    # A container that forward makes of these would put copies in their place, and gradients would stay there.
+    alone = issubclass(cls, (nn.ParameterList, nn.ParameterDict))
 
     def read(module: nn.Module) -> Any:
-        stored = _torch.stored_parameter(module, name)
+        try:
+            stored = _torch.stored_parameter(module, name)
+        except KeyError:
+            # It was removed. ``hasattr`` knows this error only.
+            raise AttributeError(f"{label} is no parameter any more") from None
         if _ACCESS.stored or stored is None:
             return stored
         if not isinstance(stored, (nn.Parameter, DTensor)):
             # What ``torch.func.functional_call`` puts in a parameter's place is what forward computes with.
             return stored
-        if torch.compiler.is_compiling() or gathers(module):
+        if torch.compiler.is_compiling():
             return compute(module, stored)
+        if gathers(module):
+            value = compute(module, stored)
+            return _torch.counts_as_parameter(value) if alone else value
         if not isinstance(stored, DTensor):
             return stored
         found = reader.outside(module, name)
