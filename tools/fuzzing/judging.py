@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 import torch
 import torch.fx
 from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
+from torch._inductor.fx_utils import FakeTensorUpdater
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from inductor_passes import _torch, verify
 from inductor_passes.async_tp.pass_ import AsyncTpPass
@@ -100,6 +103,8 @@ def judge(case: Case, groups: Sequence[str], cautious: list[str] | None = None) 
     inputs = inputs_of(modules[0], case.ranks)
     reference = execute_ranks(_of_ranks(modules, case.ranks), inputs, "prompt")
     before = _as_inductor_would(modules) if case.backs else []
+    # Inductor makes the values of changed nodes anew behind custom passes; they say which nodes share memory.
+    renewed = [FakeTensorUpdater(gm) for gm in modules] if case.backs else []
     changed, undone = 0, False
     for gm in modules:
         said, one, dropped = _compiled(case, gm, cautious)
@@ -126,6 +131,9 @@ def judge(case: Case, groups: Sequence[str], cautious: list[str] | None = None) 
         # Inductor may break a program itself; where it does not, it must not break what became of it.
         if _differ(reference, execute_ranks(_of_ranks(before, case.ranks), inputs, "prompt"), True):
             return "", changed
+        for gm, updater in zip(modules, renewed):
+            with V.set_fake_mode(_fake_mode(gm)):
+                updater.incremental_update()
         after = execute_ranks(_of_ranks(_as_inductor_would(modules), case.ranks), inputs, "prompt")
         if said := _differ(reference, after, not case.async_tp):
             return f"other results once Inductor has done in place what it may: {said}", changed
@@ -145,6 +153,11 @@ def _as_inductor_would(modules: Sequence[torch.fx.GraphModule]) -> list[torch.fx
         reinplace_inplaceable_ops_core(copy.graph)
         done.append(copy)
     return done
+
+
+def _fake_mode(gm: torch.fx.GraphModule) -> FakeTensorMode | None:
+    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
+    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
 def _differ(before: list[list[torch.Tensor]], after: list[list[torch.Tensor]], signed_zeros: bool) -> str:
