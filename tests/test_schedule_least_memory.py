@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inductor_passes.schedule.least_memory import greedy, least_peak, on_demand, orders
+from inductor_passes.schedule.least_memory import greedy, large_needs_first, least_peak, orders
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage, Task
@@ -35,7 +35,7 @@ def test_what_is_made_is_used_at_once() -> None:
     problem = chains(9)
     t = tables(problem)
     assert peak_bytes(problem) == 900
-    for order in (greedy(t), on_demand(t)):
+    for order in (greedy(t), large_needs_first(t)):
         assert peak_bytes(problem, order) <= 107
     assert least_peak(t) <= 107
 

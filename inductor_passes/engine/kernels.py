@@ -28,6 +28,9 @@ from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace import cached
 from inductor_passes.trace.verdict import explain
 
+#: A budget that is exceeded by less than one part in so many of the peak is not worth a note.
+ABOVE = 50
+
 
 def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport) -> list[Any]:
     """Inductor's fused nodes in the planned order; as they came when the verifier has a finding.
@@ -51,6 +54,8 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     if ordered.given_up:
         graph.notes.append(f"pinned order of kernels given up: {ordered.given_up}")
         warn_once(f"inductor_passes: planning kernels anew, {ordered.given_up}")
+    if ordered.above_bytes * ABOVE > before.peak_bytes:
+        graph.notes.append(f"the kernels need {ordered.above_bytes} bytes more than the memory budget allows")
     ordered = _checked(ordered, nodes, limit, compilation, report)
     _record(ordered, limit, compilation, report)
     if config.dump_problem:

@@ -52,16 +52,16 @@ def _profile(problem: Problem, order: Sequence[int], batched: Sequence[bool]) ->
             live -= freed
 
 
-def fastest(problem: Problem, batched: Sequence[bool], limit_bytes: int) -> Sequence[int] | None:
-    """The fastest order of those that need little memory whose generated code is within the cap; None: none is."""
+def least(problem: Problem, batched: Sequence[bool]) -> int:
+    """What the generated code needs in the order of least memory that is known, in bytes."""
+    return least_memory.least(tables(problem), lambda order: peak_bytes(problem, order, batched))
+
+
+def fastest(problem: Problem, batched: Sequence[bool], limit_bytes: int) -> Sequence[int]:
+    """The fastest of the orders of low memory whose generated code is within the cap; the cap is no less than one's."""
     t = tables(problem)
     found = [order for order in least_memory.orders(t) if peak_bytes(problem, order, batched) <= limit_bytes]
-    return min(found, key=lambda order: replay_time(t, order).makespan, default=None)
-
-
-def least(problem: Problem, batched: Sequence[bool]) -> tuple[int, Sequence[int]]:
-    """What the generated code needs in the order of least memory that is known, in bytes, and that order."""
-    return least_memory.least(tables(problem), lambda order: peak_bytes(problem, order, batched))
+    return min(found, key=lambda order: replay_time(t, order).makespan)
 
 
 def within(
@@ -80,12 +80,19 @@ def within(
         over = peak_bytes(problem, found.order, batched) - limit_bytes
         if over <= 0:
             return found, found.order
-        spread_out = spread(problem, found.order, batched)
-        for order in (spread_out, parted(problem, found.order, batched), parted(problem, spread_out, batched)):
+        for order in _taken_apart(problem, found.order, batched):
             if peak_bytes(problem, order, batched) <= limit_bytes:
                 return found, order
         limit -= over
     return None
+
+
+def _taken_apart(problem: Problem, order: Sequence[int], batched: Sequence[bool]) -> Iterator[list[int]]:
+    """Orders like this one with shorter rows, what costs least to find first."""
+    spread_out = spread(problem, order, batched)
+    yield spread_out
+    yield parted(problem, order, batched)
+    yield parted(problem, spread_out, batched)
 
 
 def parted(problem: Problem, order: Sequence[int], batched: Sequence[bool]) -> list[int]:

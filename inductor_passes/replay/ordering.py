@@ -27,6 +27,7 @@ class Ordered:
         names: of the kernels, by task number, as in a plan file.
         pinned: the order is that of a plan file.
         given_up: why a pinned order was given up, "" when it was not.
+        above_bytes: by how much the kernels need more than the budget allows, in the order of least memory.
     """
 
     built: SchedulerProblem
@@ -35,6 +36,7 @@ class Ordered:
     names: tuple[str, ...]
     pinned: bool = False
     given_up: str = ""
+    above_bytes: int = 0
 
     @property
     def changed(self) -> bool:
@@ -99,12 +101,12 @@ def order(
         effort: how hard the planner tries.
     """
     names, problem = tuple(kernel_names(list(built.nodes))), built.problem
-    limit, given_up = None, ""
-    least: Sequence[int] = problem.input_order
+    limit, given_up, above = None, "", 0
     if allowed(0) is not None:
-        needed, least = batches.least(problem, built.batched)
+        needed = batches.least(problem, built.batched)
+        asked = allowed(needed) or 0
         # Nothing is known that needs less.
-        limit = max(allowed(needed) or 0, needed)
+        limit, above = max(asked, needed), max(0, needed - asked)
     if pins is not None:
         try:
             pinned = pins.kernel_plan(problem, names, limit)
@@ -116,16 +118,16 @@ def order(
     def plan(limit_bytes: int | None) -> Plan:
         return plan_with_effort(problem, limit_bytes, effort)
 
-    found = plan(None) if limit is None else _held(built, limit, least, plan)
-    return Ordered(built, dataclasses.replace(found, budget_bytes=limit), before, names, given_up=given_up)
+    found = plan(None) if limit is None else _held(built, limit, plan)
+    found = dataclasses.replace(found, budget_bytes=limit)
+    return Ordered(built, found, before, names, given_up=given_up, above_bytes=above)
 
 
-def _held(built: SchedulerProblem, limit: int, least: Sequence[int], plan: Callable[[int | None], Plan]) -> Plan:
-    """The best order found that the generated code holds to the cap in; ``least`` does."""
+def _held(built: SchedulerProblem, limit: int, plan: Callable[[int | None], Plan]) -> Plan:
+    """The best order found that the generated code holds to the cap in."""
     found = batches.within(built.problem, built.batched, limit, plan)
     if found is None:
-        frugal = batches.fastest(built.problem, built.batched, limit)
-        return _of_order(built.problem, least if frugal is None else frugal, "least-memory")
+        return _of_order(built.problem, batches.fastest(built.problem, built.batched, limit), "least-memory")
     planned, order = found
     return planned if order is planned.order else _of_order(built.problem, order, f"{planned.method}/spread")
 

@@ -10,10 +10,10 @@ linear: the greedy one looks at a few of the ready tasks, and a task counts with
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from inductor_passes.schedule.memory import live_bytes
-from inductor_passes.schedule.reference import lazy
+from inductor_passes.schedule.reference import lazy, on_demand
 from inductor_passes.schedule.tables import Tables, once
 
 #: Ready tasks that the greedy rule looks at in each step.
@@ -22,33 +22,36 @@ _LOOKED_AT = 16
 _WORTH = (99, 100)
 
 
-def orders(t: Tables) -> Iterator[list[int]]:
-    """The input order, and orders that free early or start late. O((N + edges) log N)."""
-    yield list(range(t.n))
-    yield lazy(t, range(t.n))
-    yield lazy(t, range(t.n), hold_waits=True)
+@once
+def orders(t: Tables) -> list[Sequence[int]]:
+    """The input order, and orders that free early or start late. O((N + edges) log N) the first time."""
     found = greedy(t)
-    yield found
-    yield lazy(t, found)
-    yield depth_first(t)
-    yield on_demand(t)
+    return [
+        range(t.n),
+        lazy(t, range(t.n)),
+        lazy(t, range(t.n), hold_waits=True),
+        found,
+        lazy(t, found),
+        small_first(t),
+        large_needs_first(t),
+    ]
 
 
-def least(t: Tables, peak_bytes: Callable[[Sequence[int]], int]) -> tuple[int, Sequence[int]]:
-    """The lowest peak in bytes of :func:`orders`, and the order; the input's unless another one is worth it.
+def least(t: Tables, peak_bytes: Callable[[Sequence[int]], int]) -> int:
+    """The lowest peak in bytes of :func:`orders`; the input's unless another one is worth it.
 
     Args:
         peak_bytes: of an order.
     """
-    found = [(peak_bytes(order), order) for order in orders(t)]
-    lowest = min(found, key=lambda one: one[0])
-    return found[0] if lowest[0] * _WORTH[1] >= found[0][0] * _WORTH[0] else lowest
+    came, *others = map(peak_bytes, orders(t))
+    lowest = min(others)
+    return lowest if lowest * _WORTH[1] < came * _WORTH[0] else came
 
 
 @once
 def least_peak(t: Tables) -> int:
     """The lowest peak in bytes that is known for the problem; see :func:`least`."""
-    return least(t, lambda order: max(live_bytes(t, order), default=t.live0))[0]
+    return least(t, lambda order: max(live_bytes(t, order), default=t.live0))
 
 
 def greedy(t: Tables) -> list[int]:
@@ -108,15 +111,14 @@ def greedy(t: Tables) -> list[int]:
     return order
 
 
-def depth_first(t: Tables) -> list[int]:
-    """What a task needs right before it, small tasks first."""
+def small_first(t: Tables) -> list[int]:
+    """Small tasks first, each right behind what it needs."""
     weight = [a + sum(t.size[s] for s in reads) for a, reads in zip(t.alloc, t.consumes)]
-    # The last one is placed first.
-    needs = [sorted(before, key=lambda p: (weight[p], p), reverse=True) for before in t.preds]
-    return _on_demand(t, sorted(range(t.n), key=lambda i: (weight[i], i)), needs)
+    needs = [sorted(before, key=lambda p: (weight[p], p)) for before in t.preds]
+    return on_demand(t, sorted(range(t.n), key=lambda i: (weight[i], i)), needs)
 
 
-def on_demand(t: Tables) -> list[int]:
+def large_needs_first(t: Tables) -> list[int]:
     """Results in the program's order; of what a task needs first what takes most memory on the way to a small result.
 
     Source: R. Sethi, J. D. Ullman, The Generation of Optimal Code for Arithmetic Expressions, 1970; they number trees.
@@ -125,32 +127,11 @@ def on_demand(t: Tables) -> list[int]:
     most: list[int] = []
     needs: list[list[int]] = []
     for i in range(t.n):
-        before = sorted(t.preds[i], key=lambda p: (most[p] - kept[p], -p))
+        before = sorted(t.preds[i], key=lambda p: (kept[p] - most[p], p))
         needs.append(before)
         held = peak = 0
-        for p in reversed(before):
+        for p in before:
             peak = max(peak, held + most[p])
             held += kept[p]
         most.append(max(peak, held + t.alloc[i]))
-    return _on_demand(t, (i for i in range(t.n) if not t.succs[i]), needs)
-
-
-def _on_demand(t: Tables, roots: Iterable[int], needs: Sequence[Sequence[int]]) -> list[int]:
-    """Each root right behind what it needs, the last one of ``needs`` first."""
-    placed = bytearray(t.n)
-    order: list[int] = []
-    for root in roots:
-        stack = [root]
-        while stack:
-            i = stack[-1]
-            if placed[i]:
-                stack.pop()
-                continue
-            missing = [p for p in needs[i] if not placed[p]]
-            if missing:
-                stack.extend(missing)
-                continue
-            placed[i] = 1
-            order.append(i)
-            stack.pop()
-    return order
+    return on_demand(t, [i for i in range(t.n) if not t.succs[i]], needs)

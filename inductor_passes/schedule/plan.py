@@ -146,7 +146,7 @@ def plan(
         elif start.method != "input":
             best.judge(start.method, start.order)
         if not best.feasible and budget_bytes is not None:
-            rescued = search_whole(t, budget_bytes, best.input_makespan)
+            rescued = search_whole(t, budget_bytes, sum(t.busy_ns) + sum(t.lane_ns))
             if rescued is not None:
                 best.judge("search", rescued)
         if best.feasible and best.makespan > enough:

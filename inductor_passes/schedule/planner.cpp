@@ -870,7 +870,7 @@ namespace {
 constexpr i64 NO_TASK = -1, FAILED = -2;
 
 template <class F>
-i64 guarded(F work) {
+i64 without_exceptions(F work) {
     try {
         return work();
     } catch (...) {
@@ -884,7 +884,7 @@ extern "C" {
 
 i64 ip_replay(const Tables *t, const i64 *order, i64 *begin, i64 *end, i64 *lane_begin, i64 *lane_end, i64 *exposed,
               i64 *makespan) {
-    return guarded([&]() -> i64 {
+    return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         Trace trace;
         trace.begin = begin, trace.end = end, trace.lane_begin = lane_begin, trace.lane_end = lane_end;
@@ -896,7 +896,7 @@ i64 ip_replay(const Tables *t, const i64 *order, i64 *begin, i64 *end, i64 *lane
 }
 
 i64 ip_live_bytes(const Tables *t, const i64 *order, i64 *out) {
-    return guarded([&]() -> i64 {
+    return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         live_bytes(*t, order, out);
         return 0;
@@ -905,7 +905,7 @@ i64 ip_live_bytes(const Tables *t, const i64 *order, i64 *out) {
 
 i64 ip_latest_issue(const Tables *t, const i64 *order, i64 makespan, i64 *begin, i64 *lane_begin, const i64 *wait_by,
                     i64 *out) {
-    return guarded([&]() -> i64 {
+    return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         Trace trace;
         trace.makespan = makespan, trace.begin = begin, trace.lane_begin = lane_begin;
@@ -915,7 +915,7 @@ i64 ip_latest_issue(const Tables *t, const i64 *order, i64 makespan, i64 *begin,
 }
 
 i64 ip_as_progress(const Tables *t, const i64 *order, const i64 *begin, const i64 *times, i64 *out) {
-    return guarded([&]() -> i64 {
+    return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         as_progress(*t, order, begin, times, out);
         return 0;
@@ -923,7 +923,7 @@ i64 ip_as_progress(const Tables *t, const i64 *order, const i64 *begin, const i6
 }
 
 i64 ip_lazy(const Tables *t, const i64 *order, i64 hold_waits, i64 *out) {
-    return guarded([&]() -> i64 {
+    return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         lazy(*t, order, hold_waits != 0, out);
         return 0;
@@ -933,7 +933,7 @@ i64 ip_lazy(const Tables *t, const i64 *order, i64 hold_waits, i64 *out) {
 // 0, or 1 when no machine is there to wait for.
 i64 ip_list_schedule(const Tables *t, const i64 *compute, const i64 *collective, const i64 *release, i64 eager,
                      i64 strict, i64 fill, const i64 *reference, i64 cap, const i64 *first, i64 firsts, i64 *out) {
-    return guarded([&]() -> i64 {
+    return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, first, firsts) || (reference && !all_tasks(*t, reference, t->n))) return NO_TASK;
         Rule rule{compute, collective, release, eager != 0, strict != 0, fill != 0};
         vector<Continuation> memory;
@@ -951,7 +951,7 @@ i64 ip_improve_window(const Tables *t, const i64 *window, i64 length, i64 now, i
                       const i64 *lane_end, i64 tail_compute, const i64 *tail_machine, const i64 *tail_wait,
                       const i64 *unread, i64 incumbent, i64 incumbent_finish, i64 capped, i64 cap, i64 width,
                       i64 *out, i64 *facts) {
-    return guarded([&]() -> i64 {
+    return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, window, length)) return NO_TASK;
         Place place{now, live, free, lane_end, tail_compute, tail_machine, tail_wait, unread,
                     {incumbent, incumbent_finish}};
@@ -970,7 +970,7 @@ i64 ip_improve_window(const Tables *t, const i64 *window, i64 length, i64 now, i
 
 // One pass over all windows; ``order`` is changed in place. The number of states expanded.
 i64 ip_sweep(const Tables *t, i64 *order, i64 length, i64 width, i64 capped, i64 cap, i64 allowance) {
-    return guarded([&]() -> i64 {
+    return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         return Local(*t, capped != 0, cap).sweep(order, length, width, allowance);
     });

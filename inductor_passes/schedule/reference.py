@@ -26,26 +26,8 @@ def lazy(t: Tables, order: Sequence[int], hold_waits: bool = False) -> list[int]
     """
     if (flat := native.flat(t)) is not None:
         return native.lazy(*flat, order, hold_waits)
-    kind, preds = t.kind, t.preds
-    placed = bytearray(t.n)
-    result: list[int] = []
-
-    def place(root: int) -> None:
-        stack = [root]
-        while stack:
-            i = stack[-1]
-            if placed[i]:
-                stack.pop()
-                continue
-            missing = [p for p in preds[i] if not placed[p]]
-            if missing:
-                # Reversed, because the last one pushed is placed first.
-                stack.extend(reversed(missing))
-                continue
-            placed[i] = 1
-            result.append(i)
-            stack.pop()
-
+    kind = t.kind
+    anchors: list[int] = []
     for i in order:
         anchor = kind[i] == _COMPUTE
         if kind[i] == _WAIT:
@@ -53,7 +35,31 @@ def lazy(t: Tables, order: Sequence[int], hold_waits: bool = False) -> list[int]
         elif not anchor:
             anchor = not t.waits[i]
         if anchor:
-            place(i)
-    for i in order:
-        place(i)
+            anchors.append(i)
+    return on_demand(t, [*anchors, *order], t.preds)
+
+
+def on_demand(t: Tables, roots: Sequence[int], needs: Sequence[Sequence[int]]) -> list[int]:
+    """Each root right behind what it needs, in that order. O(N + edges).
+
+    Args:
+        needs: the predecessors of each task, the first one to be placed first.
+    """
+    placed = bytearray(t.n)
+    result: list[int] = []
+    for root in roots:
+        stack = [root]
+        while stack:
+            i = stack[-1]
+            if placed[i]:
+                stack.pop()
+                continue
+            missing = [p for p in needs[i] if not placed[p]]
+            if missing:
+                # Reversed, because the last one pushed is placed first.
+                stack.extend(reversed(missing))
+                continue
+            placed[i] = 1
+            result.append(i)
+            stack.pop()
     return result

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 import torch.fx
+from torch._guards import detect_fake_mode
 from torch._inductor.fx_passes.reinplace import reinplace_inplaceable_ops_core
 from torch._inductor.fx_utils import FakeTensorUpdater
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from inductor_passes import _torch, verify
 from inductor_passes.async_tp.pass_ import AsyncTpPass
@@ -132,7 +132,7 @@ def judge(case: Case, groups: Sequence[str], cautious: list[str] | None = None) 
         if _differ(reference, execute_ranks(_of_ranks(before, case.ranks), inputs, "prompt"), True):
             return "", changed
         for gm, updater in zip(modules, renewed):
-            with V.set_fake_mode(_fake_mode(gm)):
+            with V.set_fake_mode(detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])):
                 updater.incremental_update()
         after = execute_ranks(_of_ranks(_as_inductor_would(modules), case.ranks), inputs, "prompt")
         if said := _differ(reference, after, not case.async_tp):
@@ -153,11 +153,6 @@ def _as_inductor_would(modules: Sequence[torch.fx.GraphModule]) -> list[torch.fx
         reinplace_inplaceable_ops_core(copy.graph)
         done.append(copy)
     return done
-
-
-def _fake_mode(gm: torch.fx.GraphModule) -> FakeTensorMode | None:
-    values = (node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder"))
-    return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
 def _differ(before: list[list[torch.Tensor]], after: list[list[torch.Tensor]], signed_zeros: bool) -> str:
