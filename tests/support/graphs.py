@@ -12,6 +12,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the collectives
 import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
@@ -27,7 +28,8 @@ class GraphBuilder:
 
     def __init__(self, source: str = "") -> None:
         self.graph = torch.fx.Graph()
-        self.mode = FakeTensorMode()
+        # A loop's values need an environment of shapes, which Inductor's graphs always have.
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
         self.source = source
         self.line = 0
 
