@@ -56,6 +56,7 @@ class Reason(str, Enum):
     UNPROVEN = "could not be proven"
     EXCEPTION = "exception in the pass"
     SLOWER = "simulated slower than the input"
+    FRAGILE = "slower when durations are not as estimated"
     OVER_BUDGET = "above the memory budget"
     DISABLED = "switched off"
     RANKS_DIFFER = "ranks differ"
@@ -218,6 +219,8 @@ class ScheduleReport:
 
     ``gap`` is makespan / lower bound - 1. ``budget_bytes`` is the cap on the peak, None when unlimited.
     ``schedule_before`` and ``schedule_after`` are normalised strings, see ``Problem.schedule_text``.
+    ``disturbed_*``: the mean step, and the longest, when durations are not as estimated (``schedule.robust``); 0 in
+    reports of versions that did not ask.
     """
 
     level: str
@@ -237,6 +240,9 @@ class ScheduleReport:
     schedule_before: str = ""
     schedule_after: str = ""
     method: str = ""
+    disturbed_before_ns: Count = 0
+    disturbed_after_ns: Count = 0
+    disturbed_worst_ns: Count = 0
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -26,7 +26,9 @@ from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewriting.merge import merge
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind
+from inductor_passes.schedule.robust import Disturbed
 from inductor_passes.schedule.simulate import simulate
+from inductor_passes.schedule.tables import Tables
 from tests.support.bucket_graphs import (
     Program,
     assert_same_bits,
@@ -124,6 +126,22 @@ def test_a_slower_partition_is_refused() -> None:
         assert everything["members"] == 8 and text(gm) == before and not report.changed
         refused = [d for d in report.decisions if d.reason in (Reason.SLOWER, Reason.OVER_BUDGET)]
         assert len(refused) == 8 and "planned step" in refused[0].detail
+
+
+def test_a_partition_that_loses_when_durations_are_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a bucket saves by the estimates it must not lose when they are wrong."""
+    with fake_world(8) as world:
+        gm = layers(world, 4)
+        before = text(gm)
+        def disturbed(t: Tables, order: Sequence[int]) -> Disturbed:
+            return Disturbed(1_000_000_000 // t.n, 0)  # the fewer tasks, the worse
+
+        monkeypatch.setattr("inductor_passes.schedule.plan.disturbed", disturbed)
+        report = run_pass(gm, budget="+400%")
+        assert text(gm) == before and not report.changed
+        monkeypatch.undo()
+        assert run_pass(gm, budget="+400%").changed
+        assert Reason.FRAGILE in {d.reason for d in report.decisions}
 
 
 @pytest.mark.parametrize("width", [16, 64, 256, 1024])

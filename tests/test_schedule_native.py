@@ -20,9 +20,11 @@ from inductor_passes.schedule.guarded import Timing, Trial, just_in_time
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.local_search import SHAPES, local_search
 from inductor_passes.schedule.memory import live_bytes
+from inductor_passes.schedule.placing import starts_up, waits_down
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Problem, ProblemError, Storage, Task
 from inductor_passes.schedule.reference import lazy
+from inductor_passes.schedule.robust import makespans
 from inductor_passes.schedule.simulate import replay_time
 from inductor_passes.schedule.slack import as_progress, latest_issue
 from inductor_passes.schedule.tables import Tables, tables
@@ -69,6 +71,12 @@ def test_replays_and_list_schedules_are_equal(seed: int, tasks: int) -> None:
         latest = latest_issue(theirs, order, trace, wait_by)
         assert latest_issue(ours, order, trace, wait_by) == latest
         assert as_progress(ours, order, trace, latest) == as_progress(theirs, order, trace, latest)
+    assert makespans(ours, order) == makespans(theirs, order)
+    peak = max(live_bytes(theirs, order), default=0)
+    for limit in (peak, peak + peak // 4, 1 << 70):
+        assert waits_down(ours, order, limit) == waits_down(theirs, order, limit)
+        for ahead in (0, trace.makespan // 10, 1 << 70):
+            assert starts_up(ours, order, limit, ahead) == starts_up(theirs, order, limit, ahead)
     assert lazy(ours, order, True) == lazy(theirs, order, True)
     assert lazy(ours, order) == lazy(theirs, order)
     reference = lazy(theirs, order)

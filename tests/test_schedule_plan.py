@@ -161,8 +161,8 @@ AG2 WAG2 dx dw dx dw cat RS2 WRS2 AG1 WAG1 dx dw dx dw cat RS1 WRS1 AG0 WAG0 dx
 dw dx dw cat RS0 WRS0 end
 """)
     assert_expected_inline(planned(problem, None), """\
-AG2 dw WAG2 AG1 dx dx dw cat RS2 WAG1 dx dw WRS2 dx AG0 dw cat RS1 WAG0 dx dw
-WRS1 dw cat RS0 dx end WRS0
+AG2 AG1 dw WAG2 dx dx dw cat RS2 WAG1 AG0 dx dw dx dw cat RS1 WAG0 dx dw dw cat
+RS0 dx end WRS1 WRS0 WRS2
 """)
     assert_expected_inline(planned(problem, peak_bytes(problem)), """\
 AG2 dw WAG2 dx dx dw cat RS2 dw WRS2 AG1 WAG1 dx dx dw cat AG0 RS1 dw WAG0 dx
@@ -173,7 +173,7 @@ WRS1 dw cat RS0 dx end WRS0
 def test_weight_gradients_cover_tensor_parallel_reductions() -> None:
     problem = tp_fsdp_backward(2)
     assert_expected_inline(planned(problem, None), """\
-AG1 dw WAG1 dx dx AR1 dw WAR1 dx dx AR1 AG0 dw dw cat RS1 WAG0 WAR1 dx dx AR0 dw
+AG1 AG0 dw WAG1 dx dx AR1 dw WAR1 dx dx AR1 dw dw cat RS1 WAG0 WAR1 dx dx AR0 dw
 dw WAR0 dx dw dw cat RS0 dx AR0 WAR0 end WRS0 WRS1
 """)
 

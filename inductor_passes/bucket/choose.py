@@ -168,4 +168,7 @@ def _objection(before: Plan, after: Plan) -> Reason | None:
         return Reason.OVER_BUDGET
     if not before.feasible and after.peak_bytes > before.peak_bytes:
         return Reason.OVER_BUDGET
-    return Reason.SLOWER if after.makespan_ns >= before.makespan_ns else None
+    if after.makespan_ns >= before.makespan_ns:
+        return Reason.SLOWER
+    # A bucket ties its members' times together: what it saves by the estimates it must not lose when they are wrong.
+    return Reason.FRAGILE if after.disturbed_ns > before.disturbed_ns else None

@@ -5,11 +5,15 @@ from __future__ import annotations
 from inductor_passes.report import ScheduleReport
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
+from inductor_passes.schedule.robust import disturbed
 from inductor_passes.schedule.simulate import Timeline
+from inductor_passes.schedule.tables import tables
 
 
 def schedule_report(level: str, problem: Problem, plan: Plan, before: Timeline, after: Timeline) -> ScheduleReport:
     """What was planned, before and after; ``level`` is ``fx`` or ``scheduler``."""
+    t = tables(problem)
+    disturbed_before, disturbed_after = disturbed(t, problem.input_order), disturbed(t, plan.order)
     return ScheduleReport(
         level=level,
         tasks=len(problem),
@@ -28,4 +32,7 @@ def schedule_report(level: str, problem: Problem, plan: Plan, before: Timeline, 
         schedule_before=problem.schedule_text(),
         schedule_after=problem.schedule_text(plan.order),
         method=plan.method,
+        disturbed_before_ns=disturbed_before.mean_ns,
+        disturbed_after_ns=disturbed_after.mean_ns,
+        disturbed_worst_ns=disturbed_after.worst_ns,
     )

@@ -41,6 +41,7 @@ _NO_TASK, _FAILED = -1, -2
 _FUNCTIONS = (
     *("replay", "live_bytes", "latest_issue", "as_progress"),
     *("lazy", "list_schedule", "improve_window", "sweep"),
+    *("waits_down", "starts_up", "makespans"),
 )
 _BUILD_S = 120
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
@@ -133,9 +134,7 @@ def replay(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[Any, ..
     """
     given, makespan = _array(order), _I64()
     out = [_empty(t.n) for _ in range(5)]
-    wrong = library.ip_replay(t.view, _at(given), *map(_at, out), ctypes.byref(makespan))
-    if _checked(wrong):
-        raise ProblemError(f"task {wrong - 1} waits before its start {t.arrays[4][wrong - 1]}")
+    _legal(t, library.ip_replay(t.view, _at(given), *map(_at, out), ctypes.byref(makespan)))
     return (makespan.value, *(one.tolist() for one in out))
 
 
@@ -242,6 +241,43 @@ def sweep(
         )
     )
     return changed.tolist(), used
+
+
+def waits_down(library: ctypes.CDLL, t: Flat, order: Sequence[int], limit_bytes: int) -> list[int]:
+    """See :func:`~inductor_passes.schedule.placing.waits_down`."""
+    given, out = _array(order), _empty(t.n)
+    _checked(library.ip_waits_down(t.view, _at(given), _I64(min(limit_bytes, _LARGEST)), _at(out)))
+    return out.tolist()
+
+
+def starts_up(
+    library: ctypes.CDLL, t: Flat, order: Sequence[int], limit_bytes: int, ahead_ns: int
+) -> list[int]:
+    """See :func:`~inductor_passes.schedule.placing.starts_up`.
+
+    Raises:
+        ProblemError: a wait comes before its start.
+    """
+    given, out = _array(order), _empty(t.n)
+    limits = _I64(min(limit_bytes, _LARGEST)), _I64(min(ahead_ns, _LARGEST))
+    _legal(t, library.ip_starts_up(t.view, _at(given), *limits, _at(out)))
+    return out.tolist()
+
+
+def makespans(
+    library: ctypes.CDLL, t: Flat, order: Sequence[int], busy_ns: array[int], lane_ns: array[int]
+) -> list[int]:
+    """See :func:`~inductor_passes.schedule.robust.makespans`; durations of all disturbances one after the other."""
+    count = len(busy_ns) // t.n
+    given, out = _array(order), _empty(count)
+    _checked(library.ip_makespans(t.view, _at(given), _I64(count), _at(busy_ns), _at(lane_ns), _at(out)))
+    return out.tolist()
+
+
+def _legal(t: Flat, answer: int) -> None:
+    """Raise :class:`ProblemError` where the core found a wait before its start."""
+    if _checked(answer):
+        raise ProblemError(f"task {answer - 1} waits before its start {t.arrays[4][answer - 1]}")
 
 
 def _checked(answer: int) -> int:

@@ -1,4 +1,5 @@
-// The planner's inner loops, compiled: `replay_time`, `live_bytes`, `list_schedule` and `local_search` of this folder.
+// The planner's inner loops, compiled: `replay_time`, `live_bytes`, `list_schedule`, `local_search`, `placing` and
+// `robust.makespans` of this folder.
 //
 // Each function gives exactly what its Python namesake gives, ties included; tests hold both against each other. The
 // Python files explain the algorithms, this one does not repeat them. All numbers are signed 64-bit; the caller has
@@ -313,6 +314,110 @@ void lazy(const Tables &t, const i64 *order, bool hold_waits, i64 *out) {
         if (t.kind[i] == COMPUTE || (t.kind[i] == START ? !waited[i] : hold_waits || unread)) place(i);
     }
     for (i64 k = 0; k < t.n; k++) place(order[k]);
+}
+
+// -- placing.waits_down, placing.starts_up, robust.makespans --------------------------------------------------------
+
+constexpr i64 STAYS = -1;
+
+// `order` with every task whose anchor is not STAYS right before the task now at that position.
+void insert(const Tables &t, const i64 *order, const vector<i64> &anchor, i64 *out) {
+    vector<i64> first(t.n + 1, STAYS), last(t.n + 1, STAYS), next(t.n, STAYS);
+    for (i64 k = 0; k < t.n; k++) {
+        i64 i = order[k], at = anchor[i];
+        if (at == STAYS) continue;
+        (first[at] == STAYS ? first[at] : next[last[at]]) = i;
+        last[at] = i;
+    }
+    i64 count = 0;
+    for (i64 k = 0; k <= t.n; k++) {
+        for (i64 i = first[k]; i != STAYS; i = next[i]) out[count++] = i;
+        if (k < t.n && anchor[order[k]] == STAYS) out[count++] = order[k];
+    }
+}
+
+vector<i64> positions(const Tables &t, const i64 *order) {
+    vector<i64> position(t.n);
+    for (i64 k = 0; k < t.n; k++) position[order[k]] = k;
+    return position;
+}
+
+void waits_down(const Tables &t, const i64 *order, i64 limit, i64 *out) {
+    vector<i64> position = positions(t, order), last_reader(t.storages, -1), anchor(t.n, STAYS), held;
+    RangeMax tree(profile(t, order));
+    for (i64 s = 0; s < t.storages; s++)
+        for (i64 r = t.reader_at[s]; r < t.reader_at[s + 1]; r++)
+            last_reader[s] = std::max(last_reader[s], position[t.readers[r]]);
+    for (i64 k = t.n - 1; k >= 0; k--) {
+        i64 i = order[k];
+        if (t.kind[i] <= START || t.alloc[i]) continue;
+        i64 place = t.n;
+        for (i64 e = t.succ_at[i]; e < t.succ_at[i + 1]; e++) {
+            i64 j = t.succs[e];
+            place = std::min(place, anchor[j] == STAYS ? position[j] : anchor[j]);
+        }
+        if (place <= k + 1) continue;
+        held.clear();
+        i64 size = 0, first = FOREVER;
+        for (i64 e = t.eats_at[i]; e < t.eats_at[i + 1]; e++) {
+            i64 s = t.eats[e];
+            if (last_reader[s] >= place) continue;
+            held.push_back(s);
+            size += t.size[s];
+            first = std::min(first, last_reader[s]);
+        }
+        if (held.empty()) first = k;
+        if (size && !tree.at_most(first + 1, place, limit - size)) continue;
+        for (i64 s : held) {
+            tree.add(last_reader[s] + 1, place, t.size[s]);
+            last_reader[s] = place;
+        }
+        anchor[i] = place;
+    }
+    insert(t, order, anchor, out);
+}
+
+// 0, or 1 + the number of a wait that comes before its start.
+i64 starts_up(const Tables &t, const i64 *order, i64 limit, i64 ahead, i64 *out) {
+    OwnedTrace trace(t);
+    if (i64 wrong = replay(t, order, trace)) return wrong;
+    vector<i64> position = positions(t, order), begins(t.n), before(t.machines, 0), free(t.machines, 0);
+    vector<i64> anchor(t.n, STAYS);
+    RangeMax tree(profile(t, order));
+    for (i64 k = 0; k < t.n; k++) begins[k] = trace.begin[order[k]];
+    for (i64 k = 0; k < t.n; k++) {
+        i64 i = order[k];
+        if (t.kind[i] != START) continue;
+        i64 m = t.machine[i], due = free[m] - t.busy[i] - ahead;
+        i64 place = std::upper_bound(begins.begin(), begins.begin() + k, due) - begins.begin() - 1;
+        place = std::max(place, before[m]);
+        for (i64 e = t.pred_at[i]; e < t.pred_at[i + 1]; e++) {
+            i64 p = t.preds[e];
+            place = std::max(place, anchor[p] == STAYS ? position[p] + 1 : anchor[p]);
+        }
+        while (place < k && !tree.at_most(place, k, limit - t.alloc[i]))
+            place += std::max<i64>(1, (k - place + 1) / 2);
+        if (place < k) {
+            tree.add(place, k, t.alloc[i] - t.transient[i]);
+            anchor[i] = place;
+        }
+        before[m] = anchor[i] == STAYS ? k + 1 : anchor[i];
+        free[m] = trace.lane_end[i];
+    }
+    insert(t, order, anchor, out);
+    return 0;
+}
+
+// The makespan of `order` under each of `count` other sets of durations; for a legal order.
+void makespans(const Tables &t, const i64 *order, i64 count, const i64 *busy, const i64 *lane, i64 *out) {
+    OwnedTrace trace(t);
+    Tables other = t;
+    for (i64 c = 0; c < count; c++) {
+        other.busy = busy + c * t.n;
+        other.lane = lane + c * t.n;
+        replay(other, order, trace);
+        out[c] = trace.makespan;
+    }
 }
 
 // -- list_schedule --------------------------------------------------------------------------------------------------
@@ -926,6 +1031,29 @@ i64 ip_lazy(const Tables *t, const i64 *order, i64 hold_waits, i64 *out) {
     return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         lazy(*t, order, hold_waits != 0, out);
+        return 0;
+    });
+}
+
+i64 ip_waits_down(const Tables *t, const i64 *order, i64 limit, i64 *out) {
+    return without_exceptions([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        waits_down(*t, order, limit, out);
+        return 0;
+    });
+}
+
+i64 ip_starts_up(const Tables *t, const i64 *order, i64 limit, i64 ahead, i64 *out) {
+    return without_exceptions([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        return starts_up(*t, order, limit, ahead, out);
+    });
+}
+
+i64 ip_makespans(const Tables *t, const i64 *order, i64 count, const i64 *busy, const i64 *lane, i64 *out) {
+    return without_exceptions([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        makespans(*t, order, count, busy, lane, out);
         return 0;
     });
 }

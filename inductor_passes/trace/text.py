@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inductor_passes.report import CollectiveReport, GraphReport, Reason, RedistributionReport, ScheduleReport
+from inductor_passes.schedule.robust import SPREAD
 from inductor_passes.trace.compare import Change, GraphDiff, RankGroup
 from inductor_passes.trace.profiled import Measured
 from inductor_passes.trace.table import PlainTable
@@ -150,6 +151,14 @@ def _figures(s: ScheduleReport) -> Table:
         change(s.makespan_before_ns, s.makespan_after_ns),
         f"at least {duration(s.lower_bound_ns)}, gap {percent(s.gap)}",
     )
+    if s.disturbed_after_ns:
+        table.add_row(
+            f"step, durations off by {SPREAD}%",
+            duration(s.disturbed_before_ns),
+            duration(s.disturbed_after_ns),
+            change(s.disturbed_before_ns, s.disturbed_after_ns),
+            f"worst {duration(s.disturbed_worst_ns)}",
+        )
     table.add_row(
         "exposed communication",
         duration(s.exposed_before_ns),

@@ -1,0 +1,148 @@
+"""What an order costs when durations are not as estimated, and slack against that.
+
+Durations are estimates: kernels run beside transfers, links are shared, a peer comes late. So an order is also replayed
+under *disturbances*, a fixed and deterministic set of other durations, and judged by the mean of its makespans.
+An order that issues every collective at the last moment is as fast as any by the estimates and the slowest when they
+are wrong. *Slack* is a start before its machine falls free, and a wait not before its first reader. It costs memory,
+and no time by the estimates.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from inductor_passes.schedule import native
+from inductor_passes.schedule.memory import live_bytes
+from inductor_passes.schedule.placing import starts_up, waits_down
+from inductor_passes.schedule.problem import Kind
+from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.tables import Tables, once
+
+_COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
+#: By how many percent durations differ from their estimates.
+SPREAD = 30
+#: Disturbances in which every task has a spread of its own.
+_MIXED = 4
+#: Machines that are disturbed alone, at most.
+_MACHINES = 4
+#: A peer comes late by this share (percent) of all compute.
+_LATE = 10
+#: How early starts are tried, in thousandths of the makespan before their machine falls free.
+_AHEAD = (0, 20, 50, 100, 300, 1000)
+#: Shares (percent) of the memory that the budget leaves, tried from the least.
+_SHARES = (0, 10, 30)
+#: Sweeps of waits down and starts up.
+_ROUNDS = 2
+#: A mean that is better by less than one part of this many is no better: memory decides.
+_EQUAL = 2000
+
+
+@dataclass(frozen=True)
+class Disturbed:
+    """Makespans in ns of one order under all disturbances: their mean and the longest."""
+
+    mean_ns: int
+    worst_ns: int
+
+
+@once
+def _durations(t: Tables) -> tuple[array[int], array[int]]:
+    """Durations on compute lane and machines, of all disturbances one after the other."""
+    busy, lane = array("q"), array("q")
+    for of_compute, of_start in _disturbances(t):
+        busy.extend(b * of_compute(i) // 100 if t.kind[i] == _COMPUTE else b for i, b in enumerate(t.busy_ns))
+        lane.extend(d * of_start(i) // 100 for i, d in enumerate(t.lane_ns))
+    # A peer comes late to one collective a third, and one two thirds, through the program.
+    starts = [i for i in range(t.n) if t.kind[i] == _START]
+    late = sum(b for b, k in zip(t.busy_ns, t.kind) if k == _COMPUTE) * _LATE // 100
+    for k in (1, 2) if starts else ():
+        held = starts[k * len(starts) // 3]
+        busy.extend(t.busy_ns)
+        lane.extend(d + late if i == held else d for i, d in enumerate(t.lane_ns))
+    return busy, lane
+
+
+def _disturbances(t: Tables) -> Iterator[tuple[Callable[[int], int], Callable[[int], int]]]:
+    """Percent of its estimate that a kernel, and that a transfer, takes, by task number."""
+
+    def all_of(percent: int) -> Callable[[int], int]:
+        return lambda i: percent
+
+    for percent in (100 - SPREAD, 100 + SPREAD):
+        yield all_of(percent), all_of(100)
+        yield all_of(100), all_of(percent)
+    for m in range(t.machines if 1 < t.machines <= _MACHINES else 0):
+        yield all_of(100), lambda i, m=m: 100 + SPREAD if t.machine[i] == m else 100  # type: ignore[misc]
+    for seed in range(_MIXED):
+        own = [100 + SPREAD if _bit(i, seed) else 100 - SPREAD for i in range(t.n)]
+        yield own.__getitem__, own.__getitem__
+
+
+def _bit(number: int, seed: int) -> bool:
+    """A bit that looks random, equal on all machines: Knuth's multiplicative hash."""
+    mixed = (number * 2654435761 + seed * 40503 * 65537) & 0xFFFFFFFF
+    mixed ^= mixed >> 15
+    return bool((mixed * 2246822519 >> 13) & 1)
+
+
+def makespans(t: Tables, order: Sequence[int]) -> list[int]:
+    """Makespans in ns of a legal order, one per disturbance. O(disturbances · N)."""
+    if not t.n:
+        return []
+    busy, lane = _durations(t)
+    if (flat := native.flat(t)) is not None:
+        return native.makespans(*flat, order, busy, lane)
+    found = []
+    for k in range(len(busy) // t.n):
+        own = slice(k * t.n, (k + 1) * t.n)
+        other = replace(t, busy_ns=list(busy[own]), lane_ns=list(lane[own]), flat=False, known={})
+        found.append(replay_time(other, order).makespan)
+    return found
+
+
+def disturbed(t: Tables, order: Sequence[int]) -> Disturbed:
+    """What a legal order costs under disturbances."""
+    found = makespans(t, order) or [0]
+    return Disturbed(sum(found) // len(found), max(found))
+
+
+@dataclass(frozen=True)
+class Hardened:
+    """An order with slack, its mean makespan in ns under disturbances, and that of the order without."""
+
+    order: list[int]
+    mean_ns: int
+    plain_ns: int
+
+
+def with_slack(t: Tables, order: Sequence[int], cap_bytes: int | None) -> Hardened:
+    """An order as fast as ``order`` that costs least under disturbances, with starts and waits moved.
+
+    Of the memory up to ``cap_bytes`` (None: unlimited) it takes as little as gives the same mean.
+    """
+    value = replay_time(t, order).makespan
+    peak = max(live_bytes(t, order), default=t.live0)
+    most = t.live0 + sum(t.alloc) if cap_bytes is None else max(cap_bytes, peak)
+    plain = disturbed(t, order).mean_ns
+    unchanged = Hardened(list(order), plain, plain)
+
+    def placed(limit: int, ahead: int) -> Hardened:
+        found: Sequence[int] = order
+        for _ in range(_ROUNDS):
+            found = starts_up(t, waits_down(t, found, limit), limit, ahead)
+        if replay_time(t, found).makespan > value or max(live_bytes(t, found), default=0) > limit:
+            return unchanged
+        return Hardened(list(found), disturbed(t, found).mean_ns, plain)
+
+    best, ahead = unchanged, 0
+    for thousandths in _AHEAD:
+        found = placed(most, value * thousandths // 1000)
+        if found.mean_ns < best.mean_ns - best.mean_ns // _EQUAL:
+            best, ahead = found, value * thousandths // 1000
+    for percent in _SHARES if best is not unchanged else ():
+        found = placed(peak + (most - peak) * percent // 100, ahead)
+        if found.mean_ns <= best.mean_ns + best.mean_ns // _EQUAL:
+            return found
+    return best
