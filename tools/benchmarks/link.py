@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from inductor_passes.schedule.robust import SPREAD
 from tools.link.lab import ALL_CONTENDERS, CONTENDERS, RATES
 from tools.link.models import LAYOUTS, Layout
 from tools.link.report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, table
@@ -93,6 +94,9 @@ def page(everything: Sequence[dict[str, Any]]) -> list[str]:
         "The limit is the larger of compute alone and communication alone (both measured unbucketed, so buckets can go "
         "below it), plus, for FSDP, the head and the tail that no order hides. For other layouts the limit ignores "
         "dependencies and cannot be reached.",
+        "",
+        "`predicted` is what our plan says of its step, `disturbed` the mean of what it says for durations that are "
+        f"off by {SPREAD}% (`schedule/robust.py`).",
         "",
         "## Ours at its defaults",
         "",

@@ -120,6 +120,8 @@ def facts(results: dict[str, Any]) -> str:
 COLUMNS = (
     "step ms",
     "spread",
+    "predicted ms",
+    "disturbed ms",
     "exposed ms",
     "/ default",
     "/ in-tree",
@@ -144,6 +146,8 @@ def lines(results: dict[str, Any]) -> list[list[str]]:
                 r["title"],
                 _ms(median(r["virtual_ns"])),
                 f"{_ms(min(r['virtual_ns']))}-{_ms(max(r['virtual_ns']))}",
+                # Pages of before have neither.
+                *(_ms(r[name]) if r.get(name) else "-" for name in ("predicted_ns", "disturbed_ns")),
                 _ms(median(r["exposed_ns"])),
                 _ratio(ratio.get("default")),
                 _ratio(ratio.get("in-tree")),

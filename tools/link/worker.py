@@ -24,6 +24,8 @@ import torch.distributed as dist
 from inductor_passes.cost.calibrate import calibrate
 from inductor_passes.emulation import link as emulated_link
 from inductor_passes.emulation.link_model import Record, StepTime
+from inductor_passes.report import GraphReport
+from inductor_passes.trace.collector import collect
 from tools.link.census import judged
 from tools.link.lab import (
     ALL_CONTENDERS,
@@ -98,6 +100,7 @@ class Bench:
         self.config = self.layout.sized(job.sizes)
         self.trials: dict[str, Trial] = {}
         self.failed: dict[str, str] = {}
+        self.predicted: dict[str, dict[str, int]] = {}
         self.steps: dict[str, list[StepTime]] = {}
         self.compute_alone: list[StepTime] = []
         self.communication_alone: list[StepTime] = []
@@ -116,9 +119,11 @@ class Bench:
         error = ""
         try:
             trial = Trial(ALL_CONTENDERS[name], self.layout, self.config, str(self.job.file("profile.json")))
-            for _ in range(2):
-                trial.plain_step()
+            with collect(what_if=False) as reports:
+                for _ in range(2):
+                    trial.plain_step()
             self.trials[name] = trial
+            self.predicted[name] = foretold(reports)
         except Exception as caught:
             traceback.print_exc()
             error = f"{type(caught).__name__}: {caught}".splitlines()[0]
@@ -210,6 +215,7 @@ class Bench:
                     "name": name,
                     "title": trial.contender.title,
                     "family": trial.contender.family,
+                    **self.predicted[name],
                     "virtual_ns": slowest([s.virtual_ns for s in steps]),
                     "wall_ns": slowest([s.wall_ns for s in steps]),
                     "cpu_ns": slowest([s.cpu_ns for s in steps]),
@@ -248,6 +254,16 @@ def wire_by_kind(step: StepTime) -> dict[str, int]:
         if record.wire_bytes:
             result[record.kind] = result.get(record.kind, 0) + record.wire_bytes
     return dict(sorted(result.items()))
+
+
+def foretold(reports: Sequence[GraphReport]) -> dict[str, int]:
+    """What a plan says of its step in ns, and when durations are not as estimated; 0 where nobody planned."""
+    schedules = [report.schedule for report in reports if report.schedule is not None]
+    return {
+        "predicted_ns": sum(s.makespan_after_ns for s in schedules),
+        "disturbed_ns": sum(s.disturbed_after_ns for s in schedules),
+        "disturbed_worst_ns": sum(s.disturbed_worst_ns for s in schedules),
+    }
 
 
 def gathered(value: Any) -> list[Any]:
