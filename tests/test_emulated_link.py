@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
 from inductor_passes.emulation import link as emulated_link
-from inductor_passes.emulation.link_model import Link, Rate, Record, StepTime, Times
+from inductor_passes.emulation.link_model import PATIENCE_S, Link, Rate, Record, StepTime, Times
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -45,16 +46,53 @@ def test_link_serves_one_at_a_time() -> None:
     assert [(r.virtual.begin_ns, r.virtual.end_ns) for r in (first, second, third)] == [(0, 10), (10, 20), (100, 110)]
 
 
-def test_link_overtakes_what_another_rank_has_not_issued() -> None:
+def test_what_is_ready_later_is_overtaken_on_each_clock() -> None:
+    """The first one's other rank is late on the wall clock: the machine held it back. In virtual time it was first."""
     link = Link("intra", Rate())
-    late, ready = _record(), _record()
-    answers = iter([None, (50, 50)])
-    link.issue(late, lambda: next(answers))
+    first, second = _record(), _record()
+    answers = itertools.chain([None, None], itertools.repeat((50, 5)))
+    link.issue(first, lambda: next(answers))
+    link.issue(second, lambda: (10, 8))
+    link.settle(second)
+    link.settle(first)
+    assert [(r.wall.begin_ns, r.virtual.begin_ns) for r in (first, second)] == [(50, 5), (10, 15)]
+
+
+def test_what_is_waited_for_first_may_be_served_last() -> None:
+    link = Link("intra", Rate())
+    first, second = _record(), _record()
+    link.issue(first, lambda: (100, 100))
+    link.issue(second, lambda: (10, 95))
+    link.settle(first)
+    assert (first.wall.begin_ns, first.virtual.begin_ns) == (100, 105)
+    link.settle(second)
+    assert (second.wall.begin_ns, second.virtual.begin_ns) == (10, 95)
+
+
+def test_a_rank_that_issues_in_another_order_is_waited_for_once() -> None:
+    link = Link("intra", Rate())
+    link.patience_s = 0.02
+    late, ready, next_one = _record(), _record(), _record()
+    asked: list[int] = [0]
+    answer: list[tuple[int, int] | None] = [None]
+
+    def of_late() -> tuple[int, int] | None:
+        asked[0] += 1
+        return answer[0]
+
+    link.issue(late, of_late)
     link.issue(ready, lambda: (10, 10))
     link.settle(ready)
-    assert (late.wall.end_ns, ready.wall.begin_ns) == (-1, 10)
+    assert (late.wall.end_ns, ready.wall.begin_ns) == (-1, 10) and asked[0] > 1
+    link.issue(next_one, lambda: (20, 20))
+    asked[0] = 0
+    link.settle(next_one)
+    assert next_one.virtual.begin_ns == 20 and asked[0] == 1
+    answer[0] = (50, 50)
     link.settle(late)
     assert late.wall.begin_ns == 50
+    link.restart()
+    assert link.patience_s == PATIENCE_S
 
 
 def test_settling_waits_until_all_ranks_have_issued() -> None:

@@ -1,8 +1,9 @@
 """An emulated link: when collectives begin and end on it, in wall time and in virtual time.
 
 The link is a server with one queue: a collective is ready when every rank of its group has issued it, the
-link serves one at a time in issue order, and serving takes ``latency + bytes / bandwidth``. Ranks on one host
-tell each other their issue times through shared memory, so all of them compute the same times.
+link serves one at a time, of those that are ready the first that was issued, and serving takes ``latency + bytes /
+bandwidth``. Ranks on one host tell each other their issue times through shared memory, so all of them compute the
+same times.
 
 Two clocks run beside each other. Wall time is what a user sees, and is disturbed by whatever else the machine
 does. Virtual time is the CPU time of the compute thread plus the waits that the model says it must take; it
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 #: How often a rank that waits for another rank's issue time looks again.
 POLL_S = 50e-6
+#: How long a busy machine may hold back another rank before it counts as one that issues in another order.
+PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Record:
     wall: Times = field(default_factory=Times)
     virtual: Times = field(default_factory=Times)
     late_ns: int = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether its times are known on both clocks."""
+        return self.wall.end_ns >= 0 and self.virtual.end_ns >= 0
 
     @property
     def violates_model(self) -> bool:
@@ -214,6 +222,18 @@ class Ready(Protocol):
     def __call__(self) -> tuple[int, int] | None: ...
 
 
+def _served(waiting: list[tuple[Times, int, int]], until: Times, free_ns: int) -> int:
+    """Serve (times, ready, duration), in issue order, on one clock up to ``until``; when the link is free then."""
+    left = [one for one in waiting if one[0].end_ns < 0]
+    while until.end_ns < 0:
+        now = max(free_ns, min(ready for _, ready, _ in left))
+        number = next(k for k, (_, ready, _) in enumerate(left) if ready <= now)
+        times, _, duration = left.pop(number)
+        times.begin_ns, times.end_ns = now, now + duration
+        free_ns = times.end_ns
+    return free_ns
+
+
 class Link:
     """One serial link of this rank. Its rate may be changed between collectives, on all ranks alike."""
 
@@ -223,6 +243,8 @@ class Link:
         self._queue: deque[tuple[Record, Ready]] = deque()
         # Futures wait on threads of their own.
         self._lock = threading.Lock()
+        #: How long to wait for another rank to issue what is ahead in the queue.
+        self.patience_s = PATIENCE_S
         self._free_wall_ns = 0
         self._free_virtual_ns = 0
 
@@ -232,34 +254,37 @@ class Link:
             self._queue.append((record, ready))
 
     def settle(self, record: Record) -> None:
-        """Give ``record`` its begin and end, and all those before it in the queue that are ready.
+        """Give ``record`` its begin and end on both clocks, and all those that go before it.
 
-        One that is not ready is overtaken: another communicator's, which some other rank will issue later.
-        Waits, asleep, until ``record`` itself is ready.
+        Waits, asleep, until everything in the queue is ready: on each clock the link serves the earliest issued of
+        those that are ready by then on that clock, so a rank that the machine holds back changes nothing in virtual
+        time. What another rank does not issue within ``patience_s`` is overtaken: ranks issue in different orders.
+        From then on nothing is waited for, until the next :meth:`restart`.
         """
+        until = time.monotonic() + self.patience_s
         while True:
             with self._lock:
-                if record.wall.end_ns >= 0 or self._serve(record):
+                if all(one is not record for one, _ in self._queue):
+                    return  # served by now, or dropped by a restart
+                ready = {id(one): times for one, known in self._queue if (times := known()) is not None}
+                everybody = len(ready) == len(self._queue)
+                if id(record) in ready and (everybody or time.monotonic() >= until):
+                    self._serve(record, ready)
+                    if not everybody:
+                        self.patience_s = 0.0
                     return
             time.sleep(POLL_S)
 
-    def _serve(self, record: Record) -> bool:
-        """Serve what is ready up to ``record``; whether that was served too."""
-        overtaken: list[tuple[Record, Ready]] = []
-        while self._queue and record.wall.end_ns < 0:
-            head, ready = self._queue.popleft()
-            times = ready()
-            if times is None:
-                overtaken.append((head, ready))
-                if head is record:
-                    break
-                continue
-            head.wall.begin_ns = max(times[0], self._free_wall_ns)
-            head.virtual.begin_ns = max(times[1], self._free_virtual_ns)
-            self._free_wall_ns = head.wall.end_ns = head.wall.begin_ns + head.duration_ns
-            self._free_virtual_ns = head.virtual.end_ns = head.virtual.begin_ns + head.duration_ns
-        self._queue.extendleft(reversed(overtaken))
-        return record.wall.end_ns >= 0
+    def _serve(self, record: Record, ready: Mapping[int, tuple[int, int]]) -> None:
+        """Serve ``record`` and what goes before it; ``ready``: (wall, virtual) by ``id`` of the record."""
+        known = [(one, ready[id(one)]) for one, _ in self._queue if id(one) in ready]
+        self._free_wall_ns = _served(
+            [(one.wall, times[0], one.duration_ns) for one, times in known], record.wall, self._free_wall_ns
+        )
+        self._free_virtual_ns = _served(
+            [(one.virtual, times[1], one.duration_ns) for one, times in known], record.virtual, self._free_virtual_ns
+        )
+        self._queue = deque(entry for entry in self._queue if not entry[0].settled)
 
     def restart(self) -> None:
         """Idle again at virtual time zero. What has not been waited for counts as arrived."""
@@ -269,6 +294,7 @@ class Link:
                     times.begin_ns = times.end_ns = times.issue_ns
             self._queue.clear()
             self._free_virtual_ns = 0
+            self.patience_s = PATIENCE_S
 
 
 @dataclass(frozen=True)
