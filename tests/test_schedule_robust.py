@@ -134,6 +134,12 @@ def test_disturbances_are_the_same_everywhere() -> None:
     ]
 
 
+def test_numbers_that_fit_into_no_machine_word() -> None:
+    problem = fsdp_forward(3, gather_ns=1 << 62)
+    found = plan(problem, None)
+    assert found.makespan_ns >= 3 << 62 and found.disturbed_ns > 0
+
+
 def test_nothing_to_disturb() -> None:
     empty = Problem((), ())
     assert disturbed(tables(empty), ()).mean_ns == 0

@@ -48,9 +48,10 @@ class Disturbed:
 
 
 @once
-def _durations(t: Tables) -> tuple[array[int], array[int]]:
-    """Durations on compute lane and machines, of all disturbances one after the other."""
-    busy, lane = array("q"), array("q")
+def _durations(t: Tables) -> tuple[Sequence[int], Sequence[int]]:
+    """Durations on compute lane and machines, of all disturbances one after the other; arrays if they fit."""
+    busy: list[int] = []
+    lane: list[int] = []
     for of_compute, of_start in _disturbances(t):
         busy.extend(b * of_compute(i) // 100 if t.kind[i] == _COMPUTE else b for i, b in enumerate(t.busy_ns))
         lane.extend(d * of_start(i) // 100 for i, d in enumerate(t.lane_ns))
@@ -61,7 +62,10 @@ def _durations(t: Tables) -> tuple[array[int], array[int]]:
         held = starts[k * len(starts) // 3]
         busy.extend(t.busy_ns)
         lane.extend(d + late if i == held else d for i, d in enumerate(t.lane_ns))
-    return busy, lane
+    try:
+        return array("q", busy), array("q", lane)
+    except OverflowError:
+        return busy, lane
 
 
 def _disturbances(t: Tables) -> Iterator[tuple[Callable[[int], int], Callable[[int], int]]]:
@@ -92,7 +96,7 @@ def makespans(t: Tables, order: Sequence[int]) -> list[int]:
     if not t.n:
         return []
     busy, lane = _durations(t)
-    if (flat := native.flat(t)) is not None:
+    if (flat := native.flat(t)) is not None and isinstance(busy, array) and isinstance(lane, array):
         return native.makespans(*flat, order, busy, lane)
     found = []
     for k in range(len(busy) // t.n):
