@@ -209,6 +209,7 @@ def _record(answer: Answer) -> dict[str, object]:
         "compute_scale": float(case.compute),
         "makespan_before_ns": plan.input_makespan_ns,
         "makespan_after_ns": plan.makespan_ns,
+        "disturbed_after_ns": plan.disturbed_ns,
         "lower_bound_ns": plan.lower_bound_ns,
         "gap": plan.gap,
         "exposed_before_ns": replay(problem).total_exposed_ns,
@@ -228,12 +229,14 @@ def _varying(answers: Iterable[Answer]) -> list[str]:
 
 
 def _print_table(problem: Problem, answers: list[Answer]) -> None:
+    from inductor_passes.schedule.robust import SPREAD
     from inductor_passes.trace.table import PlainTable
     from inductor_passes.trace.units import change, duration, percent, size
 
     table = PlainTable(title=problem.name or "problem")
     swept = _varying(answers) or ["budget"]
-    figures = ("step before", "step after", "change", "exposed", "peak before", "peak after", "gap", "method")
+    off = f"if off by {SPREAD}%"
+    figures = ("step before", "step after", "change", off, "exposed", "peak before", "peak after", "gap", "method")
     for head in (*swept, *figures):
         table.add_column(head, justify="left" if head == "method" else "right")
     for answer in answers:
@@ -244,6 +247,7 @@ def _print_table(problem: Problem, answers: list[Answer]) -> None:
             duration(plan.input_makespan_ns),
             duration(plan.makespan_ns),
             change(plan.input_makespan_ns, plan.makespan_ns),
+            duration(plan.disturbed_ns),
             duration(int(str(record["exposed_after_ns"]))),
             size(plan.input_peak_bytes),
             size(plan.peak_bytes),

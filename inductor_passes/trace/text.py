@@ -153,7 +153,7 @@ def _figures(s: ScheduleReport) -> Table:
     )
     if s.disturbed_after_ns:
         table.add_row(
-            f"step, durations off by {SPREAD}%",
+            f"mean step if durations are off by {SPREAD}%",
             duration(s.disturbed_before_ns),
             duration(s.disturbed_after_ns),
             change(s.disturbed_before_ns, s.disturbed_after_ns),
