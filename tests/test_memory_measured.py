@@ -57,7 +57,7 @@ def test_predicted_peak_is_the_measured_one(name: str, tmp_path: Path) -> None:
 
 
 #: Default Inductor fuses these before it orders them, ours the other way round: known, and to get no worse.
-_ABOVE = {"deep": 1.08, "dense": 1.07}
+_ABOVE = {"deep": 1.07, "dense": 1.05}
 
 
 @pytest.mark.parametrize("name", ["fsdp", "context_parallel", *SHAPES, "gated, inference", "uneven, inference"])

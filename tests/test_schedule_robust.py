@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inductor_passes.schedule.guarded import Timing, Trial, just_in_time
@@ -73,13 +73,13 @@ def test_slack_costs_no_time_and_keeps_to_the_cap(seed: int, tasks: int, above: 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 40))
+@example(14447, 37)
 def test_more_memory_is_never_slower_under_disturbances(seed: int, tasks: int) -> None:
     """Of one order: what a smaller cap allows, a larger one does too."""
     problem = random_problem(seed, tasks)
     t, peak = tables(problem), peak_bytes(problem)
     means = [with_slack(t, problem.input_order, peak + peak * above // 100).mean_ns for above in (0, 10, 50, 200)]
-    # A mean that is better by less than a two-thousandth is no better: memory decides.
-    assert all(later <= earlier * 1.002 + 2 for earlier, later in pairwise(means))
+    assert all(later <= earlier for earlier, later in pairwise(means))
 
 
 def test_a_plan_is_no_worse_under_disturbances_than_without_slack() -> None:

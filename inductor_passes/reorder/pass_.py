@@ -100,7 +100,7 @@ class ReorderPass:
         # On a large problem the known plan is where planning again would begin.
         start = known if len(problem) > SMALL else None
         found = plan_with_effort(problem, facts.limit_bytes, self.effort, start=start)
-        return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
+        return found if known is None else min(found, known, key=lambda p: p.value)
 
 
 def _arranged(graph: torch.fx.Graph, facts: Facts, like: tuple[str, ...]) -> Facts | None:

@@ -101,7 +101,7 @@ def order(
         effort: how hard the planner tries.
     """
     names, problem = tuple(kernel_names(list(built.nodes))), built.problem
-    limit, given_up, above = None, "", 0
+    limit, given_up, above, needed = None, "", 0, 0
     if allowed(0) is not None:
         needed = batches.least(problem, built.batched)
         asked = allowed(needed) or 0
@@ -116,7 +116,8 @@ def order(
             given_up = str(error)
 
     def plan(limit_bytes: int | None) -> Plan:
-        return plan_with_effort(problem, limit_bytes, effort)
+        # Where the cap is the least that is known to do, the budget leaves nothing for slack.
+        return plan_with_effort(problem, limit_bytes, effort, slack=limit is None or limit > needed)
 
     found = plan(None) if limit is None else _held(built, limit, plan)
     found = dataclasses.replace(found, budget_bytes=limit)

@@ -16,17 +16,17 @@ HIGH = 8
 
 
 def plan_with_effort(
-    problem: Problem, budget_bytes: int | None, effort: Effort, *, start: Plan | None = None
+    problem: Problem, budget_bytes: int | None, effort: Effort, *, start: Plan | None = None, slack: bool = True
 ) -> Plan:
     """The best order found, see :func:`~inductor_passes.schedule.plan.plan`; a higher level is never worse.
 
     Raises:
         ExactUnavailableError: ``exact`` without OR-Tools.
     """
-    found = plan(problem, budget_bytes, start=start)
+    found = plan(problem, budget_bytes, start=start, slack=slack)
     if effort == "normal":
         return found
-    found = plan(problem, budget_bytes, effort=HIGH, start=found)
+    found = plan(problem, budget_bytes, effort=HIGH, start=found, slack=slack)
     if effort == "high":
         return found
-    return plan(problem, budget_bytes, effort=0, exact_window=True, start=found)
+    return plan(problem, budget_bytes, effort=0, exact_window=True, start=found, slack=slack)

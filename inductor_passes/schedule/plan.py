@@ -64,6 +64,11 @@ class Plan:
     feasible: bool = True
     disturbed_ns: int = 0
 
+    @property
+    def value(self) -> tuple[bool, int, int, int]:
+        """What plans of one problem under one cap are compared by; less is better."""
+        return not self.feasible, self.makespan_ns, self.disturbed_ns, self.peak_bytes
+
 
 class _Best:
     """The best feasible order seen so far."""
@@ -138,6 +143,7 @@ def plan(
     exact_window: bool = False,
     thorough: bool | None = None,
     start: Plan | None = None,
+    slack: bool = True,
 ) -> Plan:
     """The best order found for ``problem`` whose peak is at most ``budget_bytes`` (None: unlimited).
 
@@ -148,7 +154,9 @@ def plan(
         effort: 0 only constructs; each unit above lets local search make a number of moves proportional to N.
         exact_window: also improve windows with OR-Tools CP-SAT (the ``exact`` extra).
         thorough: try every construction; default: for problems of up to ``construct.SMALL`` tasks.
-        start: a plan of the same problem under the same cap: nothing is constructed anew.
+        start: a plan of the same problem under the same cap: nothing is constructed anew, and the result is no worse
+            by time, mean under disturbances, and memory, in this order.
+        slack: spend memory that the cap leaves on slack; otherwise the least peak wins among equally fast orders.
 
     Raises:
         ExactUnavailableError: ``exact_window`` is needed but OR-Tools is not installed.
@@ -179,11 +187,11 @@ def plan(
     if t.n and best.feasible and best.makespan > enough and start is None:
         for name, eager in prefetching(t):
             best.judge(name, polish(t, eager))
-    if t.n and best.feasible:
+    if t.n and best.feasible and slack:
         best.harden(t)
     order = tuple(best.order)
     problem.check_order(order)
-    return Plan(
+    found = Plan(
         order=order,
         makespan_ns=best.makespan,
         peak_bytes=best.peak,
@@ -196,3 +204,4 @@ def plan(
         feasible=best.feasible,
         disturbed_ns=disturbed(t, order).mean_ns,
     )
+    return found if start is None or found.value < start.value else start

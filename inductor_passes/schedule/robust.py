@@ -29,10 +29,16 @@ _MIXED = 4
 _MACHINES = 4
 #: A peer comes late by this share (percent) of all compute.
 _LATE = 10
-#: How early starts are tried, in thousandths of the makespan before their machine falls free.
-_AHEAD = (0, 20, 50, 100, 300, 1000)
-#: Shares (percent) of the memory that the budget leaves, tried from the least.
-_SHARES = (0, 10, 30)
+#: What is tried, from the least memory up: memory in percent of the order's own peak (None: unlimited), and starts by
+#: how many thousandths of the makespan before their machine falls free. A cap allows a beginning of the list, so a
+#: larger one is never worse.
+_TRIED: tuple[tuple[int | None, int], ...] = (
+    *((100, ahead) for ahead in (0, 50, 300)),
+    *((102, ahead) for ahead in (50, 300)),
+    *((105, ahead) for ahead in (20, 100, 1000)),
+    *((125, ahead) for ahead in (50, 300)),
+    *((None, ahead) for ahead in (100, 1000)),
+)
 #: Sweeps of waits down and starts up.
 _ROUNDS = 2
 #: A mean that is better by less than one part of this many is no better: memory decides.
@@ -124,29 +130,22 @@ class Hardened:
 def with_slack(t: Tables, order: Sequence[int], cap_bytes: int | None) -> Hardened:
     """An order as fast as ``order`` that costs least under disturbances, with starts and waits moved.
 
-    Of the memory up to ``cap_bytes`` (None: unlimited) it takes as little as gives the same mean.
+    Memory up to ``cap_bytes`` (None: unlimited) is taken where the mean gets better by it.
     """
     value = replay_time(t, order).makespan
     peak = max(live_bytes(t, order), default=t.live0)
-    most = t.live0 + sum(t.alloc) if cap_bytes is None else max(cap_bytes, peak)
     plain = disturbed(t, order).mean_ns
-    unchanged = Hardened(list(order), plain, plain)
-
-    def placed(limit: int, ahead: int) -> Hardened:
+    best = Hardened(list(order), plain, plain)
+    for percent, thousandths in _TRIED:
+        limit = t.live0 + sum(t.alloc) if percent is None else peak * percent // 100
+        if cap_bytes is not None and limit > max(cap_bytes, peak):
+            break
         found: Sequence[int] = order
         for _ in range(_ROUNDS):
-            found = starts_up(t, waits_down(t, found, limit), limit, ahead)
+            found = starts_up(t, waits_down(t, found, limit), limit, value * thousandths // 1000)
         if replay_time(t, found).makespan > value or max(live_bytes(t, found), default=0) > limit:
-            return unchanged
-        return Hardened(list(found), disturbed(t, found).mean_ns, plain)
-
-    best, ahead = unchanged, 0
-    for thousandths in _AHEAD:
-        found = placed(most, value * thousandths // 1000)
-        if found.mean_ns < best.mean_ns - best.mean_ns // _EQUAL:
-            best, ahead = found, value * thousandths // 1000
-    for percent in _SHARES if best is not unchanged else ():
-        found = placed(peak + (most - peak) * percent // 100, ahead)
-        if found.mean_ns <= best.mean_ns + best.mean_ns // _EQUAL:
-            return found
+            continue
+        mean = disturbed(t, found).mean_ns
+        if mean < best.mean_ns - best.mean_ns // _EQUAL:
+            best = Hardened(list(found), mean, plain)
     return best
