@@ -161,8 +161,8 @@ AG2 WAG2 dx dw dx dw cat RS2 WRS2 AG1 WAG1 dx dw dx dw cat RS1 WRS1 AG0 WAG0 dx
 dw dx dw cat RS0 WRS0 end
 """)
     assert_expected_inline(planned(problem, None), """\
-AG2 AG1 dw WAG2 dx dx dw cat RS2 WAG1 AG0 dx dw dx dw cat RS1 WAG0 dx dw dw cat
-RS0 dx end WRS1 WRS0 WRS2
+AG2 AG1 dw WAG2 dx dx dw cat RS2 AG0 WAG1 dx dw WRS2 dx dw cat RS1 WAG0 dx dw dw
+cat RS0 dx end WRS1 WRS0
 """)
     assert_expected_inline(planned(problem, peak_bytes(problem)), """\
 AG2 dw WAG2 dx dx dw cat RS2 dw WRS2 AG1 WAG1 dx dx dw cat AG0 RS1 dw WAG0 dx
