@@ -8,13 +8,13 @@ import sys
 import pytest
 import torch
 
-from inductor_passes.bucket import unpack_op
 from inductor_passes.bucket.unpack_pass import UnpackPass
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import Reason, Verdict
+from inductor_passes.rewriting import unpack_op
 from tests.support.async_tp_programs import GROUP, Program, c10d, inputs, run_ranks, trace
 from tests.support.processes import LIMIT_S, environment
 from tests.support.world import fake_world

@@ -54,6 +54,7 @@ class BucketPass:
         uneven_all_to_all: bucket all_to_alls with unequal splits too. Their sizes differ between ranks: only for a
             partition that does not look at them.
         effort: of the planner that judges, see ``schedule.plan.plan``.
+        exact: copies that Inductor's code would read in a sum, and add in another order, are made apart.
         given_up: why buckets that a plan file pins are not made, "" to make them.
     """
 
@@ -62,6 +63,7 @@ class BucketPass:
     partitions: tuple[Partition, ...] = PARTITIONS
     uneven_all_to_all: bool = False
     effort: int = 0
+    exact: bool = True
     given_up: str = ""
     name: str = "bucket"
     #: What was not merged keeps its order unless a merge forces another, then the same one on every rank.
@@ -111,7 +113,8 @@ class BucketPass:
         if not choice.buckets:
             return Outcome(report, solved=solved)
         forms: list[Form] = ["coalesced" if b[0].key.group in coalesced else "packed" for b in choice.buckets]
-        merged = merge(graph, view, [[c.collective for c in b] for b in choice.buckets], forms=forms)
+        groups = [[c.collective for c in b] for b in choice.buckets]
+        merged = merge(graph, view, groups, forms=forms, keep_sums=self.exact)
         report.changed = True
         # What is planned here is a forecast: where the merged graph keeps less of it, the other proposals are left.
         others = tuple(p for p in self.partitions if p is not choice.partition)
@@ -137,7 +140,7 @@ class BucketPass:
         forms: list[Form] = ["coalesced" if self._coalesces(g[0].group.name) else "packed" for g in groups]
         origins = [(c.start.name, source_line(c.start), c.group.name) for c in view.collectives]
         try:
-            merged = merge(graph, view, groups, forms=forms) if groups else []
+            merged = merge(graph, view, groups, forms=forms, keep_sums=self.exact) if groups else []
         except MergeError as error:
             pins.refuse(f"`buckets` is not allowed: {error}")
         together = {name for m in merged for name in m.members}

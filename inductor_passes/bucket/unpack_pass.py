@@ -27,7 +27,7 @@ from typing import ClassVar
 import torch
 import torch.fx
 
-import inductor_passes.bucket.unpack_op  # noqa: F401  registers the operator
+import inductor_passes.rewriting.unpack_op  # noqa: F401  registers the operator
 from inductor_passes import _torch
 from inductor_passes.ir.ops import Role, label, source_line
 from inductor_passes.ir.view import GraphView

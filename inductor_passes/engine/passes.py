@@ -31,7 +31,7 @@ def passes_of(settings: PassConfig, like: tuple[str, ...] = ()) -> list[Pass]:
             )
         )
     if settings.bucket == "on":
-        passes.append(BucketPass())
+        passes.append(BucketPass(exact=settings.numerics == "exact"))
         if settings.unpack == "kernel":
             passes.append(UnpackPass())
     passes.append(ScatterByExchange(settings.tier))

@@ -16,7 +16,7 @@ latency per member, costs the copies of packing and unpacking. O(nodes + edges) 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,6 +31,7 @@ from inductor_passes.rewriting.members import Refused, Slot, slots
 from inductor_passes.rewriting.messages import note_members
 from inductor_passes.rewriting.order import Stage, repaired_order
 from inductor_passes.rewriting.pack import Message, aten, travels_as_bytes
+from inductor_passes.rewriting.sums import Read, changes_order, reads
 
 Form = Literal["packed", "coalesced"]
 """``packed``: one message built by copies. ``coalesced``: one call with a list of tensors and no copies, for backends
@@ -83,6 +84,7 @@ def merge(
     groups: Sequence[Sequence[Collective]],
     *,
     forms: Sequence[Form] | None = None,
+    keep_sums: bool = False,
 ) -> list[MergedCollective]:
     """Replace every group of collectives by one collective, in place; ``view`` is stale afterwards.
 
@@ -91,6 +93,8 @@ def merge(
         view: of ``graph`` as it is.
         groups: disjoint; members of a group have the same kind, process group, reduce op and device.
         forms: one per group, see :data:`Form`; by default, and for kinds without a coalesced operator, packed.
+        keep_sums: whether results keep bits that depend on how Inductor's code adds, see
+            :mod:`~inductor_passes.rewriting.sums`.
 
     Raises:
         MergeError: a group is not mergeable or the merges depend on each other; the graph is unchanged.
@@ -111,6 +115,7 @@ def merge(
     except ValueError as error:
         raise MergeError(str(error)) from error
 
+    read = reads(view) if keep_sums else {}
     emit = Emitter(graph, view.nodes[0].prev)
     now: dict[torch.fx.Node, torch.fx.Node] = {}
     for step in order:
@@ -123,7 +128,7 @@ def merge(
             bucket.slots = tuple(_with_source(slot, now.get(slot.source, slot.source)) for slot in bucket.slots)
             _emit_start(emit, bucket)
         else:
-            _emit_wait(emit, bucket)
+            _emit_wait(emit, bucket, read)
             for slot, result in zip(bucket.slots, bucket.results):
                 for wait in slot.waits:
                     wait.replace_all_uses_with(result)
@@ -207,7 +212,7 @@ def _contiguous(emit: Emitter, slot: Slot) -> torch.fx.Node:
         return emit.call(aten.clone.default, slot.source, memory_format=torch.contiguous_format)
 
 
-def _emit_wait(emit: Emitter, bucket: _Bucket) -> None:
+def _emit_wait(emit: Emitter, bucket: _Bucket, read: Mapping[torch.fx.Node, Read]) -> None:
     wait = _torch.collective_op("wait_tensor")
     assert bucket.started is not None
     first = bucket.collectives[0]
@@ -222,7 +227,13 @@ def _emit_wait(emit: Emitter, bucket: _Bucket) -> None:
         waited = emit.call(wait, bucket.started)
     bucket.waits = (waited,)
     message = Message(first.kind, first.group.size, bucket.slots)
-    bucket.results = tuple(message.unpack(emit, waited))
+    apart = {slot for slot in bucket.slots if _added_otherwise(slot, message.received_rows, read)}
+    bucket.results = tuple(message.unpack(emit, waited, apart))
+
+
+def _added_otherwise(slot: Slot, rows: int, read: Mapping[torch.fx.Node, Read]) -> bool:
+    how = max((read.get(wait, Read.NOT_SUMMED) for wait in slot.waits), default=Read.NOT_SUMMED)
+    return changes_order(how, slot.received.numel() // rows, slot.received.device)
 
 
 def _finish(graph: torch.fx.Graph, bucket: _Bucket) -> MergedCollective:

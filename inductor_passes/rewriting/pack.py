@@ -14,8 +14,9 @@ kind               sent rows    received rows    a member's part
 
 So packing is one ``cat`` along the columns and unpacking slices columns. Inductor writes the producers of ``cat``
 (casts, paddings, divisions) straight into its buffer, as one multi-tensor kernel on GPUs, and folds the copy that
-makes a received block of several rows contiguous into readers that compute pointwise. Every element is reduced over
-the same operands as before.
+makes a received block of several rows contiguous into readers that compute pointwise; where those are part of a sum
+whose order that would change, an operator of our own makes the copy. Every element is reduced over the same operands as
+before.
 
 Members of several dtypes travel as bytes, widest first, with rows padded to the widest element so that every part is
 aligned for its dtype.
@@ -25,11 +26,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.fx
 
+import inductor_passes.rewriting.unpack_op  # noqa: F401  registers the operator
 from inductor_passes import _torch
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.rewriting.as_bytes import from_bytes, to_bytes
@@ -130,8 +133,14 @@ class Message:
         with emit.standing_for(self.slots[0].result):
             return emit.call(aten.cat.default, parts)
 
-    def unpack(self, emit: Emitter, message: torch.fx.Node) -> list[torch.fx.Node]:
-        """Nodes that take the received message apart: one result per slot, in the order of ``slots``."""
+    def unpack(
+        self, emit: Emitter, message: torch.fx.Node, apart: Collection[Slot] = ()
+    ) -> list[torch.fx.Node]:
+        """Nodes that take the received message apart: one result per slot, in the order of ``slots``.
+
+        Args:
+            apart: slots whose copies nothing may read in place, see :mod:`~inductor_passes.rewriting.sums`.
+        """
         results: list[torch.fx.Node | None] = [None] * len(self.slots)
         if self.even:
             column, dim = 0, 1
@@ -144,7 +153,11 @@ class Message:
                 slot = self.slots[index]
                 width = self._elements(slot) // self.sent_rows
                 with emit.standing_for(slot.waits[0]):
-                    part = emit.call(aten.slice.Tensor, message, dim, column, column + width)
+                    if slot in apart and self.received_rows > 1:
+                        made = emit.call(torch.ops.inductor_passes.unpack.default, message, [column], [width])
+                        part = emit.call(operator.getitem, made, 0)
+                    else:
+                        part = emit.call(aten.slice.Tensor, message, dim, column, column + width)
                     results[index] = self._received_tensor(emit, slot, part)
                 column += width
         else:
@@ -188,7 +201,7 @@ class Message:
     def _received_tensor(self, emit: Emitter, slot: Slot, part: torch.fx.Node) -> torch.fx.Node:
         if self.as_bytes:
             part = from_bytes(emit, part, slot.received.dtype)
-        if self.received_rows > 1:
+        if self.received_rows > 1 and not part.meta["val"].is_contiguous():
             part = emit.call(aten.clone.default, part, memory_format=torch.contiguous_format)
         if self.kind != CollectiveKind.ALL_REDUCE:
             return emit.view(part, list(slot.received.shape))
