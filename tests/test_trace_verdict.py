@@ -169,6 +169,21 @@ def test_memory_budget_binds_and_its_setting_gives_the_gain() -> None:
     assert answer.makespan_ns - plan(problem, limit).makespan_ns == bound[0].gain_ns > 0
 
 
+def test_the_budget_that_is_set_is_not_suggested() -> None:
+    """Found: a report advised the memory_budget that was on. Its cap was lower, for the rows of generated kernels."""
+    problem = fsdp_problem(8)
+    before = simulate(problem)
+    answer = plan(problem, before.peak_bytes)
+    after = simulate(problem, answer.order)
+    reports = explain(problem, answer.order, before, after, before.peak_bytes)
+    (without,) = {r.setting for r in reports if r.reason is Reason.MEMORY_BUDGET}
+    has = MemoryBudget.parse(without.split("=")[1].strip('"'))
+    reports = explain(problem, answer.order, before, after, before.peak_bytes, setting=has)
+    (suggested,) = {r.setting for r in reports if r.reason is Reason.MEMORY_BUDGET}
+    found = MemoryBudget.parse(suggested.split("=")[1].strip('"'))
+    assert found.unlimited or found.fraction > has.fraction  # type: ignore[operator]
+
+
 def test_without_what_if_there_are_reasons_but_no_settings() -> None:
     problem = fsdp_problem(6)
     found = verdicts(problem, simulate(problem).peak_bytes, what_if=False)

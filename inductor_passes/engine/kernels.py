@@ -106,6 +106,7 @@ def _record(ordered: Ordered, limit: int | None, compilation: Compilation, repor
         buckets={tasks[i].name: carriers.get(c.start.name, ()) for i, c in built.collectives.items()},
         parameters={tasks[i].name: reported([c.start]) for i, c in built.collectives.items()},
         what_if=somebody_looks(),
+        setting=compilation.config.budget,
     )
     report.decisions = ordered.decisions()
     names = {c.name: tuple(dict.fromkeys(p.name for p in c.parameters)) for c in graph.collectives}

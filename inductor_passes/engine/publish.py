@@ -73,6 +73,7 @@ def publish_fx(compilation: Compilation) -> None:
         buckets=compilation.carriers,
         parameters={c.start.name: reported([c.start]) for c in collectives},
         what_if=somebody_looks(),
+        setting=compilation.config.budget,
     )
     publish(report, problem, result.order, before, after, compilation.graphs)
 

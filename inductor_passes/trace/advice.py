@@ -49,6 +49,7 @@ def advise(
     least_peak_bytes: int,
     budget_bytes: int | None,
     *,
+    setting: MemoryBudget | None = None,
     effort: int | None = None,
 ) -> dict[Reason, Advice]:
     """For each reason with its exposed collectives: what would help.
@@ -58,6 +59,8 @@ def advise(
         makespan_ns: of the order that was compiled.
         least_peak_bytes: what a relative budget refers to.
         budget_bytes: the cap it was planned under, None when unlimited.
+        setting: the memory budget that is set: what is relative to the least memory and no larger is not suggested, though
+            the cap may be lower than it says (rows of C++ kernels hold more than the problem knows).
         effort: of the plans made here; see :func:`~inductor_passes.schedule.plan.plan`.
     """
     work = effort if effort is not None else int(len(problem) <= LARGE)
@@ -69,7 +72,7 @@ def advise(
     for reason, starts in groups.items():
         advice = Advice()
         if reason is Reason.MEMORY_BUDGET:
-            advice = _memory(problem, makespan_ns, least_peak_bytes, budget_bytes, work)
+            advice = _memory(problem, makespan_ns, least_peak_bytes, budget_bytes, setting, work)
         elif reason is Reason.LANE_BUSY:
             faster = whatif.scale_links(problem, bandwidth=Fraction(2))
             advice = Advice(
@@ -90,7 +93,7 @@ def advise(
                 "gain without any fence or fixed order",
             )
         elif reason is Reason.NOT_PROFITABLE:
-            advice = _not_profitable(problem, makespan_ns, least_peak_bytes, budget_bytes, work)
+            advice = _not_profitable(problem, makespan_ns, least_peak_bytes, budget_bytes, setting, work)
         elif reason in _CHANGES:
             free = gain(whatif.without_transfers(problem, starts))
             advice = Advice(_CHANGES[reason], free, "gain at most, if they took no time")
@@ -108,12 +111,17 @@ _CHANGES = {
 
 
 def _not_profitable(
-    problem: Problem, makespan_ns: int, least_peak_bytes: int, budget_bytes: int | None, effort: int
+    problem: Problem,
+    makespan_ns: int,
+    least_peak_bytes: int,
+    budget_bytes: int | None,
+    setting: MemoryBudget | None,
+    effort: int,
 ) -> Advice:
     """Where an order was legal but none that is faster was found: memory, more planning, fewer bytes, or nothing."""
     if makespan_ns <= lower_bound(problem):
         return Advice(NOTHING, 0, "no order of this graph is faster")
-    memory = _memory(problem, makespan_ns, least_peak_bytes, budget_bytes, effort)
+    memory = _memory(problem, makespan_ns, least_peak_bytes, budget_bytes, setting, effort)
     if memory.gain_ns > 0:
         return memory
     if len(problem) <= SMALL:
@@ -128,17 +136,25 @@ def _not_profitable(
 
 
 def _memory(
-    problem: Problem, makespan_ns: int, least_peak_bytes: int, budget_bytes: int | None, effort: int
+    problem: Problem,
+    makespan_ns: int,
+    least_peak_bytes: int,
+    budget_bytes: int | None,
+    setting: MemoryBudget | None,
+    effort: int,
 ) -> Advice:
     """The smallest budget of the ladder that brings nearly all that unlimited memory would."""
     unlimited = makespan_ns - plan(problem, None, effort=effort).makespan_ns
     if budget_bytes is None or unlimited <= 0:
         return Advice()
+    has = setting.fraction if setting is not None and setting.fraction is not None else Fraction(0)
     ladder = [
         (text, limit)
         # "0" is no more than anybody has; a cap below this graph's own peak comes from the other graph of the step.
         for text in BUDGETS[1:]
-        if (limit := MemoryBudget.parse(text).limit_bytes(least_peak_bytes)) is not None and limit > budget_bytes
+        if (fraction := MemoryBudget.parse(text).fraction) is not None
+        and fraction > has
+        and (limit := least_peak_bytes + int(least_peak_bytes * fraction)) > budget_bytes
     ]
     best = ("unlimited", unlimited)
     low, high = 0, len(ladder)

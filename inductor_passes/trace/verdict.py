@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from inductor_passes.config import MemoryBudget
 from inductor_passes.operators import KIND_OF_LABEL
 from inductor_passes.report import CollectiveReport, Parameter, Reason
 from inductor_passes.schedule.least_memory import least_peak
@@ -45,6 +46,7 @@ def explain(
     buckets: Mapping[str, tuple[str, ...]] | None = None,
     parameters: Mapping[str, tuple[Parameter, ...]] | None = None,
     what_if: bool = True,
+    setting: MemoryBudget | None = None,
     effort: int | None = None,
 ) -> list[CollectiveReport]:
     """One report per ``START`` of ``problem``, in the order in which ``order`` issues them.
@@ -57,6 +59,7 @@ def explain(
         buckets: task name of a start -> the starts that it was made of.
         parameters: task name of a start -> what it carries.
         what_if: plan again to find settings and gains; without it they are empty and 0.
+        setting: the memory budget that is set, which is not suggested.
         effort: of that planning, best the one that found ``order``; by default 1, and 0 for large graphs.
 
     The exposed times add up to the makespan of ``timeline_after`` minus the busy time of the compute lane. A gain is
@@ -68,7 +71,8 @@ def explain(
     advice: dict[Reason, Advice] = {}
     if what_if:
         groups, least = _by_reason(reasons), least_peak(tables(problem))
-        advice = advise(problem, groups, timeline_after.makespan_ns, least, budget_bytes, effort=effort)
+        step = timeline_after.makespan_ns
+        advice = advise(problem, groups, step, least, budget_bytes, setting=setting, effort=effort)
     reports = []
     for i in (i for i in order if problem.tasks[i].kind is Kind.START):
         task = problem.tasks[i]
