@@ -59,8 +59,8 @@ def advise(
         makespan_ns: of the order that was compiled.
         least_peak_bytes: what a relative budget refers to.
         budget_bytes: the cap it was planned under, None when unlimited.
-        setting: the memory budget that is set: what is relative to the least memory and no larger is not suggested, though
-            the cap may be lower than it says (rows of C++ kernels hold more than the problem knows).
+        setting: the memory budget that is set: nothing up to it is suggested, though the cap may be lower than it says
+            (rows of C++ kernels hold more than the problem knows).
         effort: of the plans made here; see :func:`~inductor_passes.schedule.plan.plan`.
     """
     work = effort if effort is not None else int(len(problem) <= LARGE)
