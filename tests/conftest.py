@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from tests.support.ranks import Ranks
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 pytest.register_assert_rewrite("tests.support")
 
 _OWN_CACHE = "PASSES_TEST_CACHE"
+
+# A run of the suite says the same each time. To search: pytest --hypothesis-profile=search --hypothesis-seed=$RANDOM.
+settings.register_profile("suite", derandomize=True)
+settings.register_profile("search", settings.get_profile("default"), deadline=None)
+settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:

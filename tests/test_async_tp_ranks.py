@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 
-from tests.support.async_tp_programs import GROUP, PROGRAMS, Program, inputs, trace
+from tests.support.async_tp_programs import GROUP, PROGRAMS, Program, inputs, on_gloo, trace
 from tests.support.ranks import Ranks
 
 #: Programs that name dtypes themselves.
@@ -88,9 +88,9 @@ def _compare(rank: int, world: int) -> dict[str, str]:
     for program in (*small, *floats, *of_any_world(world)):
         gm = trace(program)
         # Some write to their inputs' memory or keep views of it: each run has its own.
-        expected = gm(*inputs(program, rank))
+        expected = on_gloo(gm, inputs(program, rank))
         fused, _ = fused_and_refused(apply(gm))
-        answer = gm(*inputs(program, rank))
+        answer = on_gloo(gm, inputs(program, rank))
         same = all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(expected, answer, strict=True))
         found[program.name] = f"{fused} fused" if same and len(expected) == len(answer) else "differs"
     return found

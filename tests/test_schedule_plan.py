@@ -11,14 +11,16 @@ from collections.abc import Iterable
 
 import pytest
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inductor_passes.schedule.bounds import lower_bound, one_machine
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
+from inductor_passes.schedule.robust import disturbed
 from inductor_passes.schedule.simulate import simulate
+from inductor_passes.schedule.tables import tables
 from tests.support.processes import LIMIT_S, environment
 from tests.support.schedule_graphs import (
     best_makespan,
@@ -75,8 +77,15 @@ def test_constructions_alone_are_close_on_random_instances() -> None:
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) <= 1.1
 
 
+def slack_is_worth_it(problem: Problem, order: tuple[int, ...]) -> bool:
+    """Under disturbances the order takes at least 1% less time on average than the input's."""
+    t = tables(problem)
+    return disturbed(t, order).mean_ns < 0.99 * disturbed(t, problem.input_order).mean_ns + 1
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 40), st.sampled_from([None, 0, 3, -2]))
+@example(553, 6, None)
 def test_invariants(seed: int, tasks: int, slack: int | None) -> None:
     problem = random_problem(seed, tasks, fences=seed % 3 == 0)
     peak = peak_bytes(problem)
@@ -90,7 +99,7 @@ def test_invariants(seed: int, tasks: int, slack: int | None) -> None:
     if budget is not None:
         assert found.peak_bytes <= budget or (not found.feasible and found.order == problem.input_order)
     if found.makespan_ns == found.input_makespan_ns and found.feasible and (budget is None or peak <= budget):
-        assert found.order == problem.input_order
+        assert found.order == problem.input_order or slack_is_worth_it(problem, found.order)
     assert plan(problem, budget) == found
 
 

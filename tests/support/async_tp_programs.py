@@ -6,6 +6,7 @@ size, so that everything can be cut; inputs are small integers, so that every su
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ import torch.distributed._functional_collectives as funcol
 import torch.fx
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
+
+from inductor_passes.config import PassConfig
+from inductor_passes.engine.gloo import respell
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -85,6 +89,14 @@ def trace(program: Program) -> torch.fx.GraphModule:
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return gm
+
+
+def on_gloo(gm: torch.fx.GraphModule, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Run a graph eagerly on a real rank, as ``options()`` would: torch's gathers damage gloo's heap side by side."""
+    gm = copy.deepcopy(gm)
+    respell(gm.graph, PassConfig(codegen="aot_eager"))
+    gm.recompile()
+    return list(gm(*values))
 
 
 def run_ranks(gm: torch.fx.GraphModule, per_rank: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
