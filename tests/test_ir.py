@@ -13,6 +13,7 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build
 from inductor_passes.schedule.problem import ProblemError
+from tests.support.graphs import GraphBuilder, aten
 from tests.support.world import fake_world
 
 c10d = torch.ops._c10d_functional
@@ -107,3 +108,16 @@ def test_an_unknown_operator_is_a_fence() -> None:
     assert ops.role(graph.call_function(max, (1, 2))) is Role.FREE
     assert ops.role(graph.call_function(torch.ops.aten.nonzero.default, (node,))) is Role.FENCE, "the host waits"
     assert ops.role(graph.call_method("add_", (node, 1))) is Role.FENCE
+
+
+def test_a_pointwise_reader_stays_behind_the_one_that_needs_the_value_in_memory() -> None:
+    """Found by a stranger: in front of it Inductor computes the value anew, and operands stay: 2.2 times the peak."""
+    b = GraphBuilder()
+    x, w = b.placeholder("x", 8, 8), b.placeholder("w", 8, 8)
+    value = b.call(aten.sin.default, b.call(aten.mm.default, x, w))
+    early = b.call(aten.neg.default, value)
+    needs = b.call(aten.mm.default, value, w)
+    again = b.call(aten.mm.default, value, x)
+    late = b.call(aten.mul.Tensor, b.call(aten.view.default, value, [64]), 0.5)
+    b.graph.output((early, needs, again, late))
+    assert GraphView(b.graph).ordering_edges() == [(needs, late)]

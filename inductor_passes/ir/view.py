@@ -121,6 +121,7 @@ class GraphView:
         - around every write to a storage: earlier readers and writers before it, later ones after it; a read by a
           collective or a transfer lasts until its waits, and its result is written until its wait;
         - around what Inductor may do in place, as if it were a write, towards collectives;
+        - what Inductor writes to memory for one reader is not computed anew for another one in front of it;
         - random operators keep their order; so do asserts, and fences among each other (what crosses a fence is the
           schedule's business). What a fence does is not known: it may draw as well, so draws do not cross it.
         """
@@ -135,6 +136,27 @@ class GraphView:
             if storage.writers:
                 edges.extend(self._hazards(storage.members, set(storage.writers)))
         edges.extend(self._possible_hazards())
+        edges.extend(self._written_to_memory())
+        return edges
+
+    def _written_to_memory(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+        """Keeps pointwise readers of a pointwise result behind the reader for which Inductor writes it to memory.
+
+        Inductor computes a pointwise result anew in every pointwise reader, up to the first reader in graph order that
+        needs it in memory. A reader that is moved in front of that one keeps the result's operands until it has run.
+        """
+        edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        for storage in self.storages.all:
+            if self.roles[storage.producer] is not Role.COMPUTE or not _torch.is_pointwise(storage.producer.target):
+                continue
+            readers = [n for n in self._readers(storage) if self.roles[n] is Role.COMPUTE]
+            if len(readers) < 2:
+                continue
+            readers.sort(key=self.position.__getitem__)
+            first = next((n for n in readers if not _torch.is_pointwise(n.target)), None)
+            if first is not None:
+                at = self.position[first]
+                edges.extend((first, n) for n in readers if self.position[n] > at and _torch.is_pointwise(n.target))
         return edges
 
     def _possible_hazards(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.models import LlamaConfig, MoEConfig, llama, llama_batch, moe, moe_batch, tensor_parallel
 
-SHAPES = ("wide", "uneven", "gated", "deep", "dense", "vectors")
+SHAPES = ("wide", "uneven", "gated", "deep", "dense", "vectors", "residual")
 LAYOUTS = ("fsdp", "hybrid", "tp", "tp_sp", "fsdp_tp", "moe", "context_parallel")
 CONFIG = LlamaConfig(layers=2, dim=64, kv_heads=4, hidden=160, batch=4, seq=64)
 MOE = MoEConfig(tokens=256, dim=64, hidden=160)
@@ -38,6 +38,22 @@ class Layers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = self.act(layer(x))
+        return x
+
+
+class Residual(nn.Module):
+    """Linear layers with a residual: each input of a layer has a product and pointwise operators for readers."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            for _ in range(6):
+                y = torch.sin(y) + x * 0.5
+            x = y
         return x
 
 
@@ -92,6 +108,7 @@ def shaped(name: str) -> tuple[nn.Module, torch.Tensor]:
         "gated": lambda: (Gated(256, 4), 128, 256),
         "deep": lambda: (Layers([128] * 11, torch.sin), 1024, 128),
         "dense": lambda: (Dense(128, 64, 6), 512, 128),
+        "residual": lambda: (Residual(300, 10), 700, 300),
         "vectors": lambda: (Vectors(40, 256), 512, 256),
     }[name]()
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
