@@ -18,7 +18,7 @@ from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.greedy import greedy
 from inductor_passes.bucket.planned import planned
 from inductor_passes.bucket.question import Partition, Question
-from inductor_passes.bucket.room import Room
+from inductor_passes.bucket.room import Capped, Room
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import Solved
 from inductor_passes.schedule.construct import SMALL
@@ -81,10 +81,12 @@ def choose(
     *,
     effort: int = 0,
     start: Solved | None = None,
+    generated: Capped | None = None,
 ) -> Choice:
     """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring.
 
     Args:
+        generated: the memory of generated code; what is merged has to fit its cap too.
         start: a plan of ``problem`` that is known already: what is compared with is no worse.
     """
     thorough = len(problem) <= QUICK_TASKS
@@ -96,8 +98,9 @@ def choose(
 
     before = of_input(thorough)
     peak = peak_bytes(problem)
-    tight = Room(problem, peak if limit_bytes is None else min(limit_bytes, peak))
-    room = Room(problem, limit_bytes) if limit_bytes is not None else None
+    others = (None, None) if generated is None else (generated.tight(), generated.room())
+    tight = Room(problem, peak if limit_bytes is None else min(limit_bytes, peak), others[0])
+    room = Room(problem, limit_bytes, others[1]) if limit_bytes is not None else None
     question = Question(problem, before, found, dependencies, costs, limit_bytes, room, tight)
     trials: list[list[list[Candidate]]] = []
     chosen: tuple[Plan, list[list[Candidate]], Problem, Partition] | None = None
@@ -110,6 +113,12 @@ def choose(
         other = merged(problem, buckets, costs)
         after = plan(other, limit_bytes, effort=effort, thorough=thorough)
         objection = _objection(before, after)
+        if (
+            objection is None
+            and generated is not None
+            and not generated.fits(merged(generated.problem, buckets, costs), after.order)
+        ):
+            objection = Reason.OVER_BUDGET
         if objection is not None:
             if refused is None or after.makespan_ns < refused[0].makespan_ns:
                 refused = after, objection

@@ -27,7 +27,7 @@ from inductor_passes.bucket.choose import PARTITIONS, Choice, choose
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.question import Partition
-from inductor_passes.bucket.room import Room
+from inductor_passes.bucket.room import Capped, Room
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
@@ -103,10 +103,20 @@ class BucketPass:
         coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
         costs = BucketCosts(view, facts.profile, coalesced, facts.shards.owner)
         dependencies = Dependencies(view)
+        generated = _generated(facts)
         choice = choose(
-            fx.problem, found, dependencies, costs, self.partitions, limit, effort=self.effort, start=facts.solved
+            fx.problem,
+            found,
+            dependencies,
+            costs,
+            self.partitions,
+            limit,
+            effort=self.effort,
+            start=facts.solved,
+            generated=generated,
         )
-        room = Room(fx.problem, limit) if limit is not None else None
+        other = None if generated is None else generated.room()
+        room = None if limit is None else Room(fx.problem, limit, other)
         report = PassReport(self.name, decisions=decisions + _decisions(found, choice, dependencies, costs, room))
         report.metrics = _metrics(choice, len(view.collectives))
         solved = Solved(choice.problem, choice.plan)
@@ -162,6 +172,12 @@ class BucketPass:
         if self.form != "auto":
             return self.form == "coalesced"
         return _torch.group_backend(group) in COALESCING_BACKENDS
+
+
+def _generated(facts: Facts) -> Capped | None:
+    """The memory of the code that will be generated, where that has a cap of its own."""
+    limit, problem = facts.cap.generated_limit_bytes, facts.problem.generated
+    return Capped(problem, limit) if limit is not None and problem is not None else None
 
 
 def _merged(report: PassReport, merged: Sequence[MergedCollective]) -> Outcome:

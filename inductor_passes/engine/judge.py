@@ -66,11 +66,17 @@ def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = No
     """
     try:
         peak = look.peak_bytes
-        least = peak if look.config.budget.unlimited else look.least_peak_bytes
+        if look.config.budget.unlimited:
+            return Cap(peak, peak, None, verified_peak_bytes)
+        least, generated = look.least_peak_bytes, look.generated_least_peak_bytes
     except NoHintError:
         return Cap()
-    limit = look.config.budget.limit_bytes(of_step(least, step, look.config))
-    return Cap(peak, least, limit, verified_peak_bytes)
+
+    def limit(least: int) -> int | None:
+        return look.config.budget.limit_bytes(of_step(least, step, look.config))
+
+    generated_limit = None if generated is None else limit(generated)
+    return Cap(peak, least, limit(least), verified_peak_bytes, generated, generated_limit)
 
 
 def freed_inputs(graph: torch.fx.Graph, phase: str) -> tuple[str, ...]:
@@ -84,9 +90,12 @@ def lower(cap: Cap, config: PassConfig) -> Iterator[Cap]:
     if cap.least_peak_bytes is None:
         return
     for rung in RUNGS:
-        limit = MemoryBudget.parse(rung).limit_bytes(cap.least_peak_bytes)
+        budget = MemoryBudget.parse(rung)
+        limit = budget.limit_bytes(cap.least_peak_bytes)
         if limit is not None and (cap.limit_bytes is None or limit < cap.limit_bytes):
-            yield dataclasses.replace(cap, limit_bytes=limit)
+            generated = cap.generated_least_peak_bytes
+            generated_limit = None if generated is None else budget.limit_bytes(generated)
+            yield dataclasses.replace(cap, limit_bytes=limit, generated_limit_bytes=generated_limit)
 
 
 def larger(budget: MemoryBudget) -> list[str]:

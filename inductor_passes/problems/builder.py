@@ -156,11 +156,15 @@ class Builder:
         return (task, *self.waits_of.get(task, ()))
 
     def add_memory(self, blocks: Sequence[Block]) -> None:
-        """Enter blocks of memory.
+        """Enter blocks of memory."""
+        self._storages += self.storages(blocks)
+
+    def storages(self, blocks: Sequence[Block]) -> list[Storage]:
+        """The storages of blocks of memory.
 
         What lives and dies between the nodes of one task is one storage, of what the task takes at its peak.
         """
-        self._storages += [
+        found = [
             Storage(b.size_bytes, b.producer, b.readers, b.pinned, b.name)
             for b in blocks
             if b.size_bytes and not b.inside
@@ -171,7 +175,8 @@ class Builder:
                 by_task.setdefault(block.producer, []).append(block)
         for task in dict.fromkeys(b.producer for b in blocks if b.inside):
             if size := _working_bytes(by_task[task]):
-                self._storages.append(Storage(size, task, (), False, f"{self.tasks[task].name}.working"))
+                found.append(Storage(size, task, (), False, f"{self.tasks[task].name}.working"))
+        return found
 
     def problem(self) -> Problem:
         """Everything that was entered."""

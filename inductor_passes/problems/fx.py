@@ -7,8 +7,10 @@ collective's input or trims its result belongs to the collective (see ``canonica
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.fx
@@ -22,7 +24,7 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.builder import Builder, NoHintError
 from inductor_passes.problems.graph_memory import GraphMemory, is_backward, kept_by_caller
-from inductor_passes.schedule.problem import Problem
+from inductor_passes.schedule.problem import Problem, Storage
 
 __all__ = ["FxProblem", "NoHintError", "build", "is_backward", "kept_by_caller"]
 
@@ -38,6 +40,7 @@ class FxProblem:
         prefix: nodes that stay in front of every task, in graph order (inputs and what follows from them for free).
         suffix: the output node.
         ranks_agree: all ranks solve this problem alike, see ``canonical.Shards``.
+        generated_storages: what takes memory in the code that Inductor generates, see :attr:`generated`.
     """
 
     problem: Problem
@@ -45,6 +48,17 @@ class FxProblem:
     prefix: tuple[torch.fx.Node, ...]
     suffix: tuple[torch.fx.Node, ...]
     ranks_agree: bool = True
+    generated_storages: tuple[Storage, ...] | None = None
+
+    @cached_property
+    def generated(self) -> Problem | None:
+        """The same tasks with the storages of Inductor's code, see :class:`Generated`.
+
+        None where shards are of unequal size: how a shard is padded, and what that is fused with, is the rank's own.
+        """
+        if self.generated_storages is None:
+            return None
+        return dataclasses.replace(self.problem, storages=self.generated_storages)
 
     @property
     def graph(self) -> torch.fx.Graph:
@@ -110,9 +124,10 @@ class _Reader:
                 continue
             self._place(node, waiting.get(node, []))
         self._ordering()
-        self._memory()
+        generated = self._memory()
         members = tuple(tuple(m) for m in self.members)
-        return FxProblem(self.builder.problem(), members, tuple(self.prefix), tuple(self.suffix), self.ranks_agree)
+        prefix, suffix = tuple(self.prefix), tuple(self.suffix)
+        return FxProblem(self.builder.problem(), members, prefix, suffix, self.ranks_agree, generated)
 
     def _place(self, node: torch.fx.Node, preparation: list[torch.fx.Node]) -> None:
         role = self.view.role(node)
@@ -185,8 +200,10 @@ class _Reader:
             # Whatever durations and peaks each rank sees, all issue their collectives in the order that came in.
             self.builder.keep_starts_in_order()
 
-    def _memory(self) -> None:
+    def _memory(self) -> tuple[Storage, ...] | None:
+        """Enter the memory of the graph; what takes memory in generated code."""
         places = {node: k for members in self.members if len(members) > 1 for k, node in enumerate(members)}
         memory = GraphMemory(self.view, self.shards, self.builder, self.task_of, places)
         self.builder.add_memory(memory.blocks())
         self.builder.add_memory(memory.padded())
+        return None if self.shards.uneven else tuple(self.builder.storages(memory.generated()))

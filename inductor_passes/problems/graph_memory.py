@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.fx
@@ -14,6 +14,7 @@ from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.problems.builder import CALLERS, OF_CALLER, Block, Builder, NoHintError
+from inductor_passes.problems.generated import Generated
 from inductor_passes.schedule.problem import INPUT
 
 
@@ -82,6 +83,21 @@ class GraphMemory:
         """
         return [one for storage in self._view.storages.all if (one := self._block(storage)) is not None]
 
+    def generated(self) -> list[Block]:
+        """The same where Inductor makes kernels of the graph, see :class:`Generated`."""
+        generated = Generated(self._view, self._owner)
+        found: dict[FxStorage, Block] = {}
+        for storage in self._view.storages.all:
+            if generated.computed_at(storage.producer) is not storage.producer:
+                continue
+            block = self._block(storage, generated.computed_at)
+            if block is None:
+                continue
+            first = found.setdefault(generated.first(storage), block)
+            first.users |= block.users
+            first.pinned |= block.pinned
+        return list(found.values())
+
     def padded(self) -> list[Block]:
         """The padded copies that every rank is charged for where shards are uneven."""
         out = []
@@ -93,8 +109,14 @@ class GraphMemory:
                 out.append(Block(f"{collective.start.name}.padded", size, start, users))
         return out
 
-    def _block(self, storage: FxStorage) -> Block | None:
-        """What the planner knows of a storage; None for what takes no memory."""
+    def _block(
+        self, storage: FxStorage, computed_at: Callable[[torch.fx.Node], torch.fx.Node] | None = None
+    ) -> Block | None:
+        """What the planner knows of a storage; None for what takes no memory.
+
+        Args:
+            computed_at: the node whose kernel computes another one's result, and reads its operands.
+        """
         made_by = storage.producer
         is_input = self._view.role(made_by) is Role.INPUT
         if self._pads_some_ranks(made_by):
@@ -113,7 +135,7 @@ class GraphMemory:
         first = last = self._places.get(made_by, 0)
         for member in storage.members:
             for user in (member, *member.users):
-                task = self._task_of.get(user)
+                task = self._task_of.get(user if computed_at is None else computed_at(user))
                 if task is None:
                     continue
                 block.users.update(self._holding(user, task))

@@ -45,12 +45,17 @@ class Cap:
         least_peak_bytes: of that graph in the order of least memory that is known: what a budget is relative to.
         limit_bytes: what no plan may exceed; None: unlimited, or unknown because a size has no hint.
         verified_peak_bytes: the peak of the graph that came in as the verifier counts it.
+        generated_least_peak_bytes: like ``least_peak_bytes``, for the memory of the code that Inductor generates
+            (``FxProblem.generated``); None where other code is generated, or that memory is not known.
+        generated_limit_bytes: what merged collectives may not exceed in that memory; None: as ``limit_bytes``.
     """
 
     input_peak_bytes: int | None = None
     least_peak_bytes: int | None = None
     limit_bytes: int | None = None
     verified_peak_bytes: int | None = None
+    generated_least_peak_bytes: int | None = None
+    generated_limit_bytes: int | None = None
 
     @property
     def verified_limit_bytes(self) -> int | None:
@@ -98,6 +103,12 @@ class Look:
     def least_peak_bytes(self) -> int:
         """The peak of the graph in the order of least memory that is known."""
         return least_peak(tables(self.problem.problem))
+
+    @property
+    def generated_least_peak_bytes(self) -> int | None:
+        """The same for the memory of Inductor's code; None where that is not known."""
+        generated = self.problem.generated if self.config.codegen == "inductor" else None
+        return None if generated is None else least_peak(tables(generated))
 
 
 @dataclass(frozen=True, eq=False)
