@@ -149,8 +149,10 @@ def test_real_ranks_with_uneven_shards_compute_the_same(tmp_path: Path) -> None:
 def test_a_cut_counts_only_as_much_as_shards_are_padded(kept_rows: int, uneven: bool) -> None:
     with fake_world(2):
         gm = trace(Program("cut", lambda x, w: ag(x)[:kept_rows] @ w, ((8, 4), (4, 4))))
-        found = shards(GraphView(gm.graph))
+        found, problem = shards(GraphView(gm.graph)), build(GraphView(gm.graph), CostProfile.default("cuda"))
     assert bool(found.uneven) is uneven
+    # How a shard is padded, and what that is fused with, is the rank's own.
+    assert (problem.generated is None) is uneven
     # The shards are inputs of the graph: all ranks gather alike.
     assert found.ranks_agree
 

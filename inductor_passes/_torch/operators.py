@@ -178,6 +178,7 @@ def call_collective(kind: CollectiveKind, tensor: torch.Tensor, *args: Any) -> t
     return collective_op("wait_tensor")(collective_op(SINGLE[kind])(tensor, *args))
 
 
+@functools.lru_cache(maxsize=4096)
 def is_pointwise(target: object) -> bool:
     """Whether an operator overload acts on every element alone (its operands broadcast)."""
     tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags

@@ -40,7 +40,7 @@ class FxProblem:
         prefix: nodes that stay in front of every task, in graph order (inputs and what follows from them for free).
         suffix: the output node.
         ranks_agree: all ranks solve this problem alike, see ``canonical.Shards``.
-        generated_storages: what takes memory in the code that Inductor generates, see :attr:`generated`.
+        memory: for :attr:`generated`.
     """
 
     problem: Problem
@@ -48,17 +48,16 @@ class FxProblem:
     prefix: tuple[torch.fx.Node, ...]
     suffix: tuple[torch.fx.Node, ...]
     ranks_agree: bool = True
-    generated_storages: tuple[Storage, ...] | None = None
+    memory: Callable[[], tuple[Storage, ...]] | None = None
 
     @cached_property
     def generated(self) -> Problem | None:
         """The same tasks with the storages of Inductor's code, see :class:`Generated`.
 
         None where shards are of unequal size: how a shard is padded, and what that is fused with, is the rank's own.
+        Worked out when it is first asked for, which has to be before the graph is changed.
         """
-        if self.generated_storages is None:
-            return None
-        return dataclasses.replace(self.problem, storages=self.generated_storages)
+        return None if self.memory is None else dataclasses.replace(self.problem, storages=self.memory())
 
     @property
     def graph(self) -> torch.fx.Graph:
@@ -124,10 +123,10 @@ class _Reader:
                 continue
             self._place(node, waiting.get(node, []))
         self._ordering()
-        generated = self._memory()
+        memory = self._memory()
         members = tuple(tuple(m) for m in self.members)
         prefix, suffix = tuple(self.prefix), tuple(self.suffix)
-        return FxProblem(self.builder.problem(), members, prefix, suffix, self.ranks_agree, generated)
+        return FxProblem(self.builder.problem(), members, prefix, suffix, self.ranks_agree, memory)
 
     def _place(self, node: torch.fx.Node, preparation: list[torch.fx.Node]) -> None:
         role = self.view.role(node)
@@ -200,10 +199,10 @@ class _Reader:
             # Whatever durations and peaks each rank sees, all issue their collectives in the order that came in.
             self.builder.keep_starts_in_order()
 
-    def _memory(self) -> tuple[Storage, ...] | None:
-        """Enter the memory of the graph; what takes memory in generated code."""
+    def _memory(self) -> Callable[[], tuple[Storage, ...]] | None:
+        """Enter the memory of the graph; a function for that of generated code."""
         places = {node: k for members in self.members if len(members) > 1 for k, node in enumerate(members)}
         memory = GraphMemory(self.view, self.shards, self.builder, self.task_of, places)
         self.builder.add_memory(memory.blocks())
         self.builder.add_memory(memory.padded())
-        return None if self.shards.uneven else tuple(self.builder.storages(memory.generated()))
+        return None if self.shards.uneven else lambda: tuple(self.builder.storages(memory.generated()))
