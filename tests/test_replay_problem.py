@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import inductor_passes
 from inductor_passes import _torch, verify
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
@@ -18,6 +20,8 @@ from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import INPUT, Kind
 from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
+from tests.support.compiled import without_kernels
 from tests.support.inductor_orders import lower
 from tests.support.models import LlamaConfig, capture_graphs, cross_entropy, llama, llama_batch, tensor_parallel
 from tests.support.world import fake_world
@@ -106,3 +110,34 @@ def test_an_estimator_counts_on_fused_kernels() -> None:
         lower(graphs.forward[0], inspect)
     assert asked
     assert 0.9e6 < totals[0] <= 1e6
+
+
+class Scaled(nn.Module):
+    """Products whose weight is computed from two gathered parameters of different shapes."""
+
+    def __init__(self, dim: int, layers: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(dim, dim) * 0.05) for _ in range(layers))
+        self.gates = nn.ParameterList(nn.Parameter(torch.randn(dim, 1)) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight, gate in zip(self.weights, self.gates, strict=True):
+            x = torch.relu(nn.functional.linear(x, torch.tanh(weight * 3) * torch.sigmoid(gate) + 0.1 * weight))
+        return x
+
+
+def test_a_fused_kernel_comes_after_the_waits_of_all_that_it_reads() -> None:
+    """Found by a stranger: the order of the kernels was undone (read-before-wait).
+
+    Inductor forgets that a kernel depends on a wait when C++ kernels of [n, 1] and [n, n] elements are fused.
+    """
+    torch._dynamo.reset()
+    with fake_world(4), without_kernels():
+        model = simple_fsdp(Scaled(256, 6), init_device_mesh("cpu", (4,)))
+        options = inductor_passes.options(memory_budget="0", verify="strict")
+        compiled = torch.compile(lambda x: model(x).square().mean(), fullgraph=True, options=options)
+        with collect(what_if=False) as reports:
+            compiled(torch.randn(128, 256)).backward()
+    backward = reports[-1]
+    assert backward.phase == "backward" and backward.schedules[-1].level == "scheduler"
+    assert not any(p.rolled_back for p in backward.passes)

@@ -171,6 +171,7 @@ from inductor_passes._torch.snodes import (
     snode_overwrites,
     snode_parts,
     snode_reads,
+    snode_versions,
     snode_waited_buffers,
 )
 from inductor_passes._torch.stores import (
@@ -358,6 +359,7 @@ __all__ = [
     "snode_overwrites",
     "snode_parts",
     "snode_reads",
+    "snode_versions",
     "snode_waited_buffers",
     "storage_bytes",
     "storage_identity",

@@ -87,6 +87,11 @@ def snode_mutations(node: Any) -> list[str]:
     return [str(name) for buffer in node.get_outputs() for name in buffer.get_mutations()]
 
 
+def snode_versions(node: Any) -> list[tuple[str, str]]:
+    """(buffer, the existing buffer or graph input whose memory it is after this node has written to it) for each."""
+    return [(str(buffer.get_name()), str(name)) for buffer in node.get_outputs() for name in buffer.get_mutations()]
+
+
 def snode_parts(node: Any) -> list[Any]:
     """The nodes of a group that must stay together, in order; any other node alone."""
     return [p for part in node.snodes for p in snode_parts(part)] if snode_kind(node) == "group" else [node]

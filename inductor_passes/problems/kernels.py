@@ -2,7 +2,9 @@
 
 By the time of Inductor's last hook kernels are fused and buffers are known, so durations and memory are those of the
 code that will run. Dependencies are Inductor's own, the artificial ones included (order of collectives, mutation);
-to them come the lifetimes that Inductor does not show: a collective's inputs live until its wait.
+to them come the lifetimes that Inductor does not show: a collective's inputs live until its wait. What reads a buffer
+comes after whoever changed it before, the wait of a collective among them: where C++ kernels of several shapes are
+fused, Inductor (``SchedulerNode.recompute_size_and_body``, seen in torch 2.13) forgets that.
 """
 
 from __future__ import annotations
@@ -87,6 +89,9 @@ class _Reader:
         if estimator is not None:
             self.estimates = Estimates(estimator, [n for n, kind in zip(nodes, self.kinds) if kind == "fused"], profile)
         self.collectives: dict[int, Collective] = {}
+        #: Buffer -> the one whose memory it is a new version of; memory -> the last task that changed it.
+        self.version_of: dict[str, str] = {}
+        self.changed_by: dict[str, int] = {}
         #: Effect channel -> the last task in it.
         self.last: dict[str, int] = {}
 
@@ -99,6 +104,8 @@ class _Reader:
 
     def _predecessors(self, i: int) -> set[int]:
         found = {self.producer[name] for name, _ in _torch.snode_dependencies(self.nodes[i]) if name in self.producer}
+        read = (self._memory_of(name) for name in _torch.snode_data_reads(self.nodes[i]))
+        found.update(self.changed_by[memory] for memory in read if memory in self.changed_by)
         found.discard(i)
         # A write to a buffer that a collective reads must come after the collective's wait, not only after its start.
         for start in [p for p in found if p in self.builder.waits_of and self._writes_input_of(i, p)]:
@@ -121,6 +128,12 @@ class _Reader:
             self.builder.wait(name, start, preds, source=self.builder.tasks[start].source)
         else:
             self._compute(node, kind, name, preds)
+        for buffer, changed in _torch.snode_versions(node):
+            self.version_of[buffer] = self._memory_of(changed)
+            self.changed_by[self._memory_of(changed)] = i
+
+    def _memory_of(self, buffer: str) -> str:
+        return self.version_of.get(buffer, buffer)
 
     def _describe(self, i: int) -> Collective | None:
         origin = _torch.snode_origin(self.nodes[i])
