@@ -57,6 +57,7 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     if ordered.above_bytes * ABOVE > before.peak_bytes:
         graph.notes.append(f"the kernels need {ordered.above_bytes} bytes more than the memory budget allows")
     ordered = _checked(ordered, nodes, limit, compilation, report)
+    graph.notes += _raised(ordered.least_bytes, compilation)
     _record(ordered, limit, compilation, report)
     if config.dump_problem:
         write_problem(built.problem, graph, config.dump_problem)
@@ -64,6 +65,21 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     planned = [nodes[i] for i in ordered.plan.order]
     _watch(planned, ordered, compilation)
     return planned
+
+
+def _raised(least_bytes: int, compilation: Compilation) -> list[str]:
+    """That fusion raised what the memory budget is relative to, as a note; [] where it did not.
+
+    Args:
+        least_bytes: what the kernels need in the order of least memory that is known.
+    """
+    limit = compilation.cap.limit_bytes
+    if limit is None or (least_bytes - limit) * ABOVE <= limit:
+        return []
+    return [
+        f"Inductor's fused kernels need at least {least_bytes} bytes, the graph before fusion was held to {limit}: "
+        "fusion keeps more alive, which a memory budget does not prevent; measure the peak, and try bucket=\"off\""
+    ]
 
 
 def _checked(

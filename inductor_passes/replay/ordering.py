@@ -27,6 +27,7 @@ class Ordered:
         names: of the kernels, by task number, as in a plan file.
         pinned: the order is that of a plan file.
         given_up: why a pinned order was given up, "" when it was not.
+        least_bytes: what the kernels need in the order of least memory that is known; 0 where nothing limits them.
         above_bytes: by how much the kernels need more than the budget allows, in the order of least memory.
     """
 
@@ -37,6 +38,7 @@ class Ordered:
     pinned: bool = False
     given_up: str = ""
     above_bytes: int = 0
+    least_bytes: int = 0
 
     @property
     def changed(self) -> bool:
@@ -121,7 +123,7 @@ def order(
 
     found = plan(None) if limit is None else _held(built, limit, plan)
     found = dataclasses.replace(found, budget_bytes=limit)
-    return Ordered(built, found, before, names, given_up=given_up, above_bytes=above)
+    return Ordered(built, found, before, names, given_up=given_up, above_bytes=above, least_bytes=needed)
 
 
 def _held(built: SchedulerProblem, limit: int, plan: Callable[[int | None], Plan]) -> Plan:
