@@ -233,7 +233,8 @@ def _emit_wait(emit: Emitter, bucket: _Bucket, read: Mapping[torch.fx.Node, Read
 
 def _added_otherwise(slot: Slot, rows: int, read: Mapping[torch.fx.Node, Read]) -> bool:
     how = max((read.get(wait, Read.NOT_SUMMED) for wait in slot.waits), default=Read.NOT_SUMMED)
-    return changes_order(how, slot.received.numel() // rows, slot.received.device)
+    folded = rows > 1 and sum(size != 1 for size in slot.received.shape) > 1
+    return changes_order(how, slot.received.numel() // rows, slot.received.device, folded=folded)
 
 
 def _finish(graph: torch.fx.Graph, bucket: _Bucket) -> MergedCollective:

@@ -1,9 +1,9 @@
-"""Which values Inductor's C++ code would read in the middle of a sum, and so decide in which order it adds.
+"""Which values Inductor's C++ code would read in a loop whose last bits depend on whether it is vectorised.
 
 A copy out of a message is no kernel of its own: Inductor computes its address inside of the loop that reads it. A loop
-that adds is vectorised only where its loads are consecutive, and with and without vectors it adds in another order. So
-a merged message changes the last bits of a sum that reads a member of it in place. Triton adds in an order that its
-block sizes decide, whatever the addresses.
+is vectorised only where its loads are consecutive. With and without vectors it adds in another order, and ``tanh`` and
+its like come from another library. So a merged message changes the last bits of what reads a member of it in place.
+Triton adds in an order that its block sizes decide, whatever the addresses.
 
 Source: ``TilingSelect`` and ``CppVecKernel.reduction`` in torch/_inductor/codegen/cpp.py.
 """
@@ -23,10 +23,21 @@ from inductor_passes.ir.view import GraphView
 LANES = 64
 #: Operators that move elements and are fused like pointwise ones.
 _MOVES = frozenset({"aten::cat", "aten::clone", "aten::constant_pad_nd", "aten::slice_scatter", "aten::copy"})
+#: Pointwise operators that round once, or not at all: of the same bits with and without vectors.
+_ROUND_ONCE = frozenset(
+    {
+        *(f"aten::{name}" for name in ("add", "sub", "rsub", "mul", "div", "neg", "abs", "sqrt", "reciprocal")),
+        *(f"aten::{name}" for name in ("relu", "maximum", "minimum", "clamp", "clamp_min", "clamp_max", "where")),
+        *(f"aten::{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not")),
+        *(f"aten::{name}" for name in ("bitwise_and", "bitwise_or", "bitwise_not", "sign", "ceil", "floor", "trunc")),
+        *(f"aten::{name}" for name in ("masked_fill", "threshold_backward", "fill", "lift_fresh_copy", "_to_copy")),
+        "prims::convert_element_type",
+    }
+)
 
 
 class Read(enum.IntEnum):
-    """How sums read a value: not at all, element by element, or at places that another tensor names."""
+    """How such loops read a value: not at all, element by element, or at places that another tensor names."""
 
     NOT_SUMMED = 0
     SUMMED = 1
@@ -34,7 +45,7 @@ class Read(enum.IntEnum):
 
 
 def reads(view: GraphView) -> dict[torch.fx.Node, Read]:
-    """How fused sums read every node's value; O(nodes + edges).
+    """How fused loops read every node's value whose bits depend on vectors; O(nodes + edges).
 
     Matmuls, attention and collectives read memory, so nothing is looked for behind them.
     """
@@ -50,8 +61,11 @@ def _by(view: GraphView, user: torch.fx.Node, value: torch.fx.Node, found: dict[
         return found[user]
     if role is not Role.COMPUTE or label(user):
         return Read.NOT_SUMMED
-    if _torch.is_pointwise(user.target) or _torch.op_name(user.target) in _MOVES:
+    name = _torch.op_name(user.target)
+    if name in _ROUND_ONCE or name in _MOVES:
         return found[user]
+    if _torch.is_pointwise(user.target):
+        return max(found[user], Read.SUMMED)
     if any(_is_index(operand) for operand in user.all_input_nodes if operand is not value):
         return Read.SUMMED_BY_INDEX if found[user] else Read.NOT_SUMMED
     return Read.SUMMED
@@ -62,14 +76,16 @@ def _is_index(node: torch.fx.Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.int32)
 
 
-def changes_order(read: Read, row_elements: int, device: torch.device) -> bool:
-    """Whether a sum may add in another order when it reads a member of a message in place.
+def changes_order(read: Read, row_elements: int, device: torch.device, *, folded: bool = False) -> bool:
+    """Whether a loop that reads a member of a message in place may give other bits than one that reads a copy.
 
     Args:
-        read: how sums read the member.
+        read: how such loops read the member.
         row_elements: elements of the member in each row of the message. Where no vector crosses the end of a row, loads
             stay consecutive; unless an index decides, whose value is not known.
+        folded: the message has several rows, and the member several dimensions. Inductor does not see then that loads
+            are consecutive: the remainder of a sum of loop variables is more than it simplifies.
     """
     if device.type != "cpu":
         return False
-    return read is Read.SUMMED_BY_INDEX or (read is Read.SUMMED and row_elements % LANES != 0)
+    return read is Read.SUMMED_BY_INDEX or (read is Read.SUMMED and (folded or row_elements % LANES != 0))
