@@ -280,6 +280,12 @@ def test_a_maximum_of_a_maximum_of_sums(groups: tuple[str, ...]) -> None:
             {"memory_budget": "1KiB"},
             False,
         ),
+        (
+            "reduce_scatter 61 37 56, wait 23 57 26, matmul_chain 57 16 57, split 55 60 41, reduce_scatter 57 51 "
+            "13, view 1 36 0, mm 23 47 39, all_gather 41 32 0, view 62 29 62, wait 24 52 13",
+            {"memory_budget": "0"},
+            False,
+        ),
     ],
 )
 def test_inputs_that_nobody_reads_beside_uneven_shards(

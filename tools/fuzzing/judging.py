@@ -208,7 +208,8 @@ def _over_cap(done: Compilation, gm: torch.fx.GraphModule) -> str:
     """How far the result is above the cap; a graph that came in above it and was not ordered is no higher.
 
     An order that the planner has made is also counted by the verifier, which may not find more. Where shards are
-    uneven, the planner leaves out inputs that nobody reads: they are not of one size on all ranks.
+    uneven, the planner leaves out inputs that nobody reads, or that are only returned: they are not of one size on
+    all ranks.
     """
     built = build_problem(GraphView(gm.graph), done.profile)
     if not built.ranks_agree:
@@ -224,7 +225,7 @@ def _over_cap(done: Compilation, gm: torch.fx.GraphModule) -> str:
         unread = sum(
             _torch.storage_bytes(n.meta["val"]) or 0
             for n in gm.graph.nodes
-            if n.op == "placeholder" and n.name not in known and not n.users
+            if n.op == "placeholder" and n.name not in known and all(user.op == "output" for user in n.users)
         )
         if verified is None or verified - unread > peak:
             return f"the verifier counts {verified} bytes where the planner counts {peak}, and {unread} unread"

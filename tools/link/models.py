@@ -198,7 +198,9 @@ LAYOUTS = {
 #: Layouts of models that torch wrapped.
 WRAPPED = {
     "fsdp": LAYOUTS["fsdp"],
+    "fsdp_four_ranks": replace(LAYOUTS["fsdp"], name="fsdp_four_ranks", title="FSDP, four ranks", ranks=4),
     "ddp": Layout("ddp", "DDP", 2, _ddp, native=True),
+    "ddp_four_ranks": Layout("ddp_four_ranks", "DDP, four ranks", 4, _ddp, native=True),
     "hugging_face": Layout("hugging_face", "FSDP, Llama of transformers", 2, _hugging_face, native=True, sharded=True),
     "torchtitan": Layout(
         "torchtitan", "torchtitan's Llama", 2, _torchtitan, native=True, sharded=True, config={"vocab": 2048}
