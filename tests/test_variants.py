@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -25,12 +27,15 @@ from inductor_passes.engine import alike, judge, variants
 from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.variants import About
 from inductor_passes.ir.view import GraphView
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import GraphReport
-from inductor_passes.rewriting.messages import messages
+from inductor_passes.rewriting.messages import in_any_order, messages
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tests.support import wrapped
+from tests.support.compiled import without_kernels
 from tests.support.gated import use_cache
+from tests.support.hugging_face import tiny_llama
 from tests.support.models import LlamaConfig, WorldGather, capture_graphs, llama
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
@@ -86,7 +91,7 @@ def padded_differently(
 ONE, TWO = "all_gather 8 bytes of one", "all_gather 8 bytes of two"
 
 
-def test_what_is_remembered_is_of_the_same_collectives_in_one_order() -> None:
+def test_what_is_remembered_is_of_the_same_collectives() -> None:
     came = (ONE, TWO)
     first = variants.Variant(came, ("sent",), (), phase="forward")
     assert variants.earlier(About("7/0", "forward", "settings"), came, together=True) is None
@@ -120,10 +125,82 @@ def test_buckets_travel_by_place() -> None:
     buckets = variants.places(collectives, [names[1::-1], ["made_by_a_rewrite", names[2]]])
     assert buckets == ((1, 0), ("made_by_a_rewrite", 2))
     variant = variants.Variant((ONE,), ("sent",), buckets)
-    assert variants.Variant.of_text((ONE,), variant.text()) == variant
-    assert variant.pins(collectives, 0).graph.buckets == ((names[1], names[0]), ("made_by_a_rewrite", names[2]))
+    assert variants.Variant.of_text(variant.text()) == variant
+    came = messages(GraphView(graph))
+    expected = ((names[1], names[0]), ("made_by_a_rewrite", names[2]))
+    assert variants.Variant(came, (), buckets).pins(GraphView(graph), 0).graph.buckets == expected
+    # The other graph came with them in another order: it is the message that counts, not its place.
+    turned = tuple(tuple(len(came) - 1 - p if isinstance(p, int) else p for p in bucket) for bucket in buckets)
+    assert variants.Variant(came[::-1], (), turned).pins(GraphView(graph), 0).graph.buckets == expected
+    with pytest.raises(LookupError):
+        variant.pins(GraphView(graph), 0)
     with pytest.raises(ValueError):
-        variants.Variant.of_text((ONE,), "")
+        variants.Variant.of_text("")
+
+
+def checkpointed_graphs(tokens: int, dynamic: bool) -> list[torch.fx.GraphModule]:
+    """Forward and backward of a Llama of ``transformers`` under FSDP2, adopted, each layer checkpointed."""
+
+    class Keeping(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+            both = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            made.extend(copy.deepcopy(both))
+            return both
+
+        def uuid(self) -> Any:
+            return None
+
+    made: list[torch.fx.GraphModule] = []
+    torch._dynamo.reset()
+    model = tiny_llama(num_hidden_layers=2)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.train().model.layers:
+        fully_shard(layer)
+    options = inductor_passes.options(schedule="off", bucket="off", inductor={"custom_partitioner_fn": Keeping()})
+    batch = torch.randint(64, (2, tokens))
+    torch.compile(adopt(fully_shard(model)), dynamic=dynamic, options=options)(input_ids=batch, labels=batch)
+    return made
+
+
+def test_a_variant_that_comes_in_another_order_sends_the_same_in_the_same_order() -> None:
+    """With checkpointing torch gives a backward for symbolic sizes another order than one for fixed sizes.
+
+    Found by somebody who trained with batches of several lengths: what the ranks sent did not meet.
+    """
+    settings, agreement = PassConfig(verify="strict"), Agreement(True, "", "", ())
+
+    def job(graph: torch.fx.Graph, agreed: bool) -> alike.Job:
+        return alike.Job(graph, settings, CostProfile.default("cpu"), Known("backward", agreed), agreement, [])
+
+    with fake_world(2), without_kernels(), torch._inductor.config.patch(force_disable_caches=True):
+        first, second = (checkpointed_graphs(*how)[1].graph for how in ((16, False), (20, True)))
+        views = GraphView(first), GraphView(second)
+        came, other = map(messages, views)
+        assert came != other and sorted(came) == sorted(other), "the case has gone: find another one"
+        assert all(map(in_any_order, views))
+        # A parameter that is reduced twice: one part could be taken for the other.
+        first_one, *others = (c.start for c in views[1].collectives if c.kind is CollectiveKind.REDUCE_SCATTER)
+        twin = next(start for start in others if start.meta["val"].shape == first_one.meta["val"].shape)
+        own, twin.meta = twin.meta, first_one.meta
+        assert not in_any_order(GraphView(second))
+        twin.meta = own
+        done = job(first, True).run()
+        places = variants.places(views[0].collectives, done.buckets)
+        earlier = variants.Variant(came, messages(GraphView(first)), places, any_order=True)
+        assert places and earlier.kind == variants.kind_of(other, True)
+        assert alike.run_as_before(job(second, False), earlier) is not None
+        assert messages(GraphView(second)) == earlier.sent
+
+
+def test_collectives_written_by_hand_count_in_their_order() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return WorldGather.apply(x).sum() + WorldGather.apply(y).relu().sum()
+
+    with fake_world(2):
+        torch._dynamo.reset()
+        graphs = capture_graphs(program, [torch.randn(4, 4), torch.randn(4, 4)])
+        (captured,) = (*graphs.inference, *graphs.forward)
+        assert not in_any_order(GraphView(captured.graph))
 
 
 def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,11 +119,11 @@ def _longer_s(took_ns: int) -> int:
 def compare_messages(
     before: Agreement, sent: Sequence[str], settings: PassConfig, profile: CostProfile, phase: str
 ) -> Agreement:
-    """Whether ranks whose graphs differ have the same collectives, in the same order.
+    """Whether ranks whose graphs differ have the same collectives.
 
     Args:
         before: their verdict on the graphs.
-        sent: see ``rewriting.messages``.
+        sent: what has to be equal, see ``variants.kind_of``.
     """
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("comparing collectives with the other ranks", "collectives stay as they are", settings):

@@ -24,7 +24,7 @@ from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.report import PassReport
-from inductor_passes.rewriting.messages import messages
+from inductor_passes.rewriting.messages import in_any_order, messages
 
 _FIRST = "this variant of a function sends what the function's first graph sends"
 UNLIKE = (
@@ -117,7 +117,7 @@ class Job:
 
     def _run_like(self, earlier: variants.Variant) -> Compilation | None:
         # A rewrite of what one rank alone reads must not make this rank send something else than the others.
-        pins = earlier.pins(GraphView(self.graph).collectives, _torch.rank_and_world_size()[0])
+        pins = earlier.pins(GraphView(self.graph), _torch.rank_and_world_size()[0])
         found = self.run(like=earlier.sent, rewrite=earlier.rewritten, agreed=True, pins=pins)
         return found if messages(GraphView(self.graph)) == earlier.sent else None
 
@@ -175,7 +175,8 @@ def run_as_led(job: Job) -> Compilation | None:
         return None
     view = GraphView(graph)
     came = messages(view)
-    found = agreeing.compare_messages(job.agreed, came, settings, job.profile, job.known.phase)
+    kind = variants.kind_of(came, in_any_order(view))
+    found = agreeing.compare_messages(job.agreed, kind, settings, job.profile, job.known.phase)
     if not found.agreed:
         return None
     backup, began = Backup(graph), time.perf_counter_ns()
@@ -202,7 +203,7 @@ def run_as_led(job: Job) -> Compilation | None:
         else:
             # What was shared before about the same collectives stands, also for the rank that shared it.
             backup.restore()
-            compilation = job.run_like(variants.Variant.of_text(came, text), note)
+            compilation = job.run_like(variants.Variant.of_text(text), note)
     sent = messages(GraphView(graph)) if compilation is not None else ()
     did = agreeing.confirm_messages(found, sent, settings, time.perf_counter_ns() - began)
     if compilation is None or not did.agreed:

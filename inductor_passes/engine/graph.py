@@ -31,7 +31,7 @@ from inductor_passes.pin import pins
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.rewrites import audit
-from inductor_passes.rewriting.messages import carry_parameters, messages
+from inductor_passes.rewriting.messages import carry_parameters, in_any_order, messages
 from inductor_passes.rewriting.step_facts import StepFacts, facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
 from inductor_passes.trace.nothing import planned
@@ -71,11 +71,12 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     agreed = agreeing.reach(view, settings, profile, phase, step)
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     job = alike.Job(graph, settings, profile, Known(phase, agreed=agreed.agreed, step=step), agreed, report.passes)
-    came = messages(view)
+    came, any_order = messages(view), in_any_order(view)
+    kind = variants.kind_of(came, any_order)
     # Under "trust" nobody was asked, and nobody knows who is here.
     first = agreed.agreed and not agreed.again and about.number == 0
     together = agreed.agreed and not agreed.again and bool(agreed.participants)
-    earlier, compilation = variants.earlier(about, came, together=together, graph=agreed.digest), None
+    earlier, compilation = variants.earlier(about, kind, together=together, graph=agreed.digest), None
     if first and not carry_parameters(view):
         # Another function that happens to send as much: where ranks agree, it need not be followed.
         earlier = None
@@ -98,7 +99,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         alike.warn_of_limit(about)
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
         buckets = variants.places(view.collectives, compilation.buckets)
-        variant = variants.Variant(came, sent, buckets, rewritten, phase, agreed.digest)
+        variant = variants.Variant(came, sent, buckets, rewritten, phase, agreed.digest, any_order)
         agreeing.leave(graph, variants.statement(about, variant, alone=conforms, agreed=agreed.agreed))
         if not conforms or earlier is None:
             variants.remember(about, variant)

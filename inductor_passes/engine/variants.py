@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inductor_passes import _torch, agreement
-from inductor_passes.ir.view import Collective
+from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.pin.pins import Pins
+from inductor_passes.rewriting.messages import messages
 
 #: Members of each, see :class:`Variant`.
 Buckets = tuple[tuple[int | str, ...], ...]
@@ -39,6 +40,7 @@ class Variant:
         rewritten: collectives were changed in other ways than merging and reordering.
         phase: ``forward``, ``backward`` or ``inference``.
         graph: digest of the graph, "" where it has none.
+        any_order: a graph that came with these collectives in another order is a variant as well.
     """
 
     came: tuple[str, ...]
@@ -47,33 +49,49 @@ class Variant:
     rewritten: bool = False
     phase: str = ""
     graph: str = ""
+    any_order: bool = False
 
-    def pins(self, collectives: Sequence[Collective], rank: int) -> Pins:
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """Equal for graphs whose collectives are the same ones for other ranks."""
+        return kind_of(self.came, self.any_order)
+
+    def pins(self, view: GraphView, rank: int) -> Pins:
         """Its buckets as a plan for another graph with these collectives.
 
         Raises:
-            IndexError: there are fewer of them.
+            LookupError: it has other ones.
         """
+        names: dict[str, list[str]] = {}
+        for text, collective in zip(reversed(messages(view)), reversed(view.collectives)):
+            names.setdefault(text, []).append(collective.start.name)
+        starts = [names[text].pop() for text in self.came]
 
         def name(place: int | str) -> str:
-            return place if isinstance(place, str) else collectives[place].start.name
+            return place if isinstance(place, str) else starts[place]
 
         buckets = tuple(tuple(map(name, bucket)) for bucket in self.buckets)
         return Pins(GraphPlan(buckets=buckets), "an earlier variant", "", rank, replan=True)
 
     def text(self) -> str:
         """What ranks with other graphs and the same collectives need of it."""
-        return json.dumps({"sent": self.sent, "buckets": self.buckets}, separators=(",", ":"))
+        return json.dumps({"came": self.came, "sent": self.sent, "buckets": self.buckets}, separators=(",", ":"))
 
     @staticmethod
-    def of_text(came: Sequence[str], text: str) -> Variant:
+    def of_text(text: str) -> Variant:
         """The inverse of :meth:`text`.
 
         Raises:
             ValueError, KeyError, TypeError: it is none.
         """
         data = json.loads(text)
-        return Variant(tuple(came), tuple(map(str, data["sent"])), _places(data["buckets"]))
+        came, sent = (tuple(map(str, data[key])) for key in ("came", "sent"))
+        return Variant(came, sent, _places(data["buckets"]))
+
+
+def kind_of(came: Sequence[str], any_order: bool) -> tuple[str, ...]:
+    """What is compared of two graphs' collectives, see :func:`rewriting.messages.in_any_order`."""
+    return tuple(sorted(came)) if any_order else tuple(came)
 
 
 def places(collectives: Sequence[Collective], buckets: Sequence[Sequence[str]]) -> Buckets:
@@ -135,7 +153,7 @@ agreement.when_forgotten(_forget)
 def remember(about: About, variant: Variant) -> None:
     """Keep what became of a graph."""
     with _lock:
-        found = _known.setdefault((about.settings, variant.came), [])
+        found = _known.setdefault((about.settings, variant.kind), [])
         if variant not in found:
             found.append(variant)
             # The first ones decide, the last one is about to be loaded.
@@ -144,21 +162,22 @@ def remember(about: About, variant: Variant) -> None:
             del _known[next(iter(_known))]
 
 
-def earlier(about: About, came: Sequence[str], *, together: bool, graph: str = "") -> Variant | None:
-    """What came with these collectives in this order: the same graph, else the first of its phase, else the first.
+def earlier(about: About, kind: tuple[str, ...], *, together: bool, graph: str = "") -> Variant | None:
+    """What came with these collectives: the same graph, else the first of its phase, else the first.
 
     Args:
+        kind: see :attr:`Variant.kind`.
         graph: its digest. Ranks that go on with a graph send what was agreed on for it.
         together: all ranks compile the graph now. If it is a function's first, and the function was compiled before,
             all have thrown away what they had (``torch._dynamo.reset()``), and may begin anew.
     """
     with _lock:
         if together and about.number == 0 and about.function in _functions:
-            _known.pop((about.settings, tuple(came)), None)
+            _known.pop((about.settings, kind), None)
         _functions[about.function] = None
         while len(_functions) > _MOST_KINDS:
             del _functions[next(iter(_functions))]
-        found = _known.get((about.settings, tuple(came)), ())
+        found = _known.get((about.settings, kind), ())
         same = [one for one in found if graph and one.graph == graph]
         return next(iter((*same, *(one for one in found if one.phase == about.phase), *found)), None)
 
@@ -178,6 +197,7 @@ def statement(about: About, variant: Variant, *, alone: bool, agreed: bool = Tru
         "buckets": variant.buckets,
         "rewritten": variant.rewritten,
         "graph": variant.graph,
+        "any_order": variant.any_order,
         "alone": alone,
         "agreed": agreed,
     }
@@ -197,9 +217,11 @@ def loaded(text: str) -> None:
         about = About(_torch.compile_id(), data["phase"], data["settings"])
         buckets = _places(data["buckets"])
         came, sent_then = tuple(data["came"]), tuple(data["sent"])
-        variant = Variant(came, sent_then, buckets, data["rewritten"], about.phase, data["graph"])
+        variant = Variant(
+            came, sent_then, buckets, data["rewritten"], about.phase, data["graph"], data["any_order"]
+        )
         with _lock:
-            sent = [one.sent for one in _known.get((about.settings, came), ())]
+            sent = [one.sent for one in _known.get((about.settings, variant.kind), ())]
         if variant.sent in sent:
             why = ""  # just compiled, or as good as
         elif sent and (about.number or not data["agreed"]):

@@ -11,6 +11,7 @@ import torch.fx
 from inductor_passes.agreement.grid import segments
 from inductor_passes.ir.parameters import names_of
 from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.rewriting.order import ordered
 
 #: Where a merged start keeps the names of those that it was made of. Its own name depends on what else was tried.
@@ -33,6 +34,19 @@ def messages(view: GraphView) -> tuple[str, ...]:
 def carry_parameters(view: GraphView) -> bool:
     """Whether all collectives carry parameters or their gradients: other graphs of the model then have the same."""
     return all(names_of([one.start]) for one in view.collectives)
+
+
+def in_any_order(view: GraphView) -> bool:
+    """Whether these collectives are the same ones for the other ranks in whatever order the graph came with them.
+
+    They carry parameters, by which each is known, and no two reductions look alike: an equal gather could take the
+    other's place, an equal reduction could not. The order in which a graph comes is torch's choice: with activation
+    checkpointing a variant for symbolic sizes gathers and reduces in another order than one for fixed sizes.
+    """
+    if not carry_parameters(view):
+        return False
+    reductions = Counter(_message(one) for one in view.collectives if one.kind is not CollectiveKind.ALL_GATHER)
+    return all(count == 1 for count in reductions.values())
 
 
 def order_like(view: GraphView, other: Sequence[str]) -> list[torch.fx.Node] | None:
