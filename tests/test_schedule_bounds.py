@@ -43,7 +43,7 @@ def aliased(problem: Problem, seed: int) -> Problem:
     return dataclasses.replace(problem, storages=tuple(storages))
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 8), st.sampled_from([None, -3, -1, 0, 1, 4]), st.booleans())
 def test_no_order_within_the_cap_is_faster(seed: int, tasks: int, extra: int | None, views: bool) -> None:
     """Against every order of small problems: shared links, fences, views, inputs in use, outputs that stay."""
@@ -60,7 +60,7 @@ def test_no_order_within_the_cap_is_faster(seed: int, tasks: int, extra: int | N
     assert known.ns == bound and (known.on == "this budget") == (bound > lower_bound(problem))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 7), st.sampled_from([0, 2, 5]))
 def test_every_order_within_the_cap_keeps_what_it_implies(seed: int, tasks: int, extra: int) -> None:
     problem = aliased(random_problem(seed, tasks), seed)
@@ -138,7 +138,7 @@ def test_more_memory_never_raises_the_bound() -> None:
         assert bounds[-1] == lower_bound(problem)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 9), st.sampled_from([None, 0, 3]))
 def test_all_orders_tried_means_that_none_is_faster(seed: int, tasks: int, extra: int | None) -> None:
     problem = random_problem(seed, tasks, fences=seed % 5 == 0)
