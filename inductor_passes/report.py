@@ -13,6 +13,7 @@ from typing import Any
 
 from inductor_passes.records.convert import check_version, convert, plain
 from inductor_passes.records.limits import Count, Integer, Number
+from inductor_passes.records.words import BoundOn
 
 SCHEMA_VERSION = 1
 #: What a graph may be.
@@ -217,7 +218,8 @@ class RedistributionReport:
 class ScheduleReport:
     """Before and after of one planned schedule (``level`` is ``fx`` or ``scheduler``).
 
-    ``gap`` is makespan / lower bound - 1. ``budget_bytes`` is the cap on the peak, None when unlimited.
+    ``gap`` is makespan / lower bound - 1; ``bound_on`` says of which orders the bound holds (``records.words.BoundOn``,
+    "any memory" in reports of versions that knew no other). ``budget_bytes`` is the cap on the peak, None: unlimited.
     ``schedule_before`` and ``schedule_after`` are normalised strings, see ``Problem.schedule_text``.
     ``disturbed_*``: the mean step, and the longest, when durations are not as estimated (``schedule.robust``); 0 in
     reports of versions that did not ask.
@@ -243,6 +245,7 @@ class ScheduleReport:
     disturbed_before_ns: Count = 0
     disturbed_after_ns: Count = 0
     disturbed_worst_ns: Count = 0
+    bound_on: BoundOn = "any memory"
 
 
 @dataclass

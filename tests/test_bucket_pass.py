@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,12 +83,26 @@ def test_small_collectives_travel_together_and_nothing_else_changes() -> None:
         assert len(before.split()) == 18 and len(kinds(gm).split()) < 9
         assert report.metrics["collectives_after"] == len(kinds(gm).split())
         assert report.metrics["makespan_after_ns"] < report.metrics["makespan_before_ns"]
+        assert 0 < report.metrics["lower_bound_any_buckets_ns"] <= report.metrics["makespan_after_ns"]
         assert report.metrics["peak_after_bytes"] <= 4 * report.metrics["peak_before_bytes"]
         assert len(report.decisions) == 18
         applied = [d for d in report.decisions if d.verdict is Verdict.APPLIED]
         assert applied and all(d.reason is Reason.PROFITABLE and d.gain_ns > 0 for d in applied)
         assert output_layouts(gm) == layouts
         assert_same_bits(expected, run_all_ranks(gm, inputs))
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_time_per_byte_does_not_grow_with_a_message(device: str, kind: str) -> None:
+    """What the bound over all partitions relies on, but for rounding."""
+    profile = CostProfile.default(device)
+    for ranks in (2, 8, 64, 512):
+        sent, received = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(kind, (ranks, ranks))
+        sizes = [64 * 5**k // 4**k for k in range(80)]
+        times = [profile.communication_ns(kind, s * sent, s * received, tuple(range(ranks))) for s in sizes]
+        for (small, before), (large, after) in itertools.pairwise(zip(sizes, times)):
+            assert (after - 1) * small <= (before + 1) * large
 
 
 def test_large_collectives_stay_alone() -> None:

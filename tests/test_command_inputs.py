@@ -41,6 +41,7 @@ def _put(kind: str, *path: Any, value: Any) -> Callable[[real.Record], None]:
         ("summary", ("nodes",), "many", "nodes is 'many'; expected a whole number of at least 0"),
         ("summary", ("passes",), {"a": 1}, "passes is {'a': 1}; expected a list"),
         ("summary", ("schedules", 0, "gap"), "large", "schedules[0].gap is 'large'; expected a finite number"),
+        ("summary", ("schedules", 0, "bound_on"), "any", "schedules[0].bound_on is 'any'; expected one of any memory,"),
         ("summary", ("schedules", 0, "makespan_after_ns"), 10**400, "schedules[0].makespan_after_ns is 1000"),
         ("summary", ("schedules", 0, "tasks"), -3, "schedules[0].tasks is -3"),
         ("collectives", ("collectives", 1, "reason"), "because", "collectives[1].reason is 'because'; expected one of"),
@@ -63,7 +64,7 @@ def test_fields_of_the_wrong_type_become_notes(
 
 def _everywhere(text: str) -> Callable[[real.Record], None]:
     """Append ``text`` to every string that stands for itself."""
-    closed = ("reason", "verdict", "rolled_back", "phase", "cat", "ph", "bp", "name", "id")
+    closed = ("bound_on", "reason", "verdict", "rolled_back", "phase", "cat", "ph", "bp", "name", "id")
 
     def change(record: real.Record) -> None:
         if not record.is_json:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
-from inductor_passes.bucket.candidates import Candidate
+from inductor_passes.bucket.candidates import Candidate, GroupKey
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.greedy import greedy
@@ -25,6 +26,7 @@ from inductor_passes.schedule.construct import SMALL
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.merge import Bucket
 from inductor_passes.schedule.merge import merge as merged_problem
+from inductor_passes.schedule.partition_bound import partition_bound, shares
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Kind, Problem
 
@@ -169,6 +171,28 @@ def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: Buck
             )
         )
     return merged_problem(problem, parts)
+
+
+def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -> int:
+    """What no order of any partition of ``found`` into buckets can beat, whatever memory it uses.
+
+    Time per byte does not grow with a message's size, so no bucket sends cheaper than one of all members of its key.
+    """
+    number = {task.name: i for i, task in enumerate(problem.tasks) if task.kind is Kind.START}
+    by_key: dict[GroupKey, list[Candidate]] = {}
+    for candidate in found:
+        by_key.setdefault(candidate.key, []).append(candidate)
+    share_ns: dict[int, int] = {}
+    for members in by_key.values():
+        loads = {number[member.collective.start.name]: costs.load([member]) for member in members}
+        # Own estimates of the members' durations carry over to buckets.
+        stated = [(problem.tasks[s].duration_ns, costs.transfer_ns(load)) for s, load in loads.items()]
+        least = min((Fraction(own, modelled) for own, modelled in stated if modelled), default=Fraction(0))
+        # One less, because durations are rounded.
+        together = int((costs.transfer_ns(costs.load(members)) - 1) * least)
+        sizes = {s: max(load.sent_bytes, load.received_bytes) for s, load in loads.items()}
+        share_ns |= shares(sizes, max(0, together))
+    return partition_bound(problem, share_ns)
 
 
 def _objection(before: Plan, after: Plan) -> Reason | None:

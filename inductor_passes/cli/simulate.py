@@ -212,6 +212,7 @@ def _record(answer: Answer) -> dict[str, object]:
         "disturbed_after_ns": plan.disturbed_ns,
         "lower_bound_ns": plan.lower_bound_ns,
         "gap": plan.gap,
+        "bound_on": plan.bound_on,
         "exposed_before_ns": replay(problem).total_exposed_ns,
         "exposed_after_ns": after.total_exposed_ns,
         "peak_before_bytes": plan.input_peak_bytes,

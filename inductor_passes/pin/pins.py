@@ -18,7 +18,7 @@ from typing import NoReturn
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.pin.file import GraphPlan, PlanFile, PlanFileError
-from inductor_passes.schedule.bounds import lower_bound
+from inductor_passes.schedule.memory_bound import best_known
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem, ProblemError
 from inductor_passes.schedule.simulate import simulate
@@ -106,19 +106,21 @@ class Pins:
                 f"`{what}` needs {after.peak_bytes} bytes at its peak, the memory budget allows {limit_bytes}; "
                 "raise memory_budget or move collectives later"
             )
-        bound = lower_bound(problem)
+        fits = limit_bytes is None or after.peak_bytes <= limit_bytes
+        bound = best_known(problem, limit_bytes if fits else None, after.makespan_ns)
         return Plan(
             order=order,
             makespan_ns=after.makespan_ns,
             peak_bytes=after.peak_bytes,
-            lower_bound_ns=bound,
-            gap=after.makespan_ns / bound - 1 if bound else 0.0,
+            lower_bound_ns=bound.ns,
+            gap=bound.gap(after.makespan_ns),
             # An order that changes nothing counts as the input's.
             method=METHOD if order != problem.input_order else "input",
             input_makespan_ns=before.makespan_ns,
             input_peak_bytes=before.peak_bytes,
             budget_bytes=limit_bytes,
-            feasible=limit_bytes is None or after.peak_bytes <= limit_bytes,
+            feasible=fits,
+            bound_on=bound.on,
         )
 
     def combined(self, digest: str) -> str:

@@ -35,4 +35,5 @@ def schedule_report(level: str, problem: Problem, plan: Plan, before: Timeline, 
         disturbed_before_ns=disturbed_before.mean_ns,
         disturbed_after_ns=disturbed_after.mean_ns,
         disturbed_worst_ns=disturbed_after.worst_ns,
+        bound_on=plan.bound_on,
     )

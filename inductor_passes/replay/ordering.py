@@ -12,8 +12,8 @@ from inductor_passes.problems.kernels import SchedulerProblem
 from inductor_passes.records.words import Effort
 from inductor_passes.replay import batches
 from inductor_passes.report import Decision, Reason, Verdict
-from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.effort import plan_with_effort
+from inductor_passes.schedule.memory_bound import best_known
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import Timeline, simulate
@@ -52,15 +52,14 @@ class Ordered:
 
     def left_alone(self) -> Ordered:
         """Inductor's own order instead."""
-        bound, before = self.plan.lower_bound_ns, self.before
         unchanged = dataclasses.replace(
             self.plan,
             order=self.built.problem.input_order,
-            makespan_ns=before.makespan_ns,
-            peak_bytes=before.peak_bytes,
-            gap=before.makespan_ns / bound - 1 if bound else 0.0,
+            makespan_ns=self.before.makespan_ns,
+            peak_bytes=self.before.peak_bytes,
             method="input",
         )
+        unchanged = _held_against(self.built.problem, unchanged, self.plan.budget_bytes)
         return dataclasses.replace(self, plan=unchanged, pinned=False)
 
     def decisions(self) -> list[Decision]:
@@ -122,7 +121,9 @@ def order(
         return plan_with_effort(problem, limit_bytes, effort, slack=limit is None or limit > needed)
 
     found = plan(None) if limit is None else _held(built, limit, plan)
-    found = dataclasses.replace(found, budget_bytes=limit)
+    if found.budget_bytes != limit:
+        # What holds for less memory, or for any, is not what can be said of this budget.
+        found = _held_against(problem, dataclasses.replace(found, budget_bytes=limit), limit)
     return Ordered(built, found, before, names, given_up=given_up, above_bytes=above, least_bytes=needed)
 
 
@@ -137,14 +138,20 @@ def _held(built: SchedulerProblem, limit: int, plan: Callable[[int | None], Plan
 
 def _of_order(problem: Problem, order: Sequence[int], method: str) -> Plan:
     """An order as a plan."""
-    before, after, bound = simulate(problem), simulate(problem, order), lower_bound(problem)
+    before, after, bound = simulate(problem), simulate(problem, order), best_known(problem, None)
     return Plan(
         order=tuple(order),
         makespan_ns=after.makespan_ns,
         peak_bytes=after.peak_bytes,
-        lower_bound_ns=bound,
-        gap=after.makespan_ns / bound - 1 if bound else 0.0,
+        lower_bound_ns=bound.ns,
+        gap=bound.gap(after.makespan_ns),
         method="input" if tuple(order) == problem.input_order else method,
         input_makespan_ns=before.makespan_ns,
         input_peak_bytes=before.peak_bytes,
     )
+
+
+def _held_against(problem: Problem, found: Plan, limit_bytes: int | None) -> Plan:
+    """``found`` with the best bound on orders as large as it is or as the limit allows."""
+    cap = None if limit_bytes is None else max(limit_bytes, found.peak_bytes)
+    return found.against(best_known(problem, cap, found.makespan_ns))

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inductor_passes.schedule.problem import Kind, Problem
-from inductor_passes.schedule.tables import Tables, tables
+from inductor_passes.schedule.tables import Tables, once, tables
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 #: How often the longest path is looked at for compute that is caught in it.
@@ -120,13 +120,35 @@ def one_machine(jobs: Iterable[tuple[int, int, int]]) -> int:
 
 def lower_bound(problem: Problem) -> int:
     """A time in ns that no legal order of ``problem`` can beat, whatever memory it uses. O(N log N + edges)."""
-    t = tables(problem)
+    return without_memory(tables(problem))
+
+
+@once
+def without_memory(t: Tables) -> int:
+    """:func:`lower_bound` on the flat view: it reads times, machines and precedence only."""
+    return with_work(t, Work(t.busy_ns, t.lane_ns))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What each task takes up for itself, in ns by task number: of the compute lane, and of its machine.
+
+    Less than the task's times where tasks may be merged: a path through it is as long as ever, but what a message costs
+    whatever it carries is paid once for several.
+    """
+
+    busy_ns: Sequence[int]
+    lane_ns: Sequence[int]
+
+
+def with_work(t: Tables, work: Work) -> int:
+    """The bound for tasks that take up lanes as ``work`` says, with paths as long as the times of ``t``."""
     if not t.n:
         return 0
     passages: list[Passage] = []
     head, (tail, lane_tail) = heads(t), tails(t)
     for _ in range(_ROUNDS):
-        found = _passages(t, _longest_path(t, head, tail, passages))
+        found = _passages(t, work.busy_ns, _longest_path(t, head, tail, passages))
         known = {(one.after, one.before) for one in passages}
         new = [one for one in found if (one.after, one.before) not in known]
         if not new:
@@ -134,12 +156,12 @@ def lower_bound(problem: Problem) -> int:
         # Of passages that share an end the newest is on a longer path.
         passages = _disjoint([*new, *passages])
         head, (tail, lane_tail) = heads(t, passages), tails(t, passages)
-    best = one_machine((head[i], t.busy_ns[i], tail[i]) for i in range(t.n))
+    best = one_machine((head[i], work.busy_ns[i], tail[i]) for i in range(t.n))
     for m in range(t.machines):
         best = max(
             best,
             one_machine(
-                (head[i] + t.busy_ns[i], t.lane_ns[i], lane_tail[i])
+                (head[i] + t.busy_ns[i], work.lane_ns[i], lane_tail[i])
                 for i in range(t.n)
                 if t.kind[i] == _START and t.machine[i] == m
             ),
@@ -177,7 +199,7 @@ def _longest_path(t: Tables, head: Sequence[int], tail: Sequence[int], passages:
     return path[::-1]
 
 
-def _passages(t: Tables, path: Sequence[int]) -> list[Passage]:
+def _passages(t: Tables, work_ns: Sequence[int], path: Sequence[int]) -> list[Passage]:
     """What compute is caught between communication tasks that follow each other on ``path``. O(N + edges) in all.
 
     Sweeps only tasks numbered between the two, as all that lie between them in precedence are.
@@ -195,7 +217,7 @@ def _passages(t: Tables, path: Sequence[int]) -> list[Passage]:
         for i in range(before - 1, after, -1):
             if i in reached and not needed.isdisjoint(t.succs[i]):
                 needed.add(i)
-                length += t.busy_ns[i]
+                length += work_ns[i]
         if length:
             found.append(Passage(after, before, length))
     return found

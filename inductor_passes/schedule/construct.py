@@ -6,6 +6,7 @@ tell what would be ideal, and guarded list schedules come as close as memory all
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 from inductor_passes.schedule.bounds import tails
@@ -80,7 +81,8 @@ def construct(
         return mine
 
     enough = close_enough(bound, thorough)
-    guard = None if cap_bytes is None else Guard(t, cap_bytes, enough, candidate)
+    stop = functools.partial(close_enough, thorough=thorough)
+    guard = None if cap_bytes is None else Guard(t, cap_bytes, enough, stop, candidate)
     ideals: list[Trial] = []
     for rule in rules(t, thorough):
         mine = refined(rule.name, list_schedule(t, rule))
@@ -96,7 +98,7 @@ def construct(
     if guard is not None:
         if not guard.done:
             guard.descend(guard.ranked(ideals))
-        if guard.fastest > near:
+        if not guard.reached(near, functools.partial(close_enough, thorough=False)):
             guard.once_more(guard.ranked(refined("list/backwards", backwards(t))))
         return
     if min(c.makespan for c in ideals) > near:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from inductor_passes.schedule import least_memory
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
+from inductor_passes.schedule.memory_bound import within
 from inductor_passes.schedule.reference import lazy
 from inductor_passes.schedule.simulate import replay_time
 from inductor_passes.schedule.slack import as_progress, latest_issue, relieves
@@ -72,16 +73,23 @@ class Guard:
     """Tries guarded schedules under one cap and remembers the best.
 
     Args:
-        enough: a makespan in ns at which to stop.
+        enough: a makespan in ns at which to stop; also stops at what no order within the cap can beat.
+        near: turns such a bound into the makespan in ns at which to stop.
         candidate: names and values an order and tells the planner about it.
     """
 
     def __init__(
-        self, t: Tables, cap: int, enough: int, candidate: Callable[[str, Sequence[int]], Trial]
+        self,
+        t: Tables,
+        cap: int,
+        enough: int,
+        near: Callable[[int], int],
+        candidate: Callable[[str, Sequence[int]], Trial],
     ) -> None:
         self._t = t
         self._cap = cap
         self._enough = enough
+        self._near = near
         self._candidate = candidate
         self._left = max(_LEAST, min(_MOST, _TASKS // t.n))
         self._best: Trial | None = None
@@ -100,7 +108,14 @@ class Guard:
     @property
     def done(self) -> bool:
         """Whether trying more is pointless or not allowed."""
-        return self._left <= 0 or (self._best is not None and self._best.makespan <= self._enough)
+        return self._left <= 0 or self.reached(self._enough, self._near)
+
+    def reached(self, enough: int, near: Callable[[int], int]) -> bool:
+        """Whether the best so far takes at most ``enough`` ns, or is ``near`` what no order within the cap can beat."""
+        if self.fastest <= enough:
+            return True
+        # Asked only now: it takes longer than a bound that ignores memory.
+        return self._best is not None and self.fastest <= near(within(self._t, self._cap) or 0)
 
     def attempt(self, ideal: Trial, timing: Timing, reference: Trial | None = None) -> bool:
         """One guarded schedule; whether it is the best so far. Without ``reference``: the closest one that fits."""

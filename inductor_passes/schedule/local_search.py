@@ -92,6 +92,27 @@ def search_whole(t: Tables, cap_bytes: int, limit_ns: int) -> list[int] | None:
     return answer.tasks or None
 
 
+def search_all(t: Tables, order: Sequence[int], cap_bytes: int | None, states: int) -> tuple[list[int], bool]:
+    """An order at least as fast as ``order``, and whether no order within ``cap_bytes`` is faster than that.
+
+    Goes through all sets of tasks that can have run, level by level; where a level has more states than ``states``
+    allows, the rest is lost and nothing is known. A cap makes these sets few.
+    """
+    width = states // max(1, t.n)
+    if t.n > native.LONGEST or width < 2:
+        return list(order), False
+    makespan = replay_time(t, order).makespan
+    head = Head(0, [0] * t.machines, [-1] * t.n, t.live0)
+    # An order that is as fast is not looked for.
+    place = Place(head, Tail.at_end(t), [len(r) for r in t.readers], (makespan, 0))
+    if (flat := native.flat(t)) is not None:
+        tasks, _, _, complete = native.improve_window(*flat, range(t.n), place, cap_bytes, width)
+    else:
+        answer = improve_window(t, range(t.n), place, cap_bytes, width)
+        tasks, complete = answer.tasks, answer.optimal
+    return tasks or list(order), complete
+
+
 def _sweep(
     t: Tables,
     order: list[int],

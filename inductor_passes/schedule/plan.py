@@ -9,15 +9,17 @@ problem: no clock, no randomness, no iteration over sets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from inductor_passes.records.words import BoundOn
 from inductor_passes.schedule import least_memory
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.construct import SMALL, close_enough, construct, prefetching
 from inductor_passes.schedule.ending import reorder_end
 from inductor_passes.schedule.guarded import Trial
-from inductor_passes.schedule.local_search import exact_search, local_search, search_whole
+from inductor_passes.schedule.local_search import exact_search, local_search, search_all, search_whole
 from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.memory_bound import Bound, best_known
 from inductor_passes.schedule.polish import polish
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.robust import disturbed, with_slack
@@ -26,6 +28,8 @@ from inductor_passes.schedule.tables import Tables, tables
 
 #: States that local search may expand per unit of effort: per task, and for any problem.
 _STATES_PER_TASK, _STATES = 2, 60_000
+#: States that the search through all orders may keep per unit of effort.
+_STATES_OF_ALL = 12_000
 #: Windows that the exact solver may be given per unit of effort.
 _EXACT_WINDOWS = 8
 #: Other orders than the best one from which local search also starts.
@@ -43,7 +47,7 @@ class Plan:
     Attributes:
         order: task numbers, legal for the problem that was planned.
         makespan_ns, peak_bytes: of ``order``, by the simulator.
-        lower_bound_ns: no legal order is faster, whatever memory it uses.
+        lower_bound_ns: no legal order is faster of those that ``bound_on`` speaks of.
         gap: ``makespan_ns / lower_bound_ns - 1``; 0.0 for an empty program.
         method: what found the order, e.g. ``input``, ``list/critical-path``, ``local-search``.
         input_makespan_ns, input_peak_bytes: of the input order.
@@ -63,11 +67,16 @@ class Plan:
     budget_bytes: int | None = None
     feasible: bool = True
     disturbed_ns: int = 0
+    bound_on: BoundOn = "any memory"
 
     @property
     def value(self) -> tuple[bool, int, int, int]:
         """What plans of one problem under one cap are compared by; less is better."""
         return not self.feasible, self.makespan_ns, self.disturbed_ns, self.peak_bytes
+
+    def against(self, bound: Bound) -> Plan:
+        """The same plan held against another bound."""
+        return replace(self, lower_bound_ns=bound.ns, gap=bound.gap(self.makespan_ns), bound_on=bound.on)
 
 
 class _Best:
@@ -124,8 +133,8 @@ class _Best:
             self.method = f"{rivals[best].name.removesuffix(SLACK)}{SLACK}"
 
 
-def _search(t: Tables, best: _Best, bound: int, effort: int, thorough: bool) -> None:
-    """Look near the best order, and with ``thorough`` near the runners-up as well."""
+def _search(t: Tables, best: _Best, bound: int, effort: int, thorough: bool) -> bool:
+    """Look near the best order, and with ``thorough`` near the runners-up as well; whether no order is faster now."""
     if best.budget is not None:
         best.judge("other-end", reorder_end(t, best.order, best.budget))
     if effort and best.makespan > close_enough(bound, thorough):
@@ -133,6 +142,11 @@ def _search(t: Tables, best: _Best, bound: int, effort: int, thorough: bool) -> 
         starts = [best.order, *(c.order for c in best.runners_up)] if thorough else [best.order]
         for order in starts:
             best.judge("local-search", local_search(t, order, best.budget, bound, allowance // len(starts)))
+    if not effort or best.makespan <= bound:
+        return False
+    order, none_faster = search_all(t, best.order, best.budget, effort * _STATES_OF_ALL)
+    best.judge("all-orders", order)
+    return none_faster
 
 
 def plan(
@@ -163,45 +177,62 @@ def plan(
     """
     t = tables(problem)
     thorough = t.n <= SMALL if thorough is None else thorough
-    bound = lower_bound(problem)
-    enough = close_enough(bound, thorough)
+    bound = Bound(lower_bound(problem), "any memory")
     best = _Best(problem, budget_bytes)
-    if t.n and (best.makespan > bound or not best.feasible):
+    if t.n and (best.makespan > bound.ns or not best.feasible):
         if not best.feasible:
             for frugal in least_memory.orders(t):
                 best.judge("least-memory", frugal)
         if start is None:
-            construct(t, budget_bytes, bound, best.offer, thorough)
+            construct(t, budget_bytes, bound.ns, best.offer, thorough)
         elif start.method != "input":
             best.judge(start.method, start.order)
         if not best.feasible and budget_bytes is not None:
             rescued = search_whole(t, budget_bytes, sum(t.busy_ns) + sum(t.lane_ns))
             if rescued is not None:
                 best.judge("search", rescued)
-        if best.feasible and best.makespan > enough:
-            _search(t, best, bound, effort, thorough)
-        if best.feasible and best.makespan > bound and exact_window:
-            best.judge("exact-window", exact_search(t, best.order, budget_bytes, _EXACT_WINDOWS * max(1, effort)))
+        if best.feasible:
+            bound = _improve(t, best, effort, exact_window, thorough)
     if best.method != "input":
         best.judge(best.method, polish(t, best.order), polished=True)
-    if t.n and best.feasible and best.makespan > enough and start is None:
+    if t.n and best.feasible and best.makespan > close_enough(bound.ns, thorough) and start is None:
         for name, eager in prefetching(t):
             best.judge(name, polish(t, eager))
     if t.n and best.feasible and slack:
         best.harden(t)
+    found = _as_plan(t, best, bound)
+    if start is None or found.value < start.value:
+        return found
+    return start if start.lower_bound_ns >= bound.ns else start.against(bound)
+
+
+def _improve(t: Tables, best: _Best, effort: int, exact_window: bool, thorough: bool) -> Bound:
+    """Search on from what was constructed, as far as the bound under the cap leaves something to find."""
+    near_any = best.makespan <= close_enough(lower_bound(best.problem), thorough)
+    bound = best_known(best.problem, None if near_any else best.budget)
+    none_faster = False
+    if best.makespan > close_enough(bound.ns, thorough):
+        none_faster = _search(t, best, bound.ns, effort, thorough)
+    if best.makespan > bound.ns and exact_window and not none_faster:
+        windows = _EXACT_WINDOWS * max(1, effort)
+        best.judge("exact-window", exact_search(t, best.order, best.budget, windows))
+    return Bound(best.makespan, "all orders tried") if none_faster else bound
+
+
+def _as_plan(t: Tables, best: _Best, bound: Bound) -> Plan:
     order = tuple(best.order)
-    problem.check_order(order)
-    found = Plan(
+    best.problem.check_order(order)
+    return Plan(
         order=order,
         makespan_ns=best.makespan,
         peak_bytes=best.peak,
-        lower_bound_ns=bound,
-        gap=best.makespan / bound - 1 if bound else 0.0,
+        lower_bound_ns=bound.ns,
+        gap=bound.gap(best.makespan),
         method=best.method,
         input_makespan_ns=best.input_makespan,
         input_peak_bytes=best.input_peak,
-        budget_bytes=budget_bytes,
+        budget_bytes=best.budget,
         feasible=best.feasible,
         disturbed_ns=disturbed(t, order).mean_ns,
+        bound_on=bound.on,
     )
-    return found if start is None or found.value < start.value else start

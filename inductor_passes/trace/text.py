@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from inductor_passes.records.words import BoundOn
 from inductor_passes.report import CollectiveReport, GraphReport, Reason, RedistributionReport, ScheduleReport
 from inductor_passes.schedule.robust import SPREAD
 from inductor_passes.trace.compare import Change, GraphDiff, RankGroup
@@ -17,6 +18,12 @@ from inductor_passes.trace.profiled import Measured
 from inductor_passes.trace.table import PlainTable
 from inductor_passes.trace.units import change, duration, percent, size
 
+#: What the limit on the step holds for.
+_BOUND_ON: dict[BoundOn, str] = {
+    "any memory": "with any memory",
+    "this budget": "within the budget",
+    "all orders tried": "(all orders tried)",
+}
 #: Members of a bucket that a table lists; the page and JSON have all.
 MOST_NAMES = 6
 
@@ -149,7 +156,7 @@ def _figures(s: ScheduleReport) -> Table:
         duration(s.makespan_before_ns),
         duration(s.makespan_after_ns),
         change(s.makespan_before_ns, s.makespan_after_ns),
-        f"at least {duration(s.lower_bound_ns)}, gap {percent(s.gap)}",
+        f"at least {duration(s.lower_bound_ns)} {_BOUND_ON[s.bound_on]}, gap {percent(s.gap)}",
     )
     if s.disturbed_after_ns:
         table.add_row(

@@ -69,6 +69,7 @@ def planned(
         communication_ns=after.communication_ns,
         lower_bound_ns=answer.lower_bound_ns,
         gap=answer.gap,
+        bound_on=answer.bound_on,
         exposed_before_ns=before.total_exposed_ns,
         exposed_after_ns=after.total_exposed_ns,
         peak_before_bytes=before.peak_bytes,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.local_search import exact_search, local_search
+from inductor_passes.schedule.memory_bound import best_known
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
@@ -74,7 +75,7 @@ def search(
     """
     until = time.monotonic() + seconds
     numbers = random.Random(seed)
-    bound, t = lower_bound(problem), tables(problem)
+    bound, t = best_known(problem, cap_bytes).ns, tables(problem)
     first = simulate(problem)
     best = Search(problem, cap_bytes, problem.input_order, first.makespan_ns, first.peak_bytes, 0, [])
     allowance = STATES * t.n

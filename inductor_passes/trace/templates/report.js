@@ -125,7 +125,7 @@ const summary = (g) => {
     g.measured && g.measured.step ? card("Measured step", time(g.measured.step[1]), `predicted ${time(g.measured.step[0])}, rank ${g.measured.rank}, ${g.measured.steps} profiled`, "") : null,
     card("Exposed communication", time(s.exposed_after_ns), `before ${time(s.exposed_before_ns)}, of ${time(s.communication_ns)}`, s.exposed_after_ns < s.exposed_before_ns ? "good" : ""),
     card("Peak memory", size(s.peak_after_bytes), `before ${size(s.peak_before_bytes)}, ` + (s.budget_bytes === null ? "no budget" : `budget ${size(s.budget_bytes)}`), over ? "bad" : ""),
-    card("Distance to the limit", s.gap === null ? "-" : (100 * s.gap).toFixed(1) + "%", `no order beats ${time(s.lower_bound_ns)}`, ""),
+    card("Distance to the limit", s.gap === null ? "-" : (100 * s.gap).toFixed(1) + "%", `no order beats ${time(s.lower_bound_ns)}` + ({ "this budget": " within the budget", "all orders tried": "; all were tried" }[s.bound_on] || ", whatever its memory"), ""),
     card("Plan", report.digest || s.digest, `${s.method || "-"}, ${s.tasks} tasks (${s.level})`, ""),
     card("Costs", report.cost_profile || "-", report.order_check ? "order: " + report.order_check : "", ""));
 };
