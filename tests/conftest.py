@@ -41,8 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 #: Files that take longest, longest first. Workers take whole files: one of these at the end would keep a single worker
 #: busy while the others have nothing left to do. Only that depends on this list.
 _LONG = (
-    *("environment_variable", "hugging_face", "end_to_end", "frameworks_trainer", "agreement_ranks", "soak"),
-    *("operator_memory", "failures", "verify_mutations", "barrier", "bench", "trace_artifacts", "fuzz"),
+    *("end_to_end", "environment_variable", "bucket_sums", "hugging_face", "agreement_ranks", "operator_memory"),
+    *("frameworks_trainer", "soak", "failures", "verify_mutations", "barrier", "bench", "trace_artifacts", "fuzz"),
 )
 
 

@@ -24,7 +24,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 #: What generated wrappers pass besides pointers.
-_NUMBERS = {"int64_t": ctypes.c_int64, "long": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
+_NUMBERS = {"int64_t": ctypes.c_int64, "long": ctypes.c_int64, "float": ctypes.c_float, "uintptr_t": ctypes.c_size_t}
 
 
 class _Kernel:
