@@ -38,6 +38,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+#: Files that take longest, longest first. Workers take whole files: one of these at the end would keep a single worker
+#: busy while the others have nothing left to do. Only that depends on this list.
+_LONG = (
+    *("end_to_end", "environment_variable", "bucket_sums", "hugging_face", "agreement_ranks", "operator_memory"),
+    *("frameworks_trainer", "soak", "failures", "verify_mutations", "barrier", "bench", "trace_artifacts", "fuzz"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    places = {f"test_{name}": place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(_LONG)))
+
+
 @pytest.fixture(autouse=True)
 def _fresh_settings() -> Iterator[None]:
     """Process-wide settings as they were before, whatever a test did to them."""

@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,16 +140,33 @@ def test_own_pieces_agree_and_equal_ones_do_not(two: Ranks, own: bool) -> None:
 # waiting
 
 
-def late(rank: int, world_size: int, timeout_s: float, by: float) -> tuple[bool, list[Told]]:
-    gate = Gate(REASSOCIATING, timeout_s, {"test": f"late by {by}"})
+def late(rank: int, world_size: int, by: float) -> tuple[bool, list[Told]]:
+    gate = Gate(REASSOCIATING, facts={"test": f"late by {by}"})
     compiled = gate.compiled(lambda x: alike(rank, x))
     if rank == 1:
         time.sleep(by)
     return right(compiled, alike, rank), gate.told
 
 
-def test_a_rank_that_is_too_late_finds_everybody_alone(two: Ranks) -> None:
-    (correct, (early,)), (also_correct, (tardy,)) = two.run(late, 0.5, 20.0)
+def too_late(rank: int, world_size: int, decided: Path) -> tuple[bool, list[Told]]:
+    """Rank 1 asks when rank 0 has its answer, which ``decided`` tells by being there."""
+    gate = Gate(REASSOCIATING, 0.5, {"test": "too late"})
+    plan = gate.plan
+
+    def tell(graph: torch.fx.Graph, is_inference: bool) -> Any:
+        verdict = plan(graph, is_inference)
+        decided.touch()
+        return verdict
+
+    gate.plan = tell  # type: ignore[method-assign]
+    compiled = gate.compiled(lambda x: alike(rank, x))
+    while rank == 1 and not decided.exists():
+        time.sleep(0.05)
+    return right(compiled, alike, rank), gate.told
+
+
+def test_a_rank_that_is_too_late_finds_everybody_alone(two: Ranks, tmp_path: Path) -> None:
+    (correct, (early,)), (also_correct, (tardy,)) = two.run(too_late, tmp_path / "decided")
     assert correct and also_correct
     assert not early.agreed and not tardy.agreed
     assert "1 of 2 ranks answered in time" in early.why or "have asked for this in time" in early.why
@@ -156,7 +174,7 @@ def test_a_rank_that_is_too_late_finds_everybody_alone(two: Ranks) -> None:
 
 
 def test_a_rank_that_is_a_little_late_is_waited_for(two: Ranks) -> None:
-    for correct, (told,) in two.run(late, gated.PATIENT_S, 2.0):
+    for correct, (told,) in two.run(late, 2.0):
         assert correct and told.agreed
 
 

@@ -19,6 +19,7 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.rewriting.merge import merge
 from inductor_passes.simple_fsdp import MixedPrecisionPolicy, simple_fsdp
 from tests.support.bucket_graphs import assert_same_bits, inputs_by_rank, run_all_ranks
+from tests.support.joint_kernels import kernels_together
 from tests.support.models import LlamaConfig, MLPConfig, capture_graphs, collectives, llama, llama_batch, mlp, mlp_batch
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
@@ -69,6 +70,7 @@ def compiled(function: Callable[..., Any], form: str) -> tuple[Callable[..., Any
     return torch.compile(function, fullgraph=True, options={"post_grad_custom_post_pass": one}), one
 
 
+@kernels_together()
 def train(rank: int, world: int, form: str) -> tuple[list[tuple[int, int]], list[torch.Tensor], list[Any]]:
     """A step of a small data-parallel model: (counts, loss and gradients, their strides)."""
     config = MLPConfig(width=10, hidden=7, layers=2)
@@ -94,6 +96,7 @@ def test_training_step_is_bit_equal(ranks: Ranks) -> None:
             assert torch.equal(b, a)
 
 
+@kernels_together()
 def every_kind(rank: int, world: int) -> tuple[list[tuple[int, int]], list[torch.Tensor], list[torch.Tensor]]:
     """(counts, eager results, results with everything merged): all kinds, dtypes mixed where they may be, splits that
     differ between ranks."""

@@ -16,6 +16,7 @@ from inductor_passes.rewriting.sums import Read, changes_order, reads
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tests.support.graphs import GraphBuilder, aten, c10d
+from tests.support.joint_kernels import kernels_together
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
 
@@ -73,6 +74,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.out(h).flatten(0, 1), tokens.flatten())
 
 
+@kernels_together()
 def step(rank: int, world: int, seed: int, settings: dict[str, str] | None) -> tuple[list[torch.Tensor], int]:
     """Loss and gradients, and how many messages were merged."""
     torch._dynamo.reset()

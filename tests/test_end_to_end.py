@@ -21,6 +21,7 @@ from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
+from tests.support.joint_kernels import kernels_together
 from tests.support.models import (
     LlamaConfig,
     MoEConfig,
@@ -106,6 +107,7 @@ def step(model: nn.Module, call: Any, batch: Any, loss: Callable[..., torch.Tens
 _DEFAULT: dict[str, dict[str, torch.Tensor]] = {}
 
 
+@kernels_together()
 def compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[GraphReport]:
     """Default Inductor, ours and one eager process on the same step; returns our reports."""
     model, reference, batch, loss, index, count = build(name, rank, world_size)

@@ -14,6 +14,7 @@ from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import dotted
 from tests.support.hugging_face import tiny_llama
+from tests.support.joint_kernels import kernels_together
 from tests.support.parity import whole
 from tests.support.ranks import Ranks
 
@@ -51,6 +52,7 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> None:
         parallelize_module(layer, mesh, plan)
 
 
+@kernels_together()
 def train(rank: int, world_size: int, kind: str, codegen: str, checkpointed: bool = False) -> list[str]:
     """One step against the same model in one process; what the reports say of their graphs."""
     mesh = init_device_mesh("cpu", (world_size,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -38,6 +39,14 @@ def die(rank: int, world_size: int) -> None:
 
 def variable(rank: int, world_size: int) -> str:
     return os.environ["RANKS_TEST"]
+
+
+def main_module(rank: int, world_size: int) -> str | None:
+    return sys.modules["__main__"].__spec__.name
+
+
+def inherited(rank: int, world_size: int) -> str | None:
+    return os.environ.get("RANKS_TEST")
 
 
 def word(rank: int, world_size: int) -> int:
@@ -77,3 +86,16 @@ def test_one_shot_ranks_take_an_environment() -> None:
 def test_ranks_differ_in_the_seed_of_their_hashes(pool: Ranks) -> None:
     """What depends on the order of a set is not the same on all ranks, as in programs that are started by rank."""
     assert len(set(pool.run(word))) == 2
+
+
+@pytest.mark.parametrize("variables", [{}, {"TRITON_INTERPRET": "1"}])
+def test_ranks_are_forked_whatever_was_set_since(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some libraries set variables when they are imported, as torch does when it loads its first C++ kernel."""
+    monkeypatch.setenv("RANKS_TEST", "set since")
+    with Ranks(2, env=variables) as ranks:
+        assert ranks.run(main_module) == ["tests.support.forked"] * 2
+        assert ranks.run(inherited) == [None] * 2
+
+
+def test_ranks_with_other_variables_are_started_afresh() -> None:
+    assert run_ranks(main_module, 2, env={"RANKS_TEST": "yes"}) == ["tests.support.ranks"] * 2

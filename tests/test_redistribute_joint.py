@@ -12,6 +12,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.engine import hooks, joint
 from inductor_passes.report import Verdict
 from inductor_passes.trace.collector import collect
+from tests.support.compiled import without_kernels
 from tests.support.redistribute_models import sequence_parallel_mlp
 from tests.support.world import mesh_world
 
@@ -19,7 +20,7 @@ from tests.support.world import mesh_world
 def compiled(ranks, **fields):
     """The reports of a forward and a backward in a world of so many ranks."""
     torch._dynamo.reset()
-    with mesh_world((ranks,)) as mesh:
+    with mesh_world((ranks,)) as mesh, without_kernels():
         torch.manual_seed(0)
         model, inputs = sequence_parallel_mlp(mesh)
         with collect(what_if=False) as reports:

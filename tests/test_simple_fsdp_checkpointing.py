@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import inductor_passes
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.compiled import dotted
+from tests.support.joint_kernels import kernels_together
 from tests.support.models import Llama, LlamaConfig, cross_entropy, llama, llama_batch, tensor_parallel
 from tests.support.parity import assert_trains_alike, whole
 from tests.support.ranks import Ranks
@@ -75,6 +76,7 @@ class Block(nn.Module):
         return x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
 
 
+@kernels_together()
 def train_blocks(rank: int, world_size: int, codegen: str) -> None:
     """Two steps, gradients after each, weights at the end; one region saves nothing, the other one some products."""
     torch.manual_seed(0)
@@ -172,6 +174,7 @@ class Regions(nn.Module):
         return torch.stack([region(x) for region in self.regions])
 
 
+@kernels_together()
 def draw(rank: int, world_size: int, codegen: str) -> None:
     """Backward draws the masks of forward again, which differ between regions, ranks and steps."""
     model = simple_fsdp(Regions(2, 8), data_mesh(world_size))

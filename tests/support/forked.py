@@ -1,11 +1,12 @@
 """Processes that begin with torch and this package imported: forked from one that has done nothing else.
 
 Importing takes four seconds of a processor. A process that forks has no threads and has computed nothing, so a child
-finds what a fresh interpreter finds after its imports. What is read while torch is imported cannot be set later: a
-process with variables of its own is started afresh (``Forks.fits``).
+finds what a fresh interpreter finds after its imports. What is read while torch is imported cannot be set later:
+there are processes that fork for each of a few environments, and a process with other variables is started afresh
+(``forks``).
 
-There are two that fork: children of different ones have different seeds of their hashes, so what depends on the order
-of a set differs between ranks, as it does in life.
+For each environment there are two that fork: children of different ones have different seeds of their hashes, so what
+depends on the order of a set differs between ranks, as it does in life.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 #: What is imported before the first child: what compiles, shards and sends.
@@ -32,11 +33,16 @@ PRELOADED = (
     "torch._inductor.compile_fx",
     "torch._inductor.codegen.cpp",
     "torch._inductor.codegen.cpp_wrapper_cpu",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch.utils.cpp_extension",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "torch.distributed._functional_collectives",
     "inductor_passes.engine.hooks",
+    "inductor_passes.engine.kernels",
+    "inductor_passes.engine.passes",
     "inductor_passes.engine.pipeline",
+    "inductor_passes.plugin",
     "inductor_passes.simple_fsdp",
     "inductor_passes.adoption",
     "inductor_passes.trace.collector",
@@ -102,11 +108,6 @@ class Forks:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def fits(self, variables: Mapping[str, str]) -> bool:
-        """Whether a process with these variables may be forked from this one."""
-        differ = {k for k in {*variables, *self._variables} if variables.get(k) != self._variables.get(k)}
-        return differ <= LATE
-
     def start(self, module: str, function: str, descriptor: int, log: str, variables: Mapping[str, str]) -> Child:
         """A child, leading a session of its own, that calls ``module.function(descriptor)`` and writes to ``log``."""
         late = {key: variables[key] for key in LATE if key in variables}
@@ -125,19 +126,28 @@ class Forks:
         self._process.wait()
 
 
-_forks: dict[int, Forks] = {}
+#: By environment and rank.
+_forks: dict[tuple[int, int], Forks] = {}
 
 
-def forks(rank: int, variables: Mapping[str, str], plain: Mapping[str, str]) -> Forks | None:
+def forks(rank: int, variables: Mapping[str, str], environments: Sequence[Mapping[str, str]]) -> Forks | None:
     """What forks this rank; None: a process with these variables has to be started afresh.
 
     Args:
-        plain: variables of a rank that asks for none of its own.
+        environments: those in which many ranks start.
     """
-    which = rank % 2
+    number = next((i for i, one in enumerate(environments) if _fits(one, variables)), None)
+    if number is None:
+        return None
+    which = number, rank % 2
     if which not in _forks or not _forks[which].alive():
-        _forks[which] = Forks(plain)
-    return _forks[which] if _forks[which].fits(variables) else None
+        _forks[which] = Forks(environments[number])
+    return _forks[which]
+
+
+def _fits(own: Mapping[str, str], variables: Mapping[str, str]) -> bool:
+    """Whether a process with these variables may be forked from one with its ``own``."""
+    return {k for k in {*variables, *own} if variables.get(k) != own.get(k)} <= LATE
 
 
 def _child(module: str, function: str, log: str, late: dict[str, str], descriptor: int) -> None:

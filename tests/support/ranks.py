@@ -4,7 +4,7 @@
 each of them with the default process group initialised, and returns the results by rank. ``fn`` must be a
 module-level function of an importable module, and its arguments and results must be picklable.
 
-Where no variables of their own are asked for, the processes are forked with torch imported (``forked``). Starting one
+Unless unusual variables are asked for, the processes are forked with torch imported (``forked``). Starting one
 still costs more than running a check: a test file that has several checks keeps one :class:`Ranks` open (a
 module-scoped fixture) and calls :meth:`Ranks.run` per check. A pool that lost a rank to an error or a timeout starts
 again on the next call, so that one failing test does not take the others with it.
@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tests.support.forked import Child, die_with_parent, forks
+from tests.support.forked import LATE, Child, die_with_parent, forks
 from tests.support.processes import LIMIT_S, environment
 
 #: How long the other ranks may go on after one has failed: long enough to report an error of their own.
@@ -47,8 +47,10 @@ _ENVIRONMENT = {
 }
 if sys.platform == "linux":
     _ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"
-#: Before any test has set variables.
+#: What ranks inherit: variables as they were before a test, or a library that a test imports, set others.
 _PLAIN = environment(**_ENVIRONMENT)
+#: Environments in which many ranks start, so that it pays to fork them.
+_FORKED = (_PLAIN, {**_PLAIN, "TRITON_INTERPRET": "1"})
 
 
 class RankError(RuntimeError):
@@ -63,7 +65,7 @@ class Ranks:
         backend: backend of the default process group.
         setup: module-level function called as ``setup(rank, world_size)`` in a fresh process before the
             process group is made, e.g. to register a backend.
-        env: environment variables of the processes, on top of this process's.
+        env: environment variables of the processes, on top of those with which this process began.
     """
 
     def __init__(
@@ -157,9 +159,10 @@ class Ranks:
             ours.send_bytes(pickle.dumps(self._setup))
 
     def _process(self, rank: int, descriptor: int, log: str) -> subprocess.Popen[bytes] | Child:
-        variables = environment(**{**_ENVIRONMENT, **self._env})
+        late = {key: os.environ[key] for key in LATE if key in os.environ}
+        variables = {**_PLAIN, **late, **self._env}
         with open(log, "wb") as output:
-            if (found := forks(rank, variables, _PLAIN)) is not None:
+            if (found := forks(rank, variables, _FORKED)) is not None:
                 return found.start(__name__, "serve", descriptor, log, variables)
             return subprocess.Popen(
                 [sys.executable, "-m", __name__, str(descriptor)],
