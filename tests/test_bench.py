@@ -21,6 +21,7 @@ from tools.benchmarks import compile as bench_compile
 from tools.benchmarks import main as bench
 from tools.benchmarks import redistribute as bench_redistribute
 from tools.benchmarks import scale as bench_scale
+from tools.benchmarks import whole_pass
 from tools.benchmarks.scale import Assumptions, Cell, ClusterProfile
 from tools.generate import readme as gen_readme
 from tools.shared import plot as bench_plot
@@ -46,6 +47,7 @@ def test_every_subcommand_explains_itself() -> None:
         (["plan", "--scenario", "gpt"], "gpt"),
         (["scale", "--ranks", "12"], "multiple of 8"),
         (["compile", "--budget", "1"], "unlimited"),
+        (["compile", "--whole-shape", "gpt"], "gpt"),
         (["async-tp", "--mode", "on"], "force"),
         (["redistribute", "--mesh", "3"], "expected 8"),
     ],
@@ -103,6 +105,18 @@ def test_planning_rows() -> None:
     assert rows[0]["exponent"] is None and rows[1]["tasks"] > rows[0]["tasks"]
     assert all(r["plan_over_bound"] <= r["input_over_bound"] and r["peak_over_input"] <= 1 for r in rows)
     assert bench_compile.plan_cells(rows[0])[0] == "fsdp_forward"
+
+
+def test_whole_pass_rows() -> None:
+    rows = whole_pass.whole_passes(["tiny"], [80], ["0", "unlimited"], lambda row: None)
+    assert [row["budget"] for row in rows] == ["0", "unlimited"]
+    # Ten parameters, gathered and reduced; what is so small travels together where memory allows it.
+    assert rows[0]["nodes"] >= 80 and rows[1]["collectives"] < rows[0]["collectives"] <= 20
+    assert set(rows[0]["passes_ns"]) == {"redistribute", "bucket", "exchange", "reorder"}
+    row = {**rows[0], "seconds": 1.5, "makespan_ns": 3, "bound_ns": 2, "passes_ns": {"a": 1, "bucket": 2, "reorder": 5}}
+    collectives = str(row["collectives"])
+    cells = ["tiny", str(row["nodes"]), "0", "1.50", collectives, "1.5000", "reorder 62%, bucket 25%"]
+    assert whole_pass.cells(row) == cells
 
 
 def test_compile_rows() -> None:

@@ -18,6 +18,7 @@ from tools.benchmarks import plan as bench_plan
 from tools.benchmarks.plan import IN_TREE, INPUT, OURS, OURS_BUCKETED, Row
 from tools.capture.graphs import Graphs, as_problem, capture
 from tools.capture.models import SCENARIOS
+from tools.capture.stacked import stacked
 from tools.shared.record import Provenance
 
 PROFILE = CostProfile.default("cuda")
@@ -28,6 +29,23 @@ def graphs() -> Iterator[Graphs]:
     scenario = SCENARIOS["latency_bound"]
     with fake_world(scenario.world):
         yield capture(scenario, 1, joint=True)
+
+
+def test_a_backward_graph_is_stacked(graphs: Graphs) -> None:
+    one = graphs["backward"]
+    size = len(one.graph.nodes)
+    deep = stacked(one, 3 * size)
+    assert 3 * size <= len(deep.graph.nodes) < 4 * size
+    # Each repetition waits for the one before: the last result depends on the first gradient.
+    reached = {n for n in deep.graph.nodes if n.op == "placeholder" and n.name == "tangents_1"}
+    for node in deep.graph.nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    assert list(deep.graph.nodes)[-2] in reached
+    starts = [[n for n in gm.graph.nodes if "all_gather" in str(n.target)] for gm in (one, deep)]
+    assert len(starts[1]) % len(starts[0]) == 0 and len(starts[1]) >= 3 * len(starts[0])
+    with pytest.raises(ValueError, match="backward graph"):
+        stacked(graphs["forward"], 3 * size)
 
 
 def test_capture_sees_the_whole_step(graphs: Graphs) -> None:

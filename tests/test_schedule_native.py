@@ -25,7 +25,7 @@ from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Problem, ProblemError, Storage, Task
 from inductor_passes.schedule.reference import lazy
 from inductor_passes.schedule.robust import makespans
-from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.simulate import replay_time, value
 from inductor_passes.schedule.slack import as_progress, latest_issue
 from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.schedule.window import improve_window
@@ -66,6 +66,7 @@ def test_replays_and_list_schedules_are_equal(seed: int, tasks: int) -> None:
     order = random_order(problem, seed)
     assert replay_time(ours, order) == replay_time(theirs, order)
     assert live_bytes(ours, order) == live_bytes(theirs, order)
+    assert value(ours, order) == value(theirs, order)
     trace = replay_time(theirs, order)
     for wait_by in (None, trace.begin):
         latest = latest_issue(theirs, order, trace, wait_by)

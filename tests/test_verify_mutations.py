@@ -43,12 +43,19 @@ def test_illegal_change_is_found(programs, mutation):
         assert attempts < 40 * INJECTIONS, f"{mutation.name} found only {injected} places"
         program, reference = made[attempts % PROGRAMS]
         case = Case(program, groups, random.Random(attempts))
+        known = verify.Known()
+        if injected % 4 == 0:
+            verify.snapshot(case.graph, known=known)
         if not inject(mutation, case):
             continue
         injected += 1
         findings = verify.check(case.graph, reference=reference, certificates=case.certificates)
         found = {f.rule for f in findings}
         assert found & mutation.rules, f"{mutation.name}, attempt {attempts}: found {found}"
+        if injected % 4 == 1:
+            # What earlier looks found out about nodes hides nothing.
+            again = verify.check(case.graph, reference=reference, certificates=case.certificates, known=known)
+            assert again == findings
         if mutation.alone and injected % 4 == 0:
             alone = {f.rule for f in verify.check(case.graph)}
             assert alone & mutation.rules, f"{mutation.name}, attempt {attempts}, without reference: found {alone}"

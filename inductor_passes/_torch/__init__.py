@@ -104,10 +104,12 @@ from inductor_passes._torch.observation import (
     isolated,
     known_size,
     observe,
+    plain_sizes,
     tensor_argument,
 )
 from inductor_passes._torch.operators import (
     BYTE_TRAVELLERS,
+    argument_names,
     call_collective,
     changes_metadata,
     collective_op,
@@ -234,6 +236,7 @@ __all__ = [
     "aot_graph_name",
     "argument_gradients",
     "argument_inputs",
+    "argument_names",
     "as_pass_list",
     "backward_number",
     "broadcast_in",
@@ -318,6 +321,7 @@ __all__ = [
     "pass_uuid",
     "per_rank",
     "per_rank_sizes",
+    "plain_sizes",
     "plain_values",
     "process_group",
     "process_rank",

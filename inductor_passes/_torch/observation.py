@@ -75,6 +75,9 @@ class Observed:
 
 def tensor_argument(tensor: torch.Tensor, unknown: int = UNKNOWN_SIZES[0]) -> TensorArgument | None:
     """A (fake) tensor as an argument; None for one that has no strides (sparse, nested)."""
+    plain = plain_sizes(tensor)
+    if plain is not None:
+        return _argument(*plain)
     if tensor.layout is not torch.strided:
         return None
     try:
@@ -84,6 +87,25 @@ def tensor_argument(tensor: torch.Tensor, unknown: int = UNKNOWN_SIZES[0]) -> Te
         # a quantised tensor, or a subclass that keeps its strides to itself
         return None
     return TensorArgument(tensor.dtype, sizes, strides)
+
+
+@functools.lru_cache(maxsize=8192)
+def _argument(dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]) -> TensorArgument:
+    return TensorArgument(dtype, tuple(sizes), strides)
+
+
+def plain_sizes(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Dtype, sizes and strides of a (fake) tensor; None when some are symbols, or it has no strides."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        shape, strides = tensor.shape, tensor.stride()
+    except RuntimeError:
+        return None
+    for size in (*shape, *strides):
+        if type(size) is not int:
+            return None
+    return tensor.dtype, shape, strides
 
 
 def known_size(value: Any, unknown: int = UNKNOWN_SIZES[0]) -> int:

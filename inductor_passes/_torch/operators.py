@@ -115,7 +115,7 @@ def _kind(value: Any) -> str:
 
 def op_arguments(node: torch.fx.Node) -> dict[str, Any]:
     """Arguments of an operator call by schema name and in its order, given as args or kwargs (defaults left out)."""
-    names = _argument_names(node.target)
+    names = argument_names(node.target)
     if not node.kwargs:
         return dict(zip(names, node.args))
     given = {**dict(zip(names, node.args)), **node.kwargs}
@@ -123,7 +123,8 @@ def op_arguments(node: torch.fx.Node) -> dict[str, Any]:
 
 
 @functools.cache
-def _argument_names(target: Any) -> tuple[str, ...]:
+def argument_names(target: Any) -> tuple[str, ...]:
+    """Names of an operator overload's arguments, in order."""
     return tuple(a.name for a in target._schema.arguments)
 
 

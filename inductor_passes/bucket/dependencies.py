@@ -3,7 +3,8 @@
 Merging collectives contracts them into one node of the dependency graph, which stays acyclic if and only if no path
 leads from one member to another. Instead of searching paths per pair, one sweep in graph order carries a bit set of
 collectives through the graph, O(edges * collectives / word size), and drops a node's set after its last reader.
-A merge then updates the sets of the collectives alone, so that several merges are checked against each other too.
+What is merged forms groups, with the set of what a group depends on kept complete; a collective that was not merged is
+asked through the groups that it depends on. So several merges are checked against each other too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ class Dependencies:
     """
 
     def __init__(self, view: GraphView) -> None:
+        # Of collectives as they came. Merged ones have what they depend on, and all that is merged with it, by group.
         self._ancestors = [0] * len(view.collectives)
+        self._groups: dict[int, tuple[int, int]] = {}
+        self._group_of: dict[int, int] = {}
+        self._merged = self._next = 0
         self.visits = 0
         extra: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         for before, after in view.ordering_edges():
@@ -60,43 +65,71 @@ class Dependencies:
     def copy(self) -> Dependencies:
         """The same dependencies, to be merged independently of these."""
         other = copy.copy(self)
-        other._ancestors = list(self._ancestors)
+        other._groups, other._group_of = dict(self._groups), dict(self._group_of)
         return other
 
     def independent(self, members: Iterable[Collective]) -> bool:
         """Whether no member depends on another: merging them keeps the graph acyclic."""
         mask = _mask(members)
-        return not any(self._ancestors[index] & mask for index in _indices(mask))
+        return not any(self._before(index) & mask for index in _indices(mask))
 
     def conflict(self, members: Iterable[Collective], candidate: Collective) -> Collective | None:
         """The first of ``members`` that depends on ``candidate`` or that it depends on, None if there is none."""
-        ancestors, bit = self._ancestors[candidate.index], 1 << candidate.index
+        ancestors, bit = self._before(candidate.index), 1 << candidate.index
         for member in members:
-            if ancestors >> member.index & 1 or self._ancestors[member.index] & bit:
+            if ancestors >> member.index & 1 or self._before(member.index) & bit:
                 return member
         return None
 
     def merge(self, members: Iterable[Collective]) -> None:
-        """Treat ``members`` as one from now on: what depends on one depends on all.
+        """Treat ``members``, and what they were merged with before, as one: what depends on one depends on all.
+
+        O(members + groups).
 
         Raises:
             ValueError: the members depend on each other.
         """
-        mask = _mask(members)
-        together = 0
-        for index in _indices(mask):
-            together |= self._ancestors[index]
+        mask = together = 0
+        absorbed: dict[int, None] = {}
+        for member in members:
+            group = self._group_of.get(member.index)
+            if group is not None:
+                absorbed[group] = None
+            mask |= 1 << member.index if group is None else self._groups[group][0]
+            together |= self._before(member.index)
         if together & mask:
             raise ValueError("collectives that depend on each other cannot be merged")
-        for index, ancestors in enumerate(self._ancestors):
-            if mask >> index & 1:
-                self._ancestors[index] = together
-            elif ancestors & mask:
-                self._ancestors[index] = ancestors | mask | together
+        # The largest keeps its number: the others' members are entered anew.
+        kept = max(absorbed, key=lambda group: self._groups[group][0].bit_count(), default=self._next)
+        self._next += kept == self._next
+        known = self._groups[kept][0] if kept in self._groups else 0
+        for index in _indices(mask & ~known):
+            self._group_of[index] = kept
+        for group in absorbed:
+            del self._groups[group]
+        for group, (own, before) in self._groups.items():
+            if before & mask:
+                self._groups[group] = own, before | mask | together
+        self._groups[kept] = mask, together
+        self._merged |= mask
 
     def depends(self, later: Collective, earlier: Collective) -> bool:
         """Whether ``later`` cannot start before ``earlier`` was started."""
-        return bool(self._ancestors[later.index] >> earlier.index & 1)
+        return bool(self._before(later.index) >> earlier.index & 1)
+
+    def _before(self, index: int) -> int:
+        """The collectives that one depends on, by its own paths and through what is merged."""
+        group = self._group_of.get(index)
+        if group is not None:
+            return self._groups[group][1]
+        found = self._ancestors[index]
+        left = found & self._merged
+        while left:
+            # What a group depends on is complete: what it covers need not be asked any more.
+            own, before = self._groups[self._group_of[left.bit_length() - 1]]
+            found |= own | before
+            left &= ~(own | before)
+        return found
 
 
 def _mask(members: Iterable[Collective]) -> int:

@@ -47,7 +47,8 @@ def greedy(
                 continue
             bucket.members.append(candidate)
             bucket.load = joined
-            dependencies.merge(member.collective for member in bucket.members)
+            # The first speaks for all that it was merged with.
+            dependencies.merge([bucket.members[0].collective, candidate.collective])
             break
         else:
             buckets.append(_Open([candidate], load))

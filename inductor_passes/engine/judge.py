@@ -38,12 +38,14 @@ class Judgement:
         objection: why the outcome is dropped; None: it is kept.
         detail: numbers or names for people.
         findings: of the verifier.
+        reference: of the graph as the pass left it, for the next pass; None where it is not known.
     """
 
     facts: Facts
     objection: Reason | None = None
     detail: str = ""
     findings: tuple[Finding, ...] = ()
+    reference: verify.ReferenceSnapshot | None = None
 
 
 def of_step(peak_bytes: int, step: StepFacts | None, config: PassConfig) -> int:
@@ -153,7 +155,12 @@ def slower(before: Facts, outcome: Outcome | None, scheduled: Scheduled | None) 
 
 
 def judge(
-    graph: torch.fx.Graph, one: Pass, outcome: Outcome, facts: Facts, reference: verify.ReferenceSnapshot
+    graph: torch.fx.Graph,
+    one: Pass,
+    outcome: Outcome,
+    facts: Facts,
+    reference: verify.ReferenceSnapshot,
+    known: verify.Known | None = None,
 ) -> Judgement:
     """Hold the graph that a pass left against the graph that it got.
 
@@ -161,18 +168,19 @@ def judge(
         graph: as the pass left it.
         facts: what the pass got.
         reference: the graph that the pass got, for the verifier.
+        known: what the verifier has found out about the graph's nodes; filled.
     """
     if not outcome.report.changed:
         return Judgement(dataclasses.replace(facts, solved=outcome.solved or facts.solved))
-    findings = verify.check(
-        graph,
-        reference=reference,
+    asked = verify.Asked(
         memory_budget=_verified_limit(outcome, facts),
         donated=freed_inputs(graph, facts.phase),
         certificates=outcome.certificates,
         group_order=one.group_order if facts.agreed else "kept",
         numerics=getattr(one, "numerics", "exact"),
     )
+    checked = verify.checked(graph, reference, asked, known)
+    findings = checked.findings
     after = outcome.after or facts.of(graph)
     if findings:
         detail = str(findings[0])
@@ -183,7 +191,7 @@ def judge(
     local = _communication(facts.view) == _communication(after.view)
     if not facts.agreed and not local:
         return Judgement(after, Reason.RANKS_DIFFER, NOT_AGREED)
-    return _within_cap(outcome, facts, after, local)
+    return dataclasses.replace(_within_cap(outcome, facts, after, local), reference=checked.snapshot)
 
 
 def _verified_limit(outcome: Outcome, facts: Facts) -> int | None:

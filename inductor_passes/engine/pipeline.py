@@ -19,6 +19,7 @@ from itertools import chain
 
 import torch.fx
 
+from inductor_passes import verify
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import judge
@@ -194,8 +195,10 @@ class _Run:
         known = to.known
         look = Look(view, to.config, to.profile, known.phase, known.agreed)
         self.freed = judge.freed_inputs(graph, known.phase)
-        self.snapshot: Snapshot | None = Snapshot(graph, self.freed)
-        self.cap = judge.cap(look, known.step, self.snapshot.reference.peak_bytes)
+        self.verified = verify.Known()
+        self.reference: verify.ReferenceSnapshot | None = None
+        self.snapshot: Snapshot | None = None
+        self.cap = judge.cap(look, known.step, self._snapshot().reference.peak_bytes)
         self.facts = Facts(look, self.cap, None if known.pins is None or known.pins.given_up else known.pins)
         self.steps: list[_Step] = []
         self.tried = self.cap, frozenset[int]()
@@ -292,7 +295,7 @@ class _Run:
                     self._restore(snapshot, facts)
                     one = outcome.again
                     continue
-                judgement = judge.judge(self.graph, one, outcome, facts, snapshot.reference)
+                judgement = judge.judge(self.graph, one, outcome, facts, snapshot.reference, self.verified)
             except (PlanFileError, VerificationError):
                 raise
             except Exception as error:
@@ -329,8 +332,15 @@ class _Run:
             return unpinned
 
     def _snapshot(self) -> Snapshot:
-        """Of the graph as it is: a pass that changed nothing leaves the one before it good for the next."""
-        self.snapshot = self.snapshot or Snapshot(self.graph, self.freed)
+        """Of the graph as it is: a pass that changed nothing leaves the one before it good for the next.
+
+        The verifier has just seen what a pass left, so it does not look at that again.
+        """
+        if self.snapshot is None:
+            reference = self.reference or verify.snapshot(
+                self.graph, donated=self.freed, for_ranks=False, known=self.verified
+            )
+            self.snapshot = Snapshot(self.graph, reference)
         return self.snapshot
 
     def _restore(self, snapshot: Snapshot, facts: Facts) -> None:
@@ -350,7 +360,7 @@ class _Run:
     def _kept(self, one: Pass, outcome: Outcome, judgement: judge.Judgement, snapshot: Snapshot) -> _Step:
         before = self.facts
         if outcome.report.changed:
-            self.snapshot = None
+            self.snapshot, self.reference = None, judgement.reference
         self.facts = dataclasses.replace(
             judgement.facts,
             pins=None if outcome.given_up else before.pins,

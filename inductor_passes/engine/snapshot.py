@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch.fx
 
 from inductor_passes import verify
@@ -17,10 +15,10 @@ class Snapshot:
         reference: what the verifier holds later versions against.
     """
 
-    def __init__(self, graph: torch.fx.Graph, freed: Collection[str] = ()) -> None:
-        """``freed``: names of inputs that are freed after their last use."""
+    def __init__(self, graph: torch.fx.Graph, reference: verify.ReferenceSnapshot) -> None:
+        """``reference``: of the graph as it is."""
         self._backup = Backup(graph)
-        self.reference = verify.snapshot(graph, donated=freed, for_ranks=False)
+        self.reference = reference
 
     def restore(self) -> None:
         """Put the graph back; its nodes may be other objects then."""

@@ -56,7 +56,7 @@ UNEQUAL = "ranks hold pieces of unequal size and could come to different decisio
 
 def moves_data(view: GraphView, node: torch.fx.Node) -> bool:
     """Whether a node only moves, pads or converts data, or is a view."""
-    role = view.role(node)
+    role = view.roles[node]
     return role is Role.FREE or (role is Role.COMPUTE and _torch.op_name(node.target) in _MOVES)
 
 
@@ -71,23 +71,22 @@ def preparations(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
     A node qualifies when all its inputs are graph inputs (or qualify themselves) and all its users are one start (or
     qualify for it). O(nodes + edges), by one sweep forwards and one backwards.
     """
+    roles = view.roles
     from_inputs: set[torch.fx.Node] = set()
     for node in view.nodes:
-        if view.role(node) is Role.INPUT or (
-            moves_data(view, node) and all(n in from_inputs for n in node.all_input_nodes)
-        ):
+        if roles[node] is Role.INPUT or (moves_data(view, node) and from_inputs.issuperset(node.all_input_nodes)):
             from_inputs.add(node)
     found: dict[torch.fx.Node, torch.fx.Node] = {}
     written = _written(view)
     for node in reversed(view.nodes):
-        if node not in from_inputs or view.role(node) is Role.INPUT:
+        if node not in from_inputs or roles[node] is Role.INPUT:
             continue
-        if node in written or any(n in written for n in node.all_input_nodes):
+        if node in written or not written.isdisjoint(node.all_input_nodes):
             continue
         # A view may be saved for backward as well: it moves nothing.
-        free = view.role(node) is Role.FREE
+        free = roles[node] is Role.FREE
         starts = {
-            user if view.role(user) is Role.START else found.get(user)
+            user if roles[user] is Role.START else found.get(user)
             for user in node.users
             if not (free and user.op == "output")
         }
@@ -113,18 +112,19 @@ def trims(
     computing = {wait for collective in uneven for wait in collective.waits}
 
     def elementwise(node: torch.fx.Node) -> bool:
-        return bool(computing) and view.role(node) is Role.COMPUTE and _torch.is_pointwise(node.target)
+        return bool(computing) and view.roles[node] is Role.COMPUTE and _torch.is_pointwise(node.target)
 
     for node in reversed(view.nodes):
-        if node in written or any(n in written for n in node.all_input_nodes):
+        # Most nodes have a user that goes on with them: that is asked first.
+        if any(user not in leaves and user.op != "output" for user in node.users):
             continue
-        if (moves_data(view, node) or elementwise(node)) and all(
-            user.op == "output" or user in leaves for user in node.users
-        ):
+        if not moves_data(view, node) and not elementwise(node):
+            continue
+        if node not in written and written.isdisjoint(node.all_input_nodes):
             leaves.add(node)
     place: dict[torch.fx.Node, int] = {}
     for number, node in enumerate(view.nodes):
-        role = view.role(node)
+        role = view.roles[node]
         if role is Role.WAIT:
             root[node], place[node] = node, number
         elif node in leaves:

@@ -6,6 +6,7 @@ everything that it is given, and its results may be that memory or their own.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -118,6 +119,25 @@ def is_view_op(target: object) -> bool:
 def may_copy(node: torch.fx.Node) -> bool:
     """Whether a view may turn out to be a copy, and so reads what it views."""
     return node.op == "call_function" and _torch.op_name(node.target) in MAY_COPY
+
+
+@functools.lru_cache(maxsize=4096)
+def makes_one_result(target: object) -> bool:
+    """Whether a call makes one result in memory of its own and writes to nothing, by the operator's schema."""
+    if not _torch.is_op(target) or _torch.op_name(target) in TRANSFERS | WAITS | REBINDING:
+        return False
+    use = _torch.memory_use(target)
+    return use is not None and not use.written and use.results == ((),)
+
+
+@functools.lru_cache(maxsize=4096)
+def views_its_first(target: object) -> bool:
+    """Whether a call returns the memory of its first argument and writes to nothing, by the operator's schema."""
+    if not _torch.is_op(target) or _torch.op_name(target) in TRANSFERS | WAITS | REBINDING:
+        return False
+    use = _torch.memory_use(target)
+    first = _torch.argument_names(target)[:1]
+    return use is not None and not use.written and bool(first) and use.results == (first,)
 
 
 def mutated_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:

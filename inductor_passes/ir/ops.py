@@ -95,6 +95,8 @@ _SOMETIMES_DEPENDENT = frozenset({"aten::index", "aten::repeat_interleave"})
 #: Operators that copy between devices. Towards the host a copy waits for the device, or, when it does not, relies on
 #: a later one that does.
 DEVICE_COPIES = frozenset({"aten::_to_copy", "aten::copy", "aten::copy_", "aten::to", "prims::device_put"})
+#: Operators whose arguments decide whether the host needs data to carry them out.
+_SOMETIMES_WAITS = frozenset({"aten::index", "aten::repeat_interleave"})
 #: Operators that are called for what they check: they keep their order among each other.
 _CHECKS = (
     "aten::_assert",
@@ -140,6 +142,8 @@ def role(node: torch.fx.Node) -> Role:
         return Role.OUTPUT
     if node.op != "call_function":
         return Role.FENCE
+    if (always := _role_of_all_calls(node.target)) is not None:
+        return always
     name = _torch.op_name(node.target)
     if not name:
         return _python_function_role(node)
@@ -149,6 +153,14 @@ def role(node: torch.fx.Node) -> Role:
     if (name in DEVICE_COPIES and _copies_to_host(node)) or _waits_for_data(node):
         return Role.FENCE
     return op_role(node.target)
+
+
+@functools.lru_cache(maxsize=4096)
+def _role_of_all_calls(target: object) -> Role | None:
+    """The role of an operator overload whatever its arguments are; None where they decide, and for anything else."""
+    if not _torch.is_op(target) or _torch.op_name(target) in DEVICE_COPIES | _SOMETIMES_WAITS:
+        return None
+    return op_role(target)
 
 
 def _waits_for_data(node: torch.fx.Node) -> bool:
@@ -227,11 +239,9 @@ def _python_function_role(node: torch.fx.Node) -> Role:
 def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
     """``random``, ``fence``, ``assert`` or "": nodes of one channel keep their order among each other."""
     if node.op == "call_function":
+        if channel := _channel_of_target(node.target):
+            return channel
         name = _torch.op_name(node.target)
-        if _torch.is_seeded_random(node.target) or name in RANDOM_HIGHER_ORDER:
-            return "random"
-        if name.startswith(_CHECKS):
-            return "assert"
         if name.startswith(higher_order.PREFIX) and its_role is not Role.FENCE:
             inside = {effect_channel(n, role(n)) for body in subgraphs(node) or [] for n in body.graph.nodes}
             if _torch.is_seeded_random(higher_order.wrapped(node)):
@@ -239,6 +249,15 @@ def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
             # A body that draws and checks counts as a draw: its checks come when it runs.
             return next((channel for channel in ("random", "assert") if channel in inside), "")
     return "fence" if its_role is Role.FENCE else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _channel_of_target(target: object) -> str:
+    """``random`` or ``assert`` for what always is in that channel, else ""."""
+    name = _torch.op_name(target)
+    if _torch.is_seeded_random(target) or name in RANDOM_HIGHER_ORDER:
+        return "random"
+    return "assert" if name.startswith(_CHECKS) else ""
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

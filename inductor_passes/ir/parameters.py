@@ -99,8 +99,8 @@ def names_at(node: torch.fx.Node) -> tuple[str, ...]:
 
 def names_by_node(graph: torch.fx.Graph) -> dict[str, tuple[str, ...]]:
     """Start or wait -> names of the parameters that it carries."""
-    found = ((node.name, names_at(node)) for node in graph.nodes if node.op == "call_function")
-    return {name: names for name, names in found if names}
+    near = [node for node in graph.nodes if META_KEY in node.meta or is_wait(node) or is_getitem(node)]
+    return {node.name: names for node in near if (names := names_at(node))}
 
 
 def region_of(nodes: Iterable[torch.fx.Node]) -> str:

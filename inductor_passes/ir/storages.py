@@ -55,6 +55,8 @@ class Storages:
         for node in graph.nodes:
             if node.op == "output":
                 continue
+            if node.op == "call_function" and self._is_plain(node):
+                continue
             self._set(node, self._where(node))
             if node.op == "call_function" and _torch.op_name(node.target) in memory.REBINDING:
                 self._join(self._of[node])
@@ -66,8 +68,26 @@ class Storages:
         """The storages that the node's value lives in; empty for values that are no tensors."""
         return self._of.get(node, ())
 
+    def _is_plain(self, node: torch.fx.Node) -> bool:
+        """Enter a node that makes one result, or views its first argument, and writes nothing; whether it is one."""
+        if memory.makes_one_result(node.target):
+            self._set(node, self._new(node, node.meta.get("val")))
+            return True
+        source = node.args[0] if node.args else None
+        if not isinstance(source, torch.fx.Node) or not memory.views_its_first(node.target):
+            return False
+        sources = self._of.get(source, ())
+        if not sources or not isinstance(node.meta.get("val"), torch.Tensor):
+            return False
+        self._set(node, sources)
+        return True
+
     def _set(self, node: torch.fx.Node, place: Place) -> None:
         self._place[node] = place
+        if type(place) is tuple and len(place) == 1:
+            self._of[node] = place
+            place[0].members.append(node)
+            return
         self._of[node] = tuple(dict.fromkeys(_flat(place)))
         for storage in self._of[node]:
             storage.members.append(node)

@@ -87,6 +87,8 @@ class GraphView:
         waits: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         for node in self.nodes:
             role = self.roles[node]
+            if role is Role.COMPUTE and not ops.is_view(node):
+                continue
             if role is Role.START:
                 origin[node] = node
                 waits[node] = []

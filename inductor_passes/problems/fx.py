@@ -19,7 +19,7 @@ from inductor_passes import _torch
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
-from inductor_passes.ir.canonical import COPIES, shards
+from inductor_passes.ir.canonical import COPIES, Shards, shards
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.builder import Builder, NoHintError
@@ -80,16 +80,18 @@ def build(
     name: str = "",
     estimator: Callable[[torch.fx.Node], float | None] | None = None,
     agreed: bool = True,
+    known: Shards | None = None,
 ) -> FxProblem:
     """The scheduling problem of a graph; O(nodes + edges).
 
     Args:
         agreed: whether all ranks compile this graph; otherwise collectives keep the order in which they came.
+        known: shards of the graph, when somebody has looked already.
 
     Raises:
         NoHintError: a collective or a storage has a symbolic size without a hint.
     """
-    return _Reader(view, profile, name, estimator, agreed).read()
+    return _Reader(view, known or shards(view), profile, name, estimator, agreed).read()
 
 
 class _Reader:
@@ -98,6 +100,7 @@ class _Reader:
     def __init__(
         self,
         view: GraphView,
+        found: Shards,
         profile: CostProfile,
         name: str,
         estimator: Callable[[torch.fx.Node], float | None] | None,
@@ -105,7 +108,7 @@ class _Reader:
     ) -> None:
         self.view = view
         self.costs = ComputeCosts(view, profile, estimator)
-        self.shards = shards(view)
+        self.shards = found
         self.ranks_agree = agreed and self.shards.ranks_agree
         self.owner = self.shards.owner
         self.builder = Builder(profile, estimator, name=name, hold_unknown=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.fx
@@ -133,29 +133,27 @@ class GraphMemory:
         )
         block = Block(made_by.name, size, producer, pinned=pinned)
         first = last = self._places.get(made_by, 0)
+        uneven, roles, users = bool(self._shards.uneven), self._view.roles, block.users
         for member in storage.members:
             for user in (member, *member.users):
                 task = self._task_of.get(user if computed_at is None else computed_at(user))
                 if task is None:
                     continue
-                block.users.update(self._holding(user, task))
+                if uneven or roles[user] is Role.START:
+                    # What only prepares the message is not read any more while it travels. Where shards are uneven,
+                    # ranks prepare theirs in different ways: all are charged for the longest.
+                    users.update(self._builder.in_flight(task))
+                else:
+                    users.add(task)
+                if self._view.transfer_waits:
+                    # What is sent is read until the send has been waited for.
+                    users.update(self._task_of[wait] for wait in self._view.transfer_waits.get(user, ()))
                 # A view touches no memory: one that nobody reads keeps none alive. Uneven ranks differ in views.
-                if task == producer and (self._shards.uneven or self._view.role(user) is not Role.FREE):
+                if task == producer and (uneven or roles[user] is not Role.FREE):
                     last = max(last, self._places.get(user, 0))
         if made_by in self._places:
             block.span = first, last
         return block
-
-    def _holding(self, user: torch.fx.Node, task: int) -> Iterator[int]:
-        """The tasks for which the memory that ``user`` touches in ``task`` is needed."""
-        if self._shards.uneven or self._view.role(user) is Role.START:
-            # What only prepares the message is not read any more while it travels. Where shards are uneven, ranks
-            # prepare theirs in different ways: all are charged for the longest.
-            yield from self._builder.in_flight(task)
-        else:
-            yield task
-        # What is sent is read until the send has been waited for.
-        yield from (self._task_of[wait] for wait in self._view.transfer_waits.get(user, ()))
 
     def _pads_some_ranks(self, node: torch.fx.Node) -> bool:
         """Whether a node pads or trims the shard of a rank that has a smaller one, at no cost of its own.

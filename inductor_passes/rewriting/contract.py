@@ -87,7 +87,9 @@ class Look:
     def problem(self) -> FxProblem:
         """See :attr:`Facts.problem`."""
         estimator = self.config.estimator
-        return build(self.view, self.profile, name=self.phase, estimator=estimator, agreed=self.agreed)
+        return build(
+            self.view, self.profile, name=self.phase, estimator=estimator, agreed=self.agreed, known=self.shards
+        )
 
     @cached_property
     def shards(self) -> Shards:

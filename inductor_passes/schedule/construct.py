@@ -13,8 +13,7 @@ from inductor_passes.schedule.bounds import tails
 from inductor_passes.schedule.guarded import Guard, Timing, Trial, just_in_time
 from inductor_passes.schedule.justify import backwards, improve
 from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
-from inductor_passes.schedule.memory import live_bytes
-from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.simulate import value
 from inductor_passes.schedule.tables import Tables
 
 #: Up to this many tasks every rule is tried; above, work is saved once an order is close enough to the bound.
@@ -68,7 +67,7 @@ def construct(
     """
 
     def candidate(name: str, order: Sequence[int]) -> Trial:
-        found = Trial(name, order, replay_time(t, order).makespan, max(live_bytes(t, order), default=t.live0))
+        found = Trial(name, order, *value(t, order))
         offer(found)
         return found
 

@@ -39,7 +39,7 @@ _LARGEST = 1 << 60
 #: What the core gives where it has no answer.
 _NO_TASK, _FAILED = -1, -2
 _FUNCTIONS = (
-    *("replay", "live_bytes", "latest_issue", "as_progress"),
+    *("replay", "live_bytes", "value", "latest_issue", "as_progress"),
     *("lazy", "list_schedule", "improve_window", "sweep"),
     *("waits_down", "starts_up", "makespans"),
 )
@@ -143,6 +143,18 @@ def live_bytes(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> list[int]
     given, out = _array(order), _empty(t.n)
     _checked(library.ip_live_bytes(t.view, _at(given), _at(out)))
     return out.tolist()
+
+
+def value(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[int, int]:
+    """See :func:`~inductor_passes.schedule.simulate.value`.
+
+    Raises:
+        ProblemError: a wait comes before its start.
+        IndexError: a number that is no task's.
+    """
+    given, makespan, peak = _array(order), _I64(), _I64()
+    _legal(t, library.ip_value(t.view, _at(given), ctypes.byref(makespan), ctypes.byref(peak)))
+    return makespan.value, peak.value
 
 
 def latest_issue(

@@ -23,7 +23,7 @@ from inductor_passes.schedule.memory_bound import Bound, best_known
 from inductor_passes.schedule.polish import polish
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.robust import disturbed, with_slack
-from inductor_passes.schedule.simulate import simulate
+from inductor_passes.schedule.simulate import value
 from inductor_passes.schedule.tables import Tables, tables
 
 #: States that local search may expand per unit of effort: per task, and for any problem.
@@ -86,9 +86,8 @@ class _Best:
         self.problem = problem
         self.budget = budget_bytes
         self.order: Sequence[int] = problem.input_order
-        timeline = simulate(problem)
-        self.makespan = self.input_makespan = timeline.makespan_ns
-        self.peak = self.input_peak = timeline.peak_bytes
+        self.makespan, self.peak = value(tables(problem), range(len(problem)))
+        self.input_makespan, self.input_peak = self.makespan, self.peak
         self.method = "input"
         self.feasible = budget_bytes is None or self.peak <= budget_bytes
         self.seen: list[Trial] = []
@@ -100,8 +99,7 @@ class _Best:
 
     def judge(self, method: str, order: Sequence[int], polished: bool = False) -> bool:
         """Simulate ``order`` and :meth:`offer` it."""
-        timeline = simulate(self.problem, order)
-        return self.offer(Trial(method, order, timeline.makespan_ns, timeline.peak_bytes), polished)
+        return self.offer(Trial(method, order, *value(tables(self.problem), order)), polished)
 
     def offer(self, found: Trial, polished: bool = False) -> bool:
         """Keep the candidate if it is better (``polished``: or as good); whether it was."""

@@ -1008,6 +1008,23 @@ i64 ip_live_bytes(const Tables *t, const i64 *order, i64 *out) {
     });
 }
 
+// Makespan and peak, without what happens when.
+i64 ip_value(const Tables *t, const i64 *order, i64 *makespan, i64 *peak) {
+    return without_exceptions([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        vector<i64> room(5 * t->n);
+        Trace trace;
+        trace.begin = room.data(), trace.end = trace.begin + t->n, trace.lane_begin = trace.end + t->n;
+        trace.lane_end = trace.lane_begin + t->n, trace.exposed = trace.lane_end + t->n;
+        i64 wrong = replay(*t, order, trace);
+        *makespan = trace.makespan;
+        vector<i64> live(t->n);
+        live_bytes(*t, order, live.data());
+        *peak = live.empty() ? t->live0 : *std::max_element(live.begin(), live.end());
+        return wrong;
+    });
+}
+
 i64 ip_latest_issue(const Tables *t, const i64 *order, i64 makespan, i64 *begin, i64 *lane_begin, const i64 *wait_by,
                     i64 *out) {
     return without_exceptions([&]() -> i64 {

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.placing import starts_down, starts_up, waits_down
-from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.simulate import value
 from inductor_passes.schedule.tables import Tables
 
 
 def polish(t: Tables, order: Sequence[int]) -> list[int]:
     """An order as fast as ``order``, of at most its peak, with starts and waits placed as described above."""
-    result, value = list(order), _value(t, order)
+    result, best = list(order), value(t, order)
     steps: tuple[Callable[[int], list[int]], ...] = (
         lambda peak: waits_down(t, result, peak),
         lambda peak: starts_down(t, result),
@@ -28,12 +27,8 @@ def polish(t: Tables, order: Sequence[int]) -> list[int]:
         lambda peak: starts_up(t, result, peak),
     )
     for step in steps:
-        changed = step(value[1])
-        found = _value(t, changed)
-        if found <= value:
-            result, value = changed, found
+        changed = step(best[1])
+        found = value(t, changed)
+        if found <= best:
+            result, best = changed, found
     return result
-
-
-def _value(t: Tables, order: Sequence[int]) -> tuple[int, int]:
-    return replay_time(t, order).makespan, max(live_bytes(t, order), default=t.live0)

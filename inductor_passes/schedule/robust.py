@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from inductor_passes.schedule import native
-from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.placing import starts_up, waits_down
 from inductor_passes.schedule.problem import Kind
-from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.simulate import replay_time, value
 from inductor_passes.schedule.tables import Tables, once
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
@@ -132,8 +131,7 @@ def with_slack(t: Tables, order: Sequence[int], cap_bytes: int | None) -> Harden
 
     Memory up to ``cap_bytes`` (None: unlimited) is taken where the mean gets better by it.
     """
-    value = replay_time(t, order).makespan
-    peak = max(live_bytes(t, order), default=t.live0)
+    makespan, peak = value(t, order)
     plain = disturbed(t, order).mean_ns
     best = Hardened(list(order), plain, plain)
     for percent, thousandths in _TRIED:
@@ -142,8 +140,9 @@ def with_slack(t: Tables, order: Sequence[int], cap_bytes: int | None) -> Harden
             break
         found: Sequence[int] = order
         for _ in range(_ROUNDS):
-            found = starts_up(t, waits_down(t, found, limit), limit, value * thousandths // 1000)
-        if replay_time(t, found).makespan > value or max(live_bytes(t, found), default=0) > limit:
+            found = starts_up(t, waits_down(t, found, limit), limit, makespan * thousandths // 1000)
+        found_value = value(t, found)
+        if found_value[0] > makespan or found_value[1] > limit:
             continue
         mean = disturbed(t, found).mean_ns
         if mean < best.mean_ns - best.mean_ns // _EQUAL:

@@ -117,6 +117,18 @@ def replay_time(t: Tables, order: Sequence[int]) -> Trace:
     return Trace(makespan, begin, end, lane_begin, lane_end, exposed)
 
 
+def value(t: Tables, order: Sequence[int]) -> tuple[int, int]:
+    """Makespan in ns and peak in bytes of an order. O(N).
+
+    Raises:
+        ProblemError: a wait comes before its start.
+    """
+    found = native.flat(t) if len(order) == t.n else None
+    if found is not None:
+        return native.value(*found, order)
+    return replay_time(t, order).makespan, max(live_bytes(t, order), default=t.live0)
+
+
 def simulate(problem: Problem, order: Sequence[int] | None = None) -> Timeline:
     """Replay ``order`` (default: the input order). O(N).
 

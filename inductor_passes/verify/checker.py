@@ -13,6 +13,7 @@ from inductor_passes.verify import graph as rules
 from inductor_passes.verify import memory, values
 from inductor_passes.verify.certificate import Certificate
 from inductor_passes.verify.facts.higher_order import attribute
+from inductor_passes.verify.facts.known import Known
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.reference import GroupOrder, compare, inside
 from inductor_passes.verify.snapshot import ReferenceSnapshot, finding_key, take
@@ -37,12 +38,12 @@ class _Look:
         return take(self.view, self.findings, peak_bytes, bodies, for_ranks=for_ranks)
 
 
-def _look(graph: torch.fx.Graph, depth: int = 0) -> _Look:
+def _look(graph: torch.fx.Graph, depth: int = 0, known: Known | None = None) -> _Look:
     """Rules that need no reference. Without a legal topology nothing else is defined: no view."""
     found = rules.topology(graph)
     if found:
         return _Look(None, found, {})
-    view = View(graph)
+    view = View(graph, known=known)
     bodies = _bodies(graph, depth)
     found = [*rules.waits_and_flight(view), *rules.overwritten_results(view), *rules.metadata(view)]
     for name, body in bodies.items():
@@ -61,18 +62,25 @@ def _bodies(graph: torch.fx.Graph, depth: int) -> dict[str, _Look]:
     return found
 
 
-def snapshot(graph: torch.fx.Graph, *, donated: Collection[str] = (), for_ranks: bool = True) -> ReferenceSnapshot:
+def snapshot(
+    graph: torch.fx.Graph,
+    *,
+    donated: Collection[str] = (),
+    for_ranks: bool = True,
+    known: Known | None = None,
+) -> ReferenceSnapshot:
     """Plain data about a graph, to hold a later version of it against; O(nodes + edges).
 
     Args:
         donated: names of graph inputs that are freed after their last use; matters for ``peak_bytes`` only.
         for_ranks: whether to keep what :func:`check_ranks` and :func:`digest` compare; half of the time it takes.
+        known: what earlier looks at the graph found out about its nodes; filled.
 
     Raises:
         ValueError: the graph is illegal: it uses a value before it is defined, or nothing can be made of its arguments.
     """
     try:
-        look = _look(graph)
+        look = _look(graph, known=known)
         if look.view is not None:
             return look.taken(memory.peak_of(look.view, donated), for_ranks)
         why = look.findings[0].message
@@ -85,6 +93,20 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What the verifier found.
+
+    Attributes:
+        findings: empty when the graph is legal.
+        snapshot: of the graph, to hold the next version of it against; None where nothing could be made of it, or there
+            was no reference.
+    """
+
+    findings: list[Finding]
+    snapshot: ReferenceSnapshot | None = None
+
+
 def check(
     graph: torch.fx.Graph,
     *,
@@ -94,6 +116,7 @@ def check(
     certificates: Sequence[Certificate] = (),
     group_order: GroupOrder = "kept",
     numerics: Numerics = "exact",
+    known: Known | None = None,
 ) -> list[Finding]:
     """Everything the verifier holds against a graph; empty when it is legal. O(nodes + edges); reads only.
 
@@ -107,6 +130,7 @@ def check(
         group_order: ``"kept"``: another order of starts within a process group than the reference's is a finding;
             ``"any"``: it is not, because the ranks compare plans.
         numerics: what counts as the same value, see :func:`inductor_passes.verify.values.changed_values`.
+        known: what earlier looks at the graph found out about its nodes; filled.
 
     Raises:
         ValueError: ``group_order`` or ``numerics`` is something else.
@@ -119,37 +143,50 @@ def check(
         before = snapshot(reference) if isinstance(reference, torch.fx.Graph) else reference
     except ValueError as error:
         return [Finding("reference", "", f"there is nothing to hold the graph against: {error}")]
+    asked = Asked(memory_budget, donated, certificates, group_order, numerics)
+    return checked(graph, before, asked, known).findings
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a graph is held to, see :func:`check`."""
+
+    memory_budget: int | None = None
+    donated: Collection[str] = ()
+    certificates: Sequence[Certificate] = ()
+    group_order: GroupOrder = "kept"
+    numerics: Numerics = "exact"
+
+
+def checked(
+    graph: torch.fx.Graph, before: ReferenceSnapshot | None, asked: Asked, known: Known | None = None
+) -> Checked:
+    """:func:`check` for who goes on with the graph: its snapshot comes with the findings."""
     try:
-        found = _checked(graph, before, memory_budget, donated, certificates, group_order, numerics)
-        return _named(found, graph, before) if found else found
+        found = _checked(graph, before, asked, known)
+        named = _named(found.findings, graph, before) if found.findings else []
+        return dataclasses.replace(found, findings=named)
     except Exception as error:  # as in snapshot()
-        return [Finding("unreadable", "", f"nothing can be made of the graph: {_said(error)}")]
+        return Checked([Finding("unreadable", "", f"nothing can be made of the graph: {_said(error)}")])
 
 
-def _checked(
-    graph: torch.fx.Graph,
-    before: ReferenceSnapshot | None,
-    memory_budget: int | None,
-    donated: Collection[str],
-    certificates: Sequence[Certificate],
-    group_order: GroupOrder,
-    numerics: Numerics,
-) -> list[Finding]:
-    look = _look(graph)
+def _checked(graph: torch.fx.Graph, before: ReferenceSnapshot | None, asked: Asked, known: Known | None) -> Checked:
+    look = _look(graph, known=known)
     found = look.findings
     if look.view is None:
-        return found
+        return Checked(found)
     if before is None:
         # A legal graph that Inductor breaks by itself; held against what made it of one that Inductor does not.
         found = [f for f in found if f.rule != rules.OVERWRITTEN]
-    if memory_budget is not None:
-        found = [*found, *_budget(memory.peak_of(look.view, donated), memory_budget)]
-    if before is not None:
-        found = [f for f in found if finding_key(f) not in before.findings]
-        after = look.taken(None)
-        found.extend(compare(before, after, certificates, group_order))
-        found.extend(values.compared(before.program, after.program, certificates, numerics))
-    return found
+    if asked.memory_budget is not None:
+        found = [*found, *_budget(memory.peak_of(look.view, asked.donated), asked.memory_budget)]
+    if before is None:
+        return Checked(found)
+    found = [f for f in found if finding_key(f) not in before.findings]
+    after = look.taken(None)
+    found.extend(compare(before, after, asked.certificates, asked.group_order))
+    found.extend(values.compared(before.program, after.program, asked.certificates, asked.numerics))
+    return Checked(found, after)
 
 
 def _named(found: list[Finding], graph: torch.fx.Graph, before: ReferenceSnapshot | None) -> list[Finding]:

@@ -26,15 +26,21 @@ _COMMON = frozenset({type(None), int, str})
 _TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+#: What is the same for as long as it is the same object.
+_LASTING = (*_PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
 class Literals:
     """Texts of the literals of one graph.
 
     Attributes:
         held: what is compared by identity; it must live for as long as the texts, so that nothing takes its address.
+        passing: how many texts were of what may change: tensors, generators, symbols, graphs and unknown objects.
     """
 
     def __init__(self) -> None:
         self.held: list[object] = []
+        self.passing = 0
 
     def text(self, value: object) -> str:
         """A literal that is no node, list, tuple, dict or slice."""
@@ -42,6 +48,8 @@ class Literals:
             return repr(value)
         if type(value) is float:
             return repr(value) if value == value else f"nan {struct.pack('>d', value).hex()}"
+        if not isinstance(value, _LASTING):
+            self.passing += 1
         if isinstance(value, torch.Tensor):
             return self.tensor(value)
         if isinstance(value, (*_PLAIN, *_TORCH, enum.Enum)) or _torch.is_op(value) or _torch.is_higher_order_op(value):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.fx
@@ -16,14 +18,14 @@ from inductor_passes.verify.constants import Literals
 from inductor_passes.verify.events import Event, events
 from inductor_passes.verify.facts import communication
 from inductor_passes.verify.facts.higher_order import attribute
+from inductor_passes.verify.facts.known import Words
 from inductor_passes.verify.facts.operators import by_name
 from inductor_passes.verify.facts.storages import Block
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.values import Program
 
 
-@dataclass(frozen=True, slots=True)
-class NodeRecord:
+class NodeRecord(NamedTuple):
     """One node.
 
     Attributes:
@@ -147,32 +149,26 @@ def take(
     for node in view.nodes:
         facts = view.facts[node]
         role = facts.role
-        operands: list[torch.fx.Node] = []
-        literals: list[str] = []
-        for argument in node.args:
-            _take_apart(argument, operands, literals, constants)
-        for key in sorted(node.kwargs):
-            literals.append(key + "=")
-            _take_apart(node.kwargs[key], operands, literals, constants)
+        words = view.known.words(node, view.values, functools.partial(_words, node, constants))
+        text = words.literals
         if node.op == "get_attr":
-            literals.append(_held(node, constants))
-        target = str(node.target)
-        text = "".join(literals)
+            text += _held(node, constants)
         identity = (node.name,) if node.op in ("placeholder", "output") else ()
-        structures[node] = hash((target, text, tuple(structures[o] for o in operands if o in structures), identity))
+        operands = tuple([structures[o] for o in words.operands if o in structures])
+        structures[node] = hash((words.target, text, operands, identity))
         nodes[node.name] = NodeRecord(
             name=node.name,
             op=node.op,
-            target=target,
+            target=words.target,
             role=role,
-            operands=tuple(o.name for o in operands),
+            operands=tuple([o.name for o in words.operands]),
             literals=text,
-            value=value_text(node.meta.get("val")),
+            value=words.value,
             channel=facts.channel,
             certain=facts.certain,
             communicates=_communicates(node, role),
-            writes=tuple(w.name for w in facts.writes),
-            written=tuple(dict.fromkeys(b.producer.name for w in facts.writes for b in view.storages.of(w))),
+            writes=tuple([w.name for w in facts.writes]),
+            written=_written(view, facts.writes) if facts.writes else (),
             segment=segment,
             versions=versions.visit(node),
             structure=structures[node],
@@ -191,6 +187,25 @@ def take(
         program=Program(view),
         parameters=names_by_node(view.graph),
     )
+
+
+def _written(view: View, writes: tuple[torch.fx.Node, ...]) -> tuple[str, ...]:
+    """Names of the nodes that brought the memory of ``writes`` to life."""
+    return tuple(dict.fromkeys(block.producer.name for node in writes for block in view.storages.of(node)))
+
+
+def _words(node: torch.fx.Node, constants: Literals) -> tuple[Words, bool]:
+    """Arguments and value as text, and whether all literals are such that the text cannot change."""
+    before = constants.passing
+    operands: list[torch.fx.Node] = []
+    literals: list[str] = []
+    for argument in node.args:
+        _take_apart(argument, operands, literals, constants)
+    for key in sorted(node.kwargs):
+        literals.append(key + "=")
+        _take_apart(node.kwargs[key], operands, literals, constants)
+    words = Words(str(node.target), tuple(operands), "".join(literals), value_text(node.meta.get("val")))
+    return words, constants.passing == before
 
 
 def _held(node: torch.fx.Node, constants: Literals) -> str:

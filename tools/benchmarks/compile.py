@@ -1,7 +1,8 @@
-"""What compiling costs: planning alone on growing problems, and whole compilations with the compiler's memory.
+"""What compiling costs: planning alone, the whole FX pass, and whole compilations with the compiler's memory.
 
 Planning alone is measured on synthetic problems in the shape of training steps
-(``tests/support/schedule_graphs.py``), by processor time of one thread. Whole compilations are of a small Llama under
+(``tests/support/schedule_graphs.py``), by processor time of one thread; the whole FX pass on large FX graphs
+(``whole_pass``). Whole compilations are of a small Llama under
 ``simple_fsdp`` in a fake process group, each in a process of its own (``compile_worker.py``) with empty caches, with
 default Inductor and with ours in turn.
 """
@@ -26,6 +27,7 @@ from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Problem
 from tests.support import schedule_graphs as graphs
+from tools.benchmarks import whole_pass
 from tools.shared.launch import ROOT, environment
 from tools.shared.record import RESULTS, chosen, markdown_table, write
 
@@ -155,14 +157,30 @@ def compile_time(
     ] = None,
     shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(SHAPES)}. Default: all.")] = None,
     budget: Annotated[str, typer.Option(help='For planning alone: "0" (the input\'s peak) or "unlimited".')] = "0",
+    whole_size: Annotated[
+        list[int] | None, typer.Option(help="Nodes of the graphs of the whole FX pass; repeatable. Default: 13000.")
+    ] = None,
+    whole_shape: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(whole_pass.SHAPES)}. Default: all.")
+    ] = None,
+    only_whole_pass: Annotated[bool, typer.Option(help="Measure nothing but the whole FX pass; no page.")] = False,
     layers: Annotated[list[int] | None, typer.Option(help="Depths to compile; repeatable. Default: 2 4 8 16.")] = None,
     timeout_s: Annotated[int, typer.Option(min=1, help="Per compilation.")] = 1800,
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
-    """Planning and compile time, and the compiler's memory, against the number of nodes."""
+    """Planning, the whole FX pass and compile time, and the compiler's memory, against the number of nodes."""
     shapes = chosen(shape, SHAPES, "shape")
     chosen([budget], ("0", "unlimited"), "budget")
+    whole_shapes = chosen(whole_shape, whole_pass.SHAPES, "whole-shape")
     console = Console(width=150)
+    whole = whole_pass.whole_passes(
+        whole_shapes,
+        list(whole_size or whole_pass.SIZES),
+        whole_pass.BUDGETS,
+        lambda row: console.print("  ".join(whole_pass.cells(row))),
+    )
+    if only_whole_pass:
+        return
     plans = planning(shapes, list(size or (1000, 4000, 13000, 36000)), budget)
     view = Table(*PLAN_HEADER, title=f"planning alone, memory budget {budget}")
     for row in plans:
@@ -186,6 +204,14 @@ def compile_time(
         "",
         *markdown_table(PLAN_HEADER, [plan_cells(row) for row in plans]),
         "",
+        "## Whole FX pass",
+        "",
+        "All passes with the verifier on, over FX graphs of several shapes (a few traced layers, repeated), buckets "
+        "on, processor time of one thread. The makespan is over the bound of the graph as it came, which knows no "
+        "buckets.",
+        "",
+        *markdown_table(whole_pass.HEADER, [whole_pass.cells(row) for row in whole]),
+        "",
         "## Whole compilations",
         "",
         "Forward and backward of a small Llama under `simple_fsdp` in a fake process group of 8 ranks, each in a "
@@ -195,5 +221,5 @@ def compile_time(
         "",
         *markdown_table(COMPILE_HEADER, rows),
     ]
-    data = {"planning": plans, "compiling": compiled}
+    data = {"planning": plans, "whole_pass": whole, "compiling": compiled}
     write("compile", "Compile time and memory", body, data, lambda path: _draw(plans, compiled, path), folder=out)

@@ -15,7 +15,8 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir.ops import Role
-from inductor_passes.verify.facts import communication, higher_order, operators, roles, running
+from inductor_passes.verify.facts import communication, higher_order, roles, running
+from inductor_passes.verify.facts.known import Known
 from inductor_passes.verify.facts.operators import Part, by_name, nodes_in, operator_of
 from inductor_passes.verify.facts.places import LookInside, NodeFacts, Places
 from inductor_passes.verify.facts.storages import Place, flat
@@ -32,8 +33,8 @@ _REINPLACED = frozenset(
 class Reader(Places):
     """Reads the nodes of one graph in order."""
 
-    def __init__(self, look_inside: LookInside) -> None:
-        super().__init__(look_inside)
+    def __init__(self, look_inside: LookInside, known: Known | None = None) -> None:
+        super().__init__(look_inside, known)
         self._attributes: dict[object, Place] = {}
 
     def read(self, node: torch.fx.Node) -> NodeFacts:
@@ -120,7 +121,7 @@ class Reader(Places):
     def _called(self, node: torch.fx.Node) -> NodeFacts:
         """Facts about a call to an operator that is no collective."""
         what = operator_of(node.target)
-        signature, parts = operators.call(node.target, node.args, node.kwargs, self.values)
+        signature, parts = self.known.call(node, self.values)
         seen = signature.observed
         if seen is None:
             return self._unseen(node, signature.draws)

@@ -111,7 +111,7 @@ class Part:
     path: tuple[object, ...] = ()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Value:
     """A node's value as operators can be run with it.
 
@@ -120,37 +120,65 @@ class Value:
         key: equal for values that operators treat alike.
         paths: of its tensors.
         devices: kinds of device that they are on.
+        source: what it was taken from.
+        sizes: dtype, sizes and strides of a tensor; None for anything else, and when some are symbols.
     """
 
     runnable: Any
     key: Any
     paths: tuple[tuple[object, ...], ...]
     devices: frozenset[str]
+    source: Any
+    sizes: tuple[Any, ...] | None
+
+    @property
+    def lasting(self) -> bool:
+        """Whether what is known of it can be checked, and so be kept for another look."""
+        return self.sizes is not None
 
 
 class Values:
     """Values of nodes; each is taken apart once.
 
+    Args:
+        kept: values of earlier looks at the graph, of which those that have not changed are used; filled.
+
     Attributes:
         accelerated: whether one of them was on a device that is not the host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: dict[torch.fx.Node, Value] | None = None) -> None:
         self.accelerated = False
+        self._kept: dict[torch.fx.Node, Value] = {} if kept is None else kept
         self._known: dict[torch.fx.Node, Value] = {}
 
     def of(self, node: torch.fx.Node) -> Value:
         """A node's value."""
         found = self._known.get(node)
         if found is None:
-            value = node.meta.get("val", Unknown)
-            places = list(_places(value))
-            devices = frozenset(tensor.device.type for _, tensor in places)
-            runnable = _runnable(value, _torch.UNKNOWN_SIZES[0])
-            found = Value(runnable, _frozen(runnable), tuple(path for path, _ in places), devices)
-            self._known[node] = found
-            self.accelerated = self.accelerated or not devices <= _HOST
+            found = self._known[node] = self._found(node)
+            self.accelerated = self.accelerated or not found.devices <= _HOST
         return found
+
+    def _found(self, node: torch.fx.Node) -> Value:
+        value = node.meta.get("val", Unknown)
+        kept = self._kept.get(node)
+        if kept is not None and kept.source is value and kept.sizes is not None and kept.sizes == _sizes(value):
+            return kept
+        if isinstance(value, torch.Tensor):
+            paths: tuple[tuple[object, ...], ...] = ((),)
+            devices = frozenset((value.device.type,))
+        else:
+            places = list(_places(value))
+            paths, devices = tuple(path for path, _ in places), frozenset(tensor.device.type for _, tensor in places)
+        runnable = _runnable(value, _torch.UNKNOWN_SIZES[0])
+        found = self._kept[node] = Value(runnable, _frozen(runnable), paths, devices, value, _sizes(value))
+        return found
+
+
+def _sizes(value: Any) -> tuple[Any, ...] | None:
+    """Dtype, sizes and strides of a tensor; None for anything else, and when some are symbols."""
+    return _torch.plain_sizes(value) if isinstance(value, torch.Tensor) else None
 
 
 def call(target: Any, args: Any, kwargs: Any, values: Values) -> tuple[Signature, list[Part]]:

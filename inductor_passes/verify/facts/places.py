@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch.fx
 
 from inductor_passes.ir.ops import Role
-from inductor_passes.verify.facts import operators, roles
+from inductor_passes.verify.facts import roles
 from inductor_passes.verify.facts.higher_order import Inside
+from inductor_passes.verify.facts.known import Known
 from inductor_passes.verify.facts.storages import Block, Place, Storages
 
 Nodes = tuple[torch.fx.Node, ...]
@@ -50,11 +51,13 @@ class Places:
         storages: filled along the way.
         facts: of the nodes that have been read.
         look_inside: tells what happens in the graphs that a node runs.
+        known, values: facts about single nodes, see :class:`Known`.
     """
 
-    def __init__(self, look_inside: LookInside) -> None:
+    def __init__(self, look_inside: LookInside, known: Known | None = None) -> None:
         self.storages = Storages()
-        self.values = operators.Values()
+        self.known = known or Known()
+        self.values = self.known.values()
         self.facts: dict[torch.fx.Node, NodeFacts] = {}
         self.look_inside = look_inside
 

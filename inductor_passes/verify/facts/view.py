@@ -16,6 +16,7 @@ from inductor_passes.ir.groups import Group, resolve
 from inductor_passes.ir.ops import Role
 from inductor_passes.verify.facts import communication
 from inductor_passes.verify.facts.higher_order import Inside
+from inductor_passes.verify.facts.known import Known
 from inductor_passes.verify.facts.nodes import Reader
 from inductor_passes.verify.facts.operators import by_name, nodes_in
 from inductor_passes.verify.facts.places import NodeFacts
@@ -65,18 +66,20 @@ class View:
         storages: blocks of memory.
         collectives, by_start, collectives_of_wait: see :class:`Collective`.
         transfer_waits: the waits of every transfer.
+        known, values: facts about single nodes.
     """
 
-    def __init__(self, graph: torch.fx.Graph, bodies: _Bodies | None = None) -> None:
+    def __init__(self, graph: torch.fx.Graph, bodies: _Bodies | None = None, known: Known | None = None) -> None:
         self.graph = graph
         self.nodes: list[torch.fx.Node] = list(graph.nodes)
         self.position = {node: i for i, node in enumerate(self.nodes)}
-        reader = Reader((bodies or _Bodies()).look_inside)
+        reader = Reader((bodies or _Bodies()).look_inside, known)
         for node in self.nodes:
             reader.read(node)
         self.facts: dict[torch.fx.Node, NodeFacts] = reader.facts
         self.roles: dict[torch.fx.Node, Role] = {node: facts.role for node, facts in self.facts.items()}
         self.storages = reader.storages
+        self.known, self.values = reader.known, reader.values
         self.transfer_waits: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         self.collectives: list[Collective] = []
         self.by_start: dict[torch.fx.Node, Collective] = {}
