@@ -153,6 +153,7 @@ AsyncTpLowering = Literal["auto", "decompose", "op", "symm_mem", "kernels"]
 InTree = Literal["error", "warn"]
 RankCheck = Literal["off", "warn", "error"]
 PlanMismatch = Literal["error", "replan"]
+Replicas = Literal["proven", "implied"]
 Switch = Literal["on", "off"]
 
 
@@ -250,6 +251,14 @@ class PassConfig:
         'With ",error-above:64MiB" appended, compilation fails where an operator implicitly redistributes more than '
         "that per rank; the error names the source line. See [redistributions](redistribute.md).",
         "numerics",
+    )
+    replicas: Replicas = _doc(
+        "What counts as equal on the ranks of a group, where a rank may compute for others what all of them computed "
+        '(sequence parallelism): "proven" what came out of a collective over the group, and what is made of that; '
+        '"implied" also inputs that are combined with it element by element, such as weights of norms, biases, '
+        "position embeddings and the first residual. Say so only if ranks hold the same there: nothing checks it. See "
+        "[redistributions](redistribute.md#sequence-parallelism).",
+        "proven",
     )
     async_tp: AsyncTp | Literal["numerics"] = _doc(
         "Cut matmuls and the collectives next to them into parts that overlap: "
@@ -452,6 +461,7 @@ _LITERALS: dict[str, tuple[str, ...]] = {
     "schedule": get_args(Switch),
     "effort": get_args(Effort),
     "numerics": get_args(Numerics),
+    "replicas": get_args(Replicas),
     "async_tp": (FOLLOWS, *get_args(AsyncTp)),
     "async_tp_lowering": get_args(AsyncTpLowering),
     "bucket": get_args(Switch),

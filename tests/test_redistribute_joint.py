@@ -57,7 +57,7 @@ def test_nothing_is_left_of_a_compilation_that_failed():
     [
         ({"redistribute": "reassociate"}, True),
         ({"redistribute": "exact"}, False),
-        ({"redistribute": "reassociate", "async_tp": "auto"}, False),
+        ({"redistribute": "reassociate", "async_tp": "auto"}, True),
     ],
 )
 def test_it_is_registered_where_it_has_something_to_do(fields, registered):

@@ -64,7 +64,7 @@ class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
 
 def joint_wanted(settings: PassConfig) -> bool:
     """Whether any setting switches a joint rewrite on."""
-    return settings.tier == "reassociate" and not settings.uses_async_tp
+    return settings.tier == "reassociate"
 
 
 class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]

@@ -178,6 +178,7 @@ def judge(
         certificates=outcome.certificates,
         group_order=one.group_order if facts.agreed else "kept",
         numerics=getattr(one, "numerics", "exact"),
+        replicas=facts.config.replicas,
     )
     checked = verify.checked(graph, reference, asked, known)
     findings = checked.findings

@@ -22,6 +22,7 @@ from inductor_passes.rewrites.r12_visible_exchange import VisibleExchange
 from inductor_passes.rewrites.r13_pinned_storage import ReleaseStorage
 from inductor_passes.rewrites.r14_duplicate_gathers import ShareGathers
 from inductor_passes.rewrites.r15_needless_collectives import DropNeedless
+from inductor_passes.rewrites.r16_rows_on_shards import RowsOnShards
 from inductor_passes.rewrites.work import Rewrite
 
 REWRITES: tuple[Rewrite, ...] = (
@@ -39,6 +40,7 @@ REWRITES: tuple[Rewrite, ...] = (
     VisibleExchange(),
     ViewInsteadOfPack(),
     PackOnce(),
+    RowsOnShards(),
     KeepRowsPermuted(),
     ReleaseStorage(),
 )

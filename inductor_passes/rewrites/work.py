@@ -107,6 +107,7 @@ class Work:
         families: of starts that came out of coalesced collectives: the names of these.
         touched: the families that lost a start; whoever asks clears it.
         empty_pieces: some rank may hold no piece of a tensor that others slice: see :func:`_may_be_empty`.
+        regions: by their root, where a rewrite looks for all of its candidates at once.
         for_all_ranks: the graph looks its process groups up when it runs (``compile_on_one_rank``): the name of a
             group of this rank must not be written into it.
     """
@@ -133,6 +134,7 @@ class Work:
         self._numbered = len(view.collectives)
         self._named: dict[str, dict[torch.fx.Node, None]] = {name: {} for name in INDEXED}
         self.results_by_storage = _results(view)
+        self.regions: dict[torch.fx.Node, object] = {}
         self.for_all_ranks = any(isinstance(c.group_argument, torch.fx.Node) for c in view.collectives)
         sizes = {len(ranks) for _, ranks in _torch.group_layout().items()}
         self.empty_pieces = False

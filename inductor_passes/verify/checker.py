@@ -17,7 +17,7 @@ from inductor_passes.verify.facts.known import Known
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.reference import GroupOrder, compare, inside
 from inductor_passes.verify.snapshot import ReferenceSnapshot, finding_key, take
-from inductor_passes.verify.values import Numerics
+from inductor_passes.verify.values import Numerics, Replicated
 
 #: How deep bodies may lie in bodies.
 _MAX_DEPTH = 32
@@ -117,6 +117,7 @@ def check(
     group_order: GroupOrder = "kept",
     numerics: Numerics = "exact",
     known: Known | None = None,
+    replicas: Replicated = "proven",
 ) -> list[Finding]:
     """Everything the verifier holds against a graph; empty when it is legal. O(nodes + edges); reads only.
 
@@ -131,19 +132,22 @@ def check(
             ``"any"``: it is not, because the ranks compare plans.
         numerics: what counts as the same value, see :func:`inductor_passes.verify.values.changed_values`.
         known: what earlier looks at the graph found out about its nodes; filled.
+        replicas: ``"implied"``: what the reference combines with a value that is equal on a group's ranks is equal too.
 
     Raises:
-        ValueError: ``group_order`` or ``numerics`` is something else.
+        ValueError: ``group_order``, ``numerics`` or ``replicas`` is something else.
     """
     if group_order not in ("kept", "any"):
         raise ValueError(f'inductor_passes: group_order={group_order!r} is not allowed; expected "kept" or "any"')
     if numerics not in ("exact", "reassociate"):
         raise ValueError(f'inductor_passes: numerics={numerics!r} is not allowed; expected "exact" or "reassociate"')
+    if replicas not in ("proven", "implied"):
+        raise ValueError(f'inductor_passes: replicas={replicas!r} is not allowed; expected "proven" or "implied"')
     try:
         before = snapshot(reference) if isinstance(reference, torch.fx.Graph) else reference
     except ValueError as error:
         return [Finding("reference", "", f"there is nothing to hold the graph against: {error}")]
-    asked = Asked(memory_budget, donated, certificates, group_order, numerics)
+    asked = Asked(memory_budget, donated, certificates, group_order, numerics, replicas)
     return checked(graph, before, asked, known).findings
 
 
@@ -156,6 +160,7 @@ class Asked:
     certificates: Sequence[Certificate] = ()
     group_order: GroupOrder = "kept"
     numerics: Numerics = "exact"
+    replicas: Replicated = "proven"
 
 
 def checked(
@@ -185,7 +190,7 @@ def _checked(graph: torch.fx.Graph, before: ReferenceSnapshot | None, asked: Ask
     found = [f for f in found if finding_key(f) not in before.findings]
     after = look.taken(None)
     found.extend(compare(before, after, asked.certificates, asked.group_order))
-    found.extend(values.compared(before.program, after.program, asked.certificates, asked.numerics))
+    found.extend(values.compared(before.program, after.program, asked.certificates, asked.numerics, asked.replicas))
     return Checked(found, after)
 
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 #: Key in a start's ``meta``.
 KEY = "inductor_passes_messages"
+#: Key in the ``meta`` of a split into equal pieces of which one is used: global ranks in order. Every one of them takes
+#: the piece at its own position. The verifier checks this rank, and assumes it of the others.
+OWN_KEY = "inductor_passes_own_piece"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,6 @@ Nothing here imports a pass or shares a helper with one.
 
 from inductor_passes.verify.values.check import changed_values, compared
 from inductor_passes.verify.values.program import Program
-from inductor_passes.verify.values.proof import Numerics
+from inductor_passes.verify.values.proof import Numerics, Replicated
 
-__all__ = ["Numerics", "Program", "changed_values", "compared"]
+__all__ = ["Numerics", "Program", "Replicated", "changed_values", "compared"]

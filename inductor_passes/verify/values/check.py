@@ -16,7 +16,7 @@ import torch.fx
 from inductor_passes.report import Finding
 from inductor_passes.verify.certificate import Certificate
 from inductor_passes.verify.facts.operators import nodes_in
-from inductor_passes.verify.messages import KEY
+from inductor_passes.verify.messages import KEY, OWN_KEY
 from inductor_passes.verify.values.access import Access
 from inductor_passes.verify.values.affine import ZERO, TooManyPiecesError
 from inductor_passes.verify.values.communication import COLLECTIVES
@@ -25,7 +25,7 @@ from inductor_passes.verify.values.differences import Unequal
 from inductor_passes.verify.values.movement import ALIASES
 from inductor_passes.verify.values.moves import MOVES
 from inductor_passes.verify.values.program import NoHintError, Program, Record
-from inductor_passes.verify.values.proof import Numerics, Proof
+from inductor_passes.verify.values.proof import Numerics, Proof, Replicated
 from inductor_passes.verify.values.sending import wrongly_sent
 from inductor_passes.verify.values.signatures import is_pure
 from inductor_passes.verify.values.strided import NotRegularError
@@ -35,19 +35,26 @@ MAX_FINDINGS = 10
 
 
 def changed_values(
-    before: Program, after: Program, numerics: Numerics = "exact", edited: Collection[str] = ()
+    before: Program,
+    after: Program,
+    numerics: Numerics = "exact",
+    edited: Collection[str] = (),
+    replicas: Replicated = "proven",
 ) -> list[Finding]:
     """Everything in ``after`` whose value is not shown to be that of ``before``; empty when all is proven.
 
     Args:
         numerics: ``"exact"``: bit for bit; ``"reassociate"``: sums may be regrouped, see ``docs/verifier.md``.
         edited: names of nodes that a pass says it edited in place.
+        replicas: ``"implied"``: operands are taken to be equal on ranks as ``implied`` says.
     """
-    proof = Proof(before, after, numerics)
+    proof = Proof(before, after, numerics, replicas)
     found: list[Finding] = []
     for record in after.records.values():
         if KEY in record.meta:
             found += _statement(proof, record)
+        if OWN_KEY in record.meta:
+            found += _own_piece(proof, record)
         old = before.records.get(record.name)
         if old is not None and old.op == record.op:
             found += _kept(proof, old, record, record.name in edited)
@@ -57,13 +64,17 @@ def changed_values(
 
 
 def compared(
-    before: Program | None, after: Program | None, certificates: Sequence[Certificate], numerics: Numerics
+    before: Program | None,
+    after: Program | None,
+    certificates: Sequence[Certificate],
+    numerics: Numerics,
+    replicas: Replicated = "proven",
 ) -> list[Finding]:
     """:func:`changed_values` with certificates as hints; nothing without both programs."""
     if before is None or after is None:
         return []
     edited = {name for c in certificates for name in {*c.removed} & {*c.added}}
-    return changed_values(before, after, numerics, edited)
+    return changed_values(before, after, numerics, edited, replicas)
 
 
 def _kept(proof: Proof, old: Record, new: Record, edited: bool) -> list[Finding]:
@@ -118,6 +129,16 @@ def _statement(proof: Proof, exchange: Record) -> list[Finding]:
     except (NoHintError, NotRegularError, TooManyPiecesError) as unknown:
         return [_finding("value-unproven", exchange, None, None, f"{exchange.name}: not understood: {unknown}")]
     return [_finding("value-changed", exchange, None, None, f"{exchange.name} {why}")] if why else []
+
+
+def _own_piece(proof: Proof, split: Record) -> list[Finding]:
+    """A split that says that its piece is the rank's own has to be cut so on this rank."""
+    if proof.own_pieces.stated(split) is not None:
+        return []
+    used = proof.own_pieces.program.used_pieces(split)
+    rank = proof.groups.here.const
+    said = f"of {split.name}, pieces {used} are used, which it says are rank {rank}'s own and are not"
+    return [_finding("value-changed", split, None, None, said)]
 
 
 def _operand(proof: Proof, old: Record, new: Record, was: Record, now: Record) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from inductor_passes.verify.values.access import Access, Constant
@@ -42,10 +42,15 @@ class Anchored:
 
 
 class Side:
-    """One of the two graphs; ``common`` maps its names to those of values that both keep."""
+    """One of the two graphs; ``common`` maps its names to those of values that both keep.
 
-    def __init__(self, space: Space, resolver: Resolver, common: Mapping[str, str]) -> None:
-        self.space, self.resolver, self.common = space, resolver, common
+    ``holder`` gives one rank for all those that hold a common value alike, by its name.
+    """
+
+    def __init__(
+        self, space: Space, resolver: Resolver, common: Mapping[str, str], holder: Callable[[str, Affine], Affine]
+    ) -> None:
+        self.space, self.resolver, self.common, self.holder = space, resolver, common, holder
 
     def anchor(self, read: Access) -> tuple[tuple[object, ...], tuple[Affine, ...]]:
         """The first value that both graphs keep among what is read, and where it is read."""
@@ -65,6 +70,8 @@ class Side:
                 found = signature(head)
                 known = self.common.get(head.record.name)
                 if known is not None or found is None or not found.uses:
+                    if known is not None:
+                        head = head._replace(rank=self.holder(known, head.rank))
                     return (known or ("?", head.record.name), head.path), head.functions()
                 use = max(found.uses, key=lambda u: sum(letter != ONE for letter in u.letters))
                 inner = {letter: ZERO for letter, _ in (*found.whole, *found.summed)}

@@ -5,6 +5,9 @@ be taken at that rank's. One rank's numbers do not show which slices these are (
 one). So the evidence is the origin: a split of which one piece is used, traced from one of DTensor's conversions, into
 as many pieces as exactly one of this process's groups has ranks, at this rank's position in it.
 
+A pass that cuts a value so writes the group's ranks down at the split (``messages.OWN_KEY``). That is held against
+this rank's graph, and assumed of the others. It shows no replicas.
+
 DTensor slices in this way what is replicated along that group. It is an assumption of the proof, taken from DTensor,
 that the replicas are equal.
 """
@@ -16,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from inductor_passes import _torch
+from inductor_passes.verify.messages import OWN_KEY
 from inductor_passes.verify.values.moves import MOVES
 from inductor_passes.verify.values.program import Program, Record, operands
 from inductor_passes.verify.values.replicas import Replicas, replicas
@@ -38,11 +42,22 @@ class Own:
 
     def group(self, split: Record, piece: int) -> Replicas | None:
         """The group along which a piece of a split is the rank's own; None when it is not known to be."""
+        if OWN_KEY in split.meta:
+            return self.stated(split)
         if split.called not in _SPLITS or not converted(split.meta):
             return None
         if split.name not in self._pieces:
             self._pieces[split.name] = self._found(split, piece)
         return self._pieces[split.name]
+
+    def stated(self, split: Record) -> Replicas | None:
+        """The group along which a split says that its only piece in use is the rank's own; None when it is not."""
+        ranks: tuple[int, ...] = tuple(split.meta[OWN_KEY])
+        pieces = [split.shape((i,)) for i in range(len(split.value))] if split.called in _SPLITS else []
+        if len(pieces) != len(ranks) or len(set(pieces)) != 1 or self.here not in ranks:
+            return None
+        # Nobody may read another rank's piece, and what nobody reads says nothing.
+        return replicas(ranks) if self.program.used_pieces(split) in ([], [ranks.index(self.here)]) else None
 
     def _found(self, split: Record, piece: int) -> Replicas | None:
         shapes = {split.shape((i,)) for i in range(len(split.value))}
@@ -63,7 +78,7 @@ class Own:
         """Names of values that the program takes to be equal along groups."""
         found: dict[str, set[Replicas]] = {}
         for split in self.program.records.values():
-            if split.called in _SPLITS and converted(split.meta):
+            if split.called in _SPLITS and converted(split.meta) and OWN_KEY not in split.meta:
                 used = self.program.used_pieces(split)
                 group = self.group(split, used[0]) if len(used) == 1 else None
                 if group is not None:

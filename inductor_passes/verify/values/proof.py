@@ -20,6 +20,7 @@ from inductor_passes.verify.values.communication import Groups, NewCoordinateErr
 from inductor_passes.verify.values.definitions import ROUND_FREELY
 from inductor_passes.verify.values.differences import Unequal, changed, different, value
 from inductor_passes.verify.values.heads import Cast, Head, Resolver, position_of
+from inductor_passes.verify.values.implied import alike, implied
 from inductor_passes.verify.values.matching import Side, matched
 from inductor_passes.verify.values.memory import Root
 from inductor_passes.verify.values.operators import signature
@@ -32,6 +33,8 @@ from inductor_passes.verify.values.strided import NotRegularError
 from inductor_passes.verify.values.terms import Flattener, in_any_order, sum_op
 
 Numerics = Literal["exact", "reassociate"]
+#: What counts as equal on several ranks: what the graph shows, or what it implies, see ``implied``.
+Replicated = Literal["proven", "implied"]
 Pairs = list[tuple[Access, Access]]
 
 #: Questions per proof.
@@ -42,7 +45,7 @@ _NOT_UNDERSTOOD = (NoHintError, NotRegularError)
 class Proof:
     """What is known so far about one old and one new graph; ``same`` maps names of equal values, new to old."""
 
-    def __init__(self, old: Program, new: Program, numerics: Numerics) -> None:
+    def __init__(self, old: Program, new: Program, numerics: Numerics, replicas: Replicated = "proven") -> None:
         self.space = Space()
         self.groups = Groups(self.space)
         self.exact = numerics == "exact"
@@ -52,8 +55,13 @@ class Proof:
         here = self.groups.here.const
         self._own = Own(old, here)
         self.old = Resolver(self.space, self.groups, self.memories[0], self._own)
-        self.new = Resolver(self.space, self.groups, self.memories[1], Own(new, here))
-        self._sides = Side(self.space, self.old, self._kept), Side(self.space, self.new, self.same)
+        self.own_pieces = Own(new, here)
+        self._implied = replicas == "implied"
+        self.new = Resolver(self.space, self.groups, self.memories[1], self.own_pieces)
+        self._sides = (
+            Side(self.space, self.old, self._kept, self._holder),
+            Side(self.space, self.new, self.same, self._holder),
+        )
         self._flatteners = Flattener(self.space, self.old), Flattener(self.space, self.new)
         self._asked: set[object] = set()
         self._questions = 0
@@ -176,14 +184,21 @@ class Proof:
 
     def _replicas(self, old: Access, new: Access) -> bool:
         """Whether the program takes a value to be equal on the two ranks that it is read on."""
-        ranks = old.rank, new.rank
-        for group in self._replicated.get(old.record.name, ()):
-            ranks = group.base(self.space, ranks[0]), group.base(self.space, ranks[1])
-        return ranks[0] == ranks[1]
+        return self._holder(old.record.name, old.rank) == self._holder(old.record.name, new.rank)
+
+    def _holder(self, name: str, rank: Affine) -> Affine:
+        """One of the ranks that hold a value of the old graph as ``rank`` does."""
+        for group in self._replicated.get(name, ()):
+            rank = group.base(self.space, rank)
+        return rank
 
     @cached_property
     def _replicated(self) -> dict[str, set[Replicas]]:
-        return self._own.replicated()
+        found = self._own.replicated()
+        if self._implied:
+            for name, groups in implied(self._own.program, self.groups).items():
+                found.setdefault(name, set()).update(groups)
+        return found
 
     def _key(self, old: Head, new: Head) -> object:
         """Equal for questions that differ in the names of their variables only."""
@@ -217,6 +232,8 @@ class Proof:
         if isinstance(old, Access) and isinstance(new, Access):
             found = signature(old), signature(new)
             if found[0] is not None and found[1] is not None and self._corresponds(old, new, found[0], found[1]):
+                if old.rank != new.rank and not alike(new.record):
+                    raise Unequal(f"not understood: numbers in {new.record.name} may be a rank's own", shown=False)
                 return self._operands(old, new, found[0], found[1])
         return self._sums(old, new, q)
 

@@ -1,0 +1,101 @@
+"""Which values of a graph are equal on all ranks of a group.
+
+One graph shows one rank. Proven equal is what came out of an all_reduce, an all_gather or a broadcast over the group,
+or over ranks that contain it, and what is computed of equal values alone by operators whose numbers the ranks compare
+before anything is changed (``agreement``; pieces, selected rows and offsets of whole numbers are left open there, so
+equality ends at them).
+
+The weight of a norm, a bias, a position embedding and the first residual are inputs: nothing shows that ranks hold the
+same. ``replicas="implied"`` says that they do. Then an operand is taken to be equal if it is combined element by
+element with an equal value of the result's shape, and spans the last dimension as that does.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.ir import ops
+from inductor_passes.ir.ops import Role
+from inductor_passes.operators import CollectiveKind
+from inductor_passes.rewrites.movement import name_of
+from inductor_passes.rewrites.packing import static_shape
+from inductor_passes.rewrites.work import Work
+
+_SHARING = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
+#: Operators that move whole tensors, alike on all ranks.
+_WHOLE_NAMES = (
+    "view", "_unsafe_view", "reshape", "permute", "transpose", "t", "unsqueeze", "squeeze", "expand", "clone", "alias",
+    "detach",
+)  # fmt: skip
+_WHOLE = frozenset(f"aten::{name}" for name in _WHOLE_NAMES)
+#: Operators that add up, compare or multiply whole tensors, and numbers that are written down.
+_COMPUTED = frozenset(
+    f"aten::{name}"
+    for name in ("sum", "mean", "amax", "amin", "var", "var_mean", "mm", "bmm", "addmm", "full", "scalar_tensor")
+)
+
+
+def equal_values(work: Work, ranks: tuple[int, ...], *, implied: bool) -> set[torch.fx.Node]:
+    """The nodes whose values are equal on ``ranks``; O(nodes + edges).
+
+    What is implied to be equal is so from where it is first combined with something equal; what was computed of it
+    before is not looked at again.
+
+    Args:
+        implied: whether operands count that are implied to be equal.
+    """
+    equal: set[torch.fx.Node] = set()
+    for node in work.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if work.is_wait(node):
+            shared = work.behind(node, *_SHARING)
+            if shared is not None and set(shared.group.ranks).issuperset(ranks):
+                equal.add(node)
+            continue
+        operands = tensor_operands(node)
+        if not _compares(node, operands) or work.is_written(node):
+            continue
+        if equal.issuperset(operands):
+            equal.add(node)
+        elif implied and _torch.is_pointwise(node.target) and any(o in equal and _spans(o, node) for o in operands):
+            others = [o for o in operands if o not in equal]
+            if all(last_dimension(o, node) and not work.is_written(o) for o in others):
+                equal.update((node, *others))
+    return equal
+
+
+def tensor_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """The operands that are tensors or lists of them."""
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), (torch.Tensor, list, tuple))]
+
+
+def last_dimension(operand: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Whether an operand has as many columns as the result: a residual, a weight; not a factor per row."""
+    mine, whole = static_shape(operand), static_shape(node)
+    return bool(mine) and bool(whole) and mine[-1:] == whole[-1:] and mine[-1] != 1  # type: ignore[index]
+
+
+def _spans(operand: torch.fx.Node, node: torch.fx.Node) -> bool:
+    whole = static_shape(node)
+    return whole is not None and static_shape(operand) == whole
+
+
+def _compares(node: torch.fx.Node, operands: list[torch.fx.Node]) -> bool:
+    """Whether equal operands give equal results: ranks have compared every number that is written in the call."""
+    if node.target is operator.getitem:
+        (source,) = node.all_input_nodes
+        return name_of(source) in ("aten::var_mean",)
+    if not _torch.is_op(node.target) or ops.role(node) not in (Role.FREE, Role.COMPUTE):
+        return False
+    if _torch.is_seeded_random(node.target) or ops.mutated_inputs(node):
+        return False
+    value = node.meta.get("val")
+    tensors = [o.meta["val"] for o in operands] or [value]
+    floating = any(isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
+    name = name_of(node)
+    return name in _WHOLE or (floating and (name in _COMPUTED or _torch.is_pointwise(node.target)))

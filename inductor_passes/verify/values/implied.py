@@ -1,0 +1,105 @@
+"""Values that a program treats as equal on the ranks of a group, if the user says that such values are equal.
+
+An element-by-element operator combines a value that is equal on all ranks of a group with another operand: the result
+makes sense on all of them alike only if that operand is equal too. This is no proof: a program may scale a common value
+by a number of its own on every rank. So it holds only where the setting ``replicas`` says so, and only for operands
+with as many columns as a result that the common value spans: a residual, the weight of a norm, a bias. What is scaled
+per row, or has columns of its own on every rank, implies nothing.
+"""
+
+from __future__ import annotations
+
+from inductor_passes import _torch
+from inductor_passes.verify.values.communication import Groups
+from inductor_passes.verify.values.moves import MOVES
+from inductor_passes.verify.values.operators import TABLE
+from inductor_passes.verify.values.program import NoHintError, Program, Record
+from inductor_passes.verify.values.replicas import Replicas
+from inductor_passes.verify.values.signatures import is_pure, tensors
+
+#: Collectives whose result is the same on every rank that takes part.
+_COMMON = frozenset(f"_c10d_functional::{name}" for name in ("all_reduce", "all_gather_into_tensor", "broadcast"))
+#: Which element these read can be another number on every rank.
+_PICKING = (
+    "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split", "slice_scatter",
+    "select_scatter", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "as_strided",
+)  # fmt: skip
+_PICKS = frozenset(f"aten::{name}" for name in _PICKING)
+
+
+def implied(program: Program, groups: Groups) -> dict[str, set[Replicas]]:
+    """Names of the operands that are implied to be equal -> the groups on whose ranks; O(nodes + edges) per group."""
+    found: dict[str, set[Replicas]] = {}
+    common: dict[Replicas, set[str]] = {}
+    for record in program.records.values():
+        if record.called in _COMMON:
+            common.setdefault(groups.of(record), set()).add(record.name)
+    for group, names in common.items():
+        _spread(program, names, group, found)
+    return found
+
+
+def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str, set[Replicas]]) -> None:
+    """Follow what is equal along one group through the program."""
+    for record in program.records.values():
+        if record.op != "call_function" or program.memory.is_written(record.name):
+            continue
+        operands = list(record.raw_operands)
+        if record.called == "_c10d_functional::wait_tensor":
+            if operands[0].name in equal:
+                equal.add(record.name)
+            continue
+        if not alike(record):
+            continue
+        if all(o.name in equal for o in operands):
+            equal.add(record.name)
+        elif _torch.is_pointwise(record.target) and _implies(record, equal):
+            for operand in tensors(record):
+                if operand.name not in equal:
+                    equal.add(operand.name)
+                    for leaf in _leaves(operand):
+                        found.setdefault(leaf.name, set()).add(group)
+            equal.add(record.name)
+
+
+def alike(record: Record) -> bool:
+    """Whether the operator gives equal results for equal operands on every rank: the numbers in it are no rank's own.
+
+    Whole numbers that are added to or compared with whole numbers may be, as may be what says which piece is read.
+    """
+    if record.called == "getitem":
+        return record.raw_operands[0].called not in _PICKS
+    if not is_pure(record) or record.called in _PICKS:
+        return False
+    operands = tensors(record)
+    if record.called in MOVES and operands:
+        return True
+    known = record.called in MOVES or record.called in TABLE or _torch.is_pointwise(record.target)
+    return known and any(o.dtype().is_floating_point or o.dtype().is_complex for o in operands or [record])
+
+
+def _implies(record: Record, equal: set[str]) -> bool:
+    """Whether a value that is equal spans the result, and the other operands have as many columns."""
+    try:
+        shape = record.shape()
+        shapes = [(o.name in equal, o.shape()) for o in tensors(record)]
+    except NoHintError:
+        return False
+    if not shape or shape[-1] == 1 or not any(known and own == shape for known, own in shapes):
+        return False
+    return all(known or own[-1:] == shape[-1:] for known, own in shapes)
+
+
+def _leaves(record: Record) -> list[Record]:
+    """Where the elements of an operand come from, through what only moves or casts them."""
+    found, todo, seen = [], [record], set[str]()
+    while todo:
+        one = todo.pop()
+        if one.name in seen:
+            continue
+        seen.add(one.name)
+        if one.called in MOVES and one.called not in _PICKS and one.raw_operands:
+            todo += one.raw_operands
+        else:
+            found.append(one)
+    return found
