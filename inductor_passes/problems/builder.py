@@ -148,19 +148,16 @@ class Builder:
         """Keep two tasks in their order."""
         self._preds[after].add(before)
 
-    def keep_sends_early(self, sends: Collection[int], idle: Collection[int]) -> None:
+    def keep_sends_early(self, sends: Collection[int]) -> None:
         """Let no compute move in front of a message that it is behind: another rank may need it to go on.
 
         So each message is issued behind no more than before, and no rank gets one later than it did.
-
-        Args:
-            idle: tasks that take no time, such as memory that something is received into.
         """
         last: int | None = None
         for number, task in enumerate(self.tasks):
             if number in sends:
                 last = number
-            elif last is not None and task.kind is Kind.COMPUTE and number not in idle:
+            elif last is not None and task.kind is Kind.COMPUTE:
                 self.require(last, number)
 
     def in_flight(self, task: int) -> tuple[int, ...]:

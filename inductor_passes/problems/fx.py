@@ -29,11 +29,6 @@ from inductor_passes.schedule.problem import Problem, Storage
 
 __all__ = ["FxProblem", "NoHintError", "build", "is_backward", "kept_by_caller"]
 
-#: Operators that only take memory.
-_ALLOCATIONS = frozenset(
-    f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-)
-
 
 @dataclass(frozen=True)
 class FxProblem:
@@ -219,8 +214,7 @@ class _Reader:
             for b, a in kept_order(self._events(), agreed=self.ranks_agree):
                 self.builder.require(b, a)
         sends = {self.task_of[node] for node, found in self.view.transfers.items() if found.input_bytes}
-        idle = {task for node, task in self.task_of.items() if _torch.op_name(node.target) in _ALLOCATIONS}
-        self.builder.keep_sends_early(sends, idle)
+        self.builder.keep_sends_early(sends)
 
     def _events(self) -> Iterator[Event]:
         """The graph's starts and waits, in order."""

@@ -107,7 +107,7 @@ class _Reader:
         for i in range(len(self.nodes)):
             self._enter(i)
         sends = {i for i, c in self.collectives.items() if c.input_bytes and is_message(self.nodes[i])}
-        self.builder.keep_sends_early(sends, {i for i, kind in enumerate(self.kinds) if kind == "nop"})
+        self.builder.keep_sends_early(sends)
         self.builder.add_memory(kernel_blocks(self.nodes, self.producer, self.builder, self.backward))
         batched = tuple(map(_torch.snode_is_batched, self.nodes))
         return SchedulerProblem(self.builder.problem(), tuple(self.nodes), self.collectives, batched)
