@@ -180,7 +180,7 @@ def _matmul(kind: CollectiveKind, style: str, left: str, right: str) -> Operator
 
 _AG, _RS = CollectiveKind.ALL_GATHER, CollectiveKind.REDUCE_SCATTER
 _WAIT = OperatorFacts(Role.WAIT, Price.NOTHING)
-#: Asynchronous like collectives, and fences for everything that communicates.
+#: Asynchronous like collectives. Fences for everything that communicates, but where whole graphs are ordered.
 _TRANSFER = OperatorFacts(Role.FENCE, Price.MEMORY, transfer=True)
 
 #: ``namespace::name`` -> what it is.

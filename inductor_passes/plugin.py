@@ -15,6 +15,7 @@ from inductor_passes import _torch, config
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.engine import identity, in_tree
 from inductor_passes.engine.hooks import (
+    FusionHook,
     GraphPass,
     JointPass,
     SchedulerHook,
@@ -91,6 +92,7 @@ def _hooks(settings: PassConfig) -> Hooks:
         joint_pass=(lambda others: JointPass(settings, others)) if joint_wanted(settings) else None,
         partitioner=lambda others: StepPartitioner(settings, *others),
         scheduler=lambda: SchedulerHook(settings),
+        fusion=lambda others: FusionHook(settings, others),
     )
 
 

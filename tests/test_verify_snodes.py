@@ -16,10 +16,13 @@ from torch._inductor import config
 
 from inductor_passes import _torch, verify
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine.hooks import FusionHook
 from inductor_passes.problems import kernels
 from inductor_passes.replay import batches
 from inductor_passes.schedule.memory import peak_bytes
-from inductor_passes.schedule.problem import INPUT
+from inductor_passes.schedule.problem import INPUT, Kind
+from inductor_passes.verify.snode_order import SnodeOrder
+from inductor_passes.verify.snode_transfers import early_waits
 from tests.support.verify_graphs import unknown
 from tests.support.world import grouped_world
 
@@ -290,3 +293,37 @@ def test_transfers_keep_their_place_among_collectives(groups):
         assert "dependency" in rules(verify.check_snodes(order, nodes, group_order="any"))
 
     on_scheduler_nodes(step, inputs()[:2], check)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["Inductor", "with our hook"])
+def test_waits_stay_behind_messages_that_are_sent_first(groups, held):
+    """Inductor moves and fuses waits in front of sends: the other rank may answer only after it has got them."""
+
+    def step(x, w):
+        c10d, name = torch.ops._c10d_functional, groups["world"]
+        received = c10d.irecv(torch.empty_like(x), 1, 0, name)
+        hidden = x @ w
+        kept = torch.relu(hidden)
+        sent = c10d.isend(kept, 1, 0, name)
+        both = c10d.batch_p2p_ops(["isend", "irecv"], [1, 1], [1, 1], [kept @ w, torch.empty_like(x)], name)
+        grad = c10d.wait_tensor(received)
+        c10d.wait_tensor(sent)
+        c10d.wait_tensor(both[0])
+        return grad * (hidden > 0), c10d.wait_tensor(both[1]).relu()
+
+    def check(nodes):
+        early = list(early_waits(SnodeOrder(nodes)))
+        assert {f.rule for f in early} == (set() if held else {"transfer-wait"})
+        problem = kernels.build(nodes, CostProfile.default(), backward=False).problem
+        kinds = [task.kind for task in problem.tasks]
+        assert kinds.count(Kind.START) == 3 and kinds.count(Kind.WAIT) == 4
+        assert not any(task.fence for task in problem.tasks)
+        if held:
+            wait = next(n for n in nodes if _torch.snode_kind(n) == "wait")
+            start = next(n for n in reversed(nodes) if _torch.snode_kind(n) == "start")
+            order = [n for n in nodes if n is not wait]
+            order.insert(order.index(start), wait)
+            assert "transfer-wait" in rules(verify.check_snodes(order, nodes))
+
+    with config.patch(_pre_fusion_custom_pass=FusionHook() if held else None):
+        on_scheduler_nodes(step, inputs()[:2], check)

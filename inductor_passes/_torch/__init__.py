@@ -61,6 +61,7 @@ from inductor_passes._torch.groups import (
     reduce_op_name,
     register_work,
     resolve_group_ranks,
+    sends_at_once,
 )
 from inductor_passes._torch.inductor import (
     SIMPLE_OVERLAP,
@@ -80,10 +81,12 @@ from inductor_passes._torch.inductor import (
     inductor_option,
     inductor_option_names,
     is_inductor_option,
+    keeps_waits,
     output_examples,
     partitioner_base,
     pass_uuid,
     plain_values,
+    scheduler_pass_base,
     set_inductor_option,
     torch_version,
 )
@@ -157,6 +160,7 @@ from inductor_passes._torch.sizes import (
 from inductor_passes._torch.snodes import (
     snode_buffers,
     snode_bytes,
+    snode_call,
     snode_data_reads,
     snode_dependencies,
     snode_follows,
@@ -175,6 +179,7 @@ from inductor_passes._torch.snodes import (
     snode_reads,
     snode_versions,
     snode_waited_buffers,
+    snodes_kept_behind,
 )
 from inductor_passes._torch.stores import (
     default_store,
@@ -296,6 +301,7 @@ __all__ = [
     "is_seeded_random",
     "is_strided_shard",
     "isolated",
+    "keeps_waits",
     "kernel_constants",
     "kernel_identity",
     "known_size",
@@ -342,11 +348,14 @@ __all__ = [
     "returns_nothing",
     "returns_tensors",
     "saved_kind",
+    "scheduler_pass_base",
+    "sends_at_once",
     "set_inductor_option",
     "sharded_units",
     "size_hint",
     "snode_buffers",
     "snode_bytes",
+    "snode_call",
     "snode_data_reads",
     "snode_dependencies",
     "snode_follows",
@@ -365,6 +374,7 @@ __all__ = [
     "snode_reads",
     "snode_versions",
     "snode_waited_buffers",
+    "snodes_kept_behind",
     "storage_bytes",
     "storage_identity",
     "stored_parameter",

@@ -79,6 +79,15 @@ def moves_with_gloo(name: str) -> bool:
     return gloo is not None and isinstance(getattr(backend, "wrapped_pg", backend), gloo)
 
 
+def sends_at_once(name: str, device: torch.device) -> bool:
+    """Whether the named group issues a message between two ranks without waiting for anything that was issued before.
+
+    So does gloo: a send or a receive is an entry in a table, and threads of its own move the data. So does our emulated
+    link, which moves data with gloo. Others (NCCL) run messages in the order of their issue.
+    """
+    return device.type == "cpu" and (group_backend(name) == "emulated" or moves_with_gloo(name))
+
+
 def group_store(name: str) -> tuple[Any, int, tuple[int, ...]] | None:
     """(key-value store, own global rank, global ranks) of the named group, None when this process is not in it."""
     import torch.distributed as dist

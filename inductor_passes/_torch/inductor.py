@@ -40,6 +40,18 @@ def graph_pass_base() -> type:
     return aware or custom_graph_pass.CustomGraphPass
 
 
+def scheduler_pass_base() -> type:
+    """Base class of what Inductor calls before fusion; from 2.13 on one that it caches graphs with."""
+    from torch._inductor import custom_graph_pass
+
+    return getattr(custom_graph_pass, "CustomSchedulerPass", object)
+
+
+def keeps_waits() -> bool:
+    """Whether the hook that keeps waits behind messages is among Inductor's options of this compilation."""
+    return bool(getattr(inductor_option("_pre_fusion_custom_pass"), "keeps_waits", False))
+
+
 def accepts_pass_lists() -> bool:
     """Whether a custom-pass option takes a list of passes (from torch 2.12 on)."""
     from torch._inductor import custom_graph_pass

@@ -127,6 +127,32 @@ def snode_op(node: Any) -> Any:
     return getattr(node.node, "op_overload", None)
 
 
+def snode_call(node: Any) -> torch.fx.Node | None:
+    """The one FX node among those of a kernel that calls the kernel's own operator; None where there is no such one.
+
+    For messages between two ranks and for waits Inductor names no origin, or names another node's.
+    """
+    found = [origin for origin in snode_origins(node) if origin.target is snode_op(node)]
+    return found[0] if len(found) == 1 else None
+
+
+def snodes_kept_behind(nodes: list[Any], behind: list[tuple[Any, Any]]) -> list[Any]:
+    """Nodes of Inductor's scheduler before fusion, in an order that keeps pairs (before, after).
+
+    Inductor keeps them from now on too, also where it fuses: as it keeps the order of collectives.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    for before, after in behind:
+        own = next(iter(after.get_buffer_names()))
+        for buffer in before.get_buffer_names():
+            after.add_fake_dep(WeakDep(buffer, mutating_buf=own, is_fake=True))
+    scheduler = nodes[0].scheduler
+    scheduler.nodes = scheduler.topological_sort_schedule(nodes)
+    scheduler.compute_ancestors()
+    return list(scheduler.nodes)
+
+
 def snode_waited_buffers(node: Any) -> list[str]:
     """Buffers that a wait waits for."""
     return [str(buffer.get_name()) for buffer in node.node.inputs if hasattr(buffer, "get_name")]

@@ -8,7 +8,8 @@ are first used.
 
 Left out is what may differ between ranks with one program: names of nodes and groups, indices of devices, the padding
 of uneven shards (``uneven``), which of several equal device meshes is meant, the peer of a point-to-point message
-(which is a fence, whoever the peer is), and open numbers (``literals``), which ranks compare separately.
+(each rank orders what is around it by rules that hold whoever the peer is), and open numbers (``literals``), which
+ranks compare separately.
 """
 
 from __future__ import annotations

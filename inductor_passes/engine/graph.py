@@ -53,8 +53,9 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         RanksDifferError: with ``rank_check="error"``, when another rank has other collectives.
     """
     view = GraphView(graph)
-    if not view.collectives or in_tree.left_to_inductor(settings):
-        nothing.left_alone(graph, is_inference, settings, bool(view.collectives))
+    communicates = bool(view.collectives or view.transfers)
+    if not communicates or in_tree.left_to_inductor(settings):
+        nothing.left_alone(graph, is_inference, settings, communicates)
         return None
     planned()
     naming.note(graph, settings)

@@ -116,6 +116,31 @@ def split_with(settings: PassConfig) -> Callable[..., Split]:
     return partition
 
 
+class FusionHook(identity.Configured, _torch.scheduler_pass_base()):  # type: ignore[misc]
+    """Keeps waits behind the messages between two ranks that the FX graph issues first, before Inductor fuses.
+
+    Runs the user's own pass first. Without it Inductor may move or fuse a wait in front of a send that the other rank
+    needs before it answers.
+    """
+
+    label = "fusion"
+    #: Orders that rely on it are planned where this is true, see ``_torch.keeps_waits``.
+    keeps_waits = True
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """The nodes, in an order that keeps the waits where they have to be."""
+        for one in self.others:
+            nodes = one(nodes)
+        with guarded("keeping waits behind messages", "Inductor may move them", lambda: self.settings):
+            from inductor_passes.problems.kernel_waits import held
+
+            nodes = held(nodes)
+        return nodes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusionHook:
+        return self
+
+
 class SchedulerHook(identity.Configured):
     """Our hook at the end of Inductor's scheduling; pickles to its cache key and nothing else."""
 

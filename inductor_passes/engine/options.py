@@ -12,6 +12,7 @@ from inductor_passes.engine.ours import is_ours, users
 _PASSES = "post_grad_custom_post_pass"
 _JOINT_PASSES = "joint_custom_post_pass"
 _PARTITIONER = "custom_partitioner_fn"
+_BEFORE_FUSION = "_pre_fusion_custom_pass"
 _REORDER = "reorder_for_compute_comm_overlap"
 _REORDER_PASSES = "reorder_for_compute_comm_overlap_passes"
 _REUSE = "allow_buffer_reuse"
@@ -38,6 +39,7 @@ class Hooks:
     joint_pass: Callable[[Sequence[Any]], Any] | None
     partitioner: Callable[[Sequence[Any]], Any]
     scheduler: Callable[[], Any]
+    fusion: Callable[[Sequence[Any]], Any]
 
 
 def with_ours(own: dict[str, Any], lookup: Callable[[str], Any], hooks: Hooks) -> dict[str, Any]:
@@ -55,6 +57,9 @@ def with_ours(own: dict[str, Any], lookup: Callable[[str], Any], hooks: Hooks) -
             result[name] = [*existing, make(())] if _torch.accepts_pass_lists() else make(existing)
     partitioner = lookup(_PARTITIONER)
     result[_PARTITIONER] = hooks.partitioner(() if partitioner is None else users(partitioner))
+    if _BEFORE_FUSION in _torch.inductor_option_names():
+        before_fusion = lookup(_BEFORE_FUSION)
+        result[_BEFORE_FUSION] = hooks.fusion(() if before_fusion is None else users(before_fusion))
     foreign = [p for p in lookup(_REORDER_PASSES) or [] if not is_ours(p)]
     kept = foreign if lookup(_REORDER) else []
     result[_REORDER] = True

@@ -30,7 +30,14 @@ log = logging.getLogger("inductor_passes")
 def _import_hooks() -> types.SimpleNamespace | None:
     """Our hooks by name; None when they cannot be imported: torch goes on as it would without us."""
     try:
-        from inductor_passes.engine.hooks import GraphPass, JointPass, SchedulerHook, StepPartitioner, import_passes
+        from inductor_passes.engine.hooks import (
+            FusionHook,
+            GraphPass,
+            JointPass,
+            SchedulerHook,
+            StepPartitioner,
+            import_passes,
+        )
 
         import_passes()
     except Exception as error:
@@ -42,6 +49,7 @@ def _import_hooks() -> types.SimpleNamespace | None:
         joint=JointPass,
         partitioner=lambda settings, others: StepPartitioner(settings, *others),
         scheduler=SchedulerHook,
+        fusion=FusionHook,
     )
 
 
@@ -115,7 +123,26 @@ class LaterSchedulerHook(_Later):
         return nodes if self._real is None else self._real(nodes)  # type: ignore[no-any-return]
 
 
-_HOOKS = Hooks(LaterGraphPass, LaterJointPass, LaterPartitioner, LaterSchedulerHook)
+class LaterFusionHook(_Later, _torch.scheduler_pass_base()):  # type: ignore[misc]
+    """Stands for ``hooks.FusionHook``."""
+
+    kind = "fusion"
+
+    @property
+    def keeps_waits(self) -> bool:
+        """See ``hooks.FusionHook``."""
+        return self._real is not None
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """The nodes, with waits kept behind messages."""
+        if self._real is not None:
+            return self._real(nodes)  # type: ignore[no-any-return]
+        for one in self.others:
+            nodes = one(nodes)
+        return nodes
+
+
+_HOOKS = Hooks(LaterGraphPass, LaterJointPass, LaterPartitioner, LaterSchedulerHook, LaterFusionHook)
 
 #: Option -> its value before :func:`install`.
 _before: dict[str, Any] = {}

@@ -4,7 +4,8 @@ What communicates, and our own operators, are rows of ``operators``; what else i
 
 Unknown means fence: an operator outside the namespaces that we know to be pure, one of ours that the table does not
 have, a host synchronisation, a collective that we do not know, point-to-point communication and a higher-order op with
-a body that communicates are all fences, across which nothing that communicates may move.
+a body that communicates are all fences, across which nothing that communicates may move. Where whole graphs are
+ordered, messages between two ranks have rules of their own, see ``transfers``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.ir import ops
+from inductor_passes.ir import ops, transfers
 from inductor_passes.ir.groups import Group, resolve
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage, Storages
@@ -51,7 +51,11 @@ class Collective:
 
 
 class GraphView:
-    """Everything that passes and the verifier read from a graph; built in O(nodes + edges), not kept across passes."""
+    """Everything that passes read from a graph; built in O(nodes + edges), not kept across passes.
+
+    Transfers (messages between two ranks) are fences by role and no ``collectives``. ``transfer_waits`` holds the waits
+    of each; ``transfers`` those that are wholly waited for, which ``problems`` may put onto lanes.
+    """
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self.graph = graph
@@ -64,7 +68,10 @@ class GraphView:
         self.by_start: dict[torch.fx.Node, Collective] = {}
         self.collectives_of_wait: dict[torch.fx.Node, tuple[Collective, ...]] = {}
         self.transfer_waits: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        self.transfers: dict[torch.fx.Node, Collective] = {}
+        self.transfers_of_wait: dict[torch.fx.Node, tuple[Collective, ...]] = {}
         self._find_collectives()
+        self._find_transfers()
 
     def role(self, node: torch.fx.Node) -> Role:
         """The node's part in a schedule."""
@@ -117,8 +124,25 @@ class GraphView:
                 of_wait.setdefault(wait, []).append(collective)
         self.collectives_of_wait = {wait: tuple(found) for wait, found in of_wait.items()}
 
-    def ordering_edges(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+    def _find_transfers(self) -> None:
+        """Transfers whose results are all waited for in this graph; any other one is a fence and nothing else."""
+        landed = {wait: set(self.storages.of(wait)) for waits in self.transfer_waits.values() for wait in waits}
+        of_wait: dict[torch.fx.Node, list[Collective]] = {}
+        for node, waits in self.transfer_waits.items():
+            left = set(self.storages.of(node)).difference(*(landed[wait] for wait in waits))
+            if left or not waits:
+                continue
+            found = transfer_of(len(self.transfers), node, tuple(waits))
+            self.transfers[node] = found
+            for wait in waits:
+                of_wait.setdefault(wait, []).append(found)
+        self.transfers_of_wait = {wait: tuple(found) for wait, found in of_wait.items()}
+
+    def ordering_edges(self, *, move_transfers: bool = False) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
         """Pairs (before, after) that data flow does not show: memory hazards and effects, O(nodes + edges).
+
+        Args:
+            move_transfers: leave out the order of ``transfers``, for a caller that keeps rules of its own about them.
 
         - around every write to a storage: earlier readers and writers before it, later ones after it; a read by a
           collective or a transfer lasts until its waits, and its result is written until its wait;
@@ -131,7 +155,7 @@ class GraphView:
         last: dict[str, torch.fx.Node] = {}
         for node in self.nodes:
             channel = ops.effect_channel(node, self.roles[node])
-            if channel:
+            if channel and not (move_transfers and node in self.transfers):
                 edges.extend((last[before], node) for before in ops.NOT_CROSSED[channel] if before in last)
                 last[channel] = node
         for storage in self.storages.all:
@@ -178,11 +202,11 @@ class GraphView:
                         user: None
                         for member in storage.members
                         for user in member.users
-                        if user is not node and self.roles[user] is Role.START
+                        if user is not node and (self.roles[user] is Role.START or user in self.transfer_waits)
                     }
                     for start in starts:
                         if self.position[start] < self.position[node]:
-                            waits = self.by_start[start].waits
+                            waits = self._ends(start)
                             edges.extend((wait, node) for wait in waits)
                             if any(self.position[wait] > self.position[node] for wait in waits):
                                 # Only a later use keeps Inductor from doing it in place: one has to stay later.
@@ -190,6 +214,12 @@ class GraphView:
                         else:
                             edges.append((node, start))
         return [(a, b) for a, b in edges if self.position[a] < self.position[b]]
+
+    def _ends(self, node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+        """The waits of a collective or a transfer; () for any other node."""
+        if self.roles[node] is Role.START:
+            return self.by_start[node].waits
+        return tuple(self.transfer_waits.get(node, ()))
 
     def _last_use(self, storage: FxStorage) -> torch.fx.Node:
         """The last node that reads or writes the storage."""
@@ -218,10 +248,7 @@ class GraphView:
         last_writes: tuple[torch.fx.Node, ...] = ()
         reads: list[torch.fx.Node] = []
         for node in ordered:
-            if self.roles[node] is Role.START:
-                ends = self.by_start[node].waits
-            else:
-                ends = tuple(self.transfer_waits.get(node, ()))
+            ends = self._ends(node)
             edges.extend((w, node) for w in last_writes if self.position[w] < self.position[node])
             if node in writers:
                 edges.extend((read, node) for read in reads if self.position[read] < self.position[node])
@@ -259,6 +286,29 @@ def collective_of(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, 
         in_place=bool(_torch.mutated_argument_names(start.target)),
         group_argument=argument,
         member_bytes=tuple(_total([value]) or 0 for value in values),
+    )
+
+
+def transfer_of(index: int, node: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> Collective:
+    """What a transfer does, in the words of a collective of its group; ``index`` numbers it among the transfers."""
+    kind = transfers.kind_of(node)
+    argument = transfers.group_argument(node)
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    sent, received = transfers.sent_bytes(node)
+    return Collective(
+        index=index,
+        label=f"{kind.label}{index}",
+        start=node,
+        kind=kind,
+        group=resolve(argument),
+        reduce_op="",
+        inputs=tuple(node.all_input_nodes),
+        waits=waits,
+        input_bytes=sent,
+        output_bytes=received,
+        dtypes=tuple(v.dtype for v in values if isinstance(v, torch.Tensor)),
+        in_place=bool(received),
+        group_argument=argument,
     )
 
 

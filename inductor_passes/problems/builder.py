@@ -105,11 +105,14 @@ class Builder:
         """Enter a task on the compute lane; its number."""
         return self._add(Task(name, Kind.COMPUTE, duration_ns, label=label, source=source, fence=fence), preds)
 
-    def start(self, name: str, collective: Collective, preds: Collection[int], *, copied: bool = False) -> int:
-        """Enter a collective that does not block; its number.
+    def start(
+        self, name: str, collective: Collective, preds: Collection[int], *, copied: bool = False, queue: str = ""
+    ) -> int:
+        """Enter a collective or a transfer that does not block; its number.
 
         Args:
             copied: the message is cast or packed as part of the start.
+            queue: of a transfer, see ``ir.transfers``: it has a lane of its own, on the group's link.
 
         Raises:
             NoHintError: its size is not known.
@@ -124,7 +127,7 @@ class Builder:
             name,
             Kind.START,
             self._profile.communication_ns(*arguments) if own is None else max(0, round(own)),
-            lane=self._lane(collective.group),
+            lane=self._lane(collective.group, queue),
             issue_ns=self._profile.issue_ns(*arguments) + copy_ns,
             size_bytes=max(input_bytes, output_bytes),
             label=collective.label,
@@ -145,11 +148,17 @@ class Builder:
         """Keep two tasks in their order."""
         self._preds[after].add(before)
 
-    def keep_starts_in_order(self) -> None:
-        """Keep all collectives in the order in which they were entered."""
-        starts = [i for i, task in enumerate(self.tasks) if task.kind is Kind.START]
-        for before, after in itertools.pairwise(starts):
-            self.require(before, after)
+    def keep_sends_early(self, sends: Collection[int]) -> None:
+        """Let no compute move in front of a message that it is behind: another rank may need it to go on.
+
+        So each message is issued behind no more than before, and no rank gets one later than it did.
+        """
+        last: int | None = None
+        for number, task in enumerate(self.tasks):
+            if number in sends:
+                last = number
+            elif last is not None and task.kind is Kind.COMPUTE:
+                self.require(last, number)
 
     def in_flight(self, task: int) -> tuple[int, ...]:
         """The tasks that hold what ``task`` reads and writes: itself and, for a start, its waits."""
@@ -193,13 +202,14 @@ class Builder:
         self._preds.append(set(preds))
         return len(self.tasks) - 1
 
-    def _lane(self, group: Group) -> int:
-        if group.name not in self._lanes:
-            self._lanes[group.name] = len(self._lane_list)
+    def _lane(self, group: Group, queue: str) -> int:
+        name = f"{group.name} {queue}" if queue else group.name
+        if name not in self._lanes:
+            self._lanes[name] = len(self._lane_list)
             known = bool(group.ranks)
             link = self._profile.link(group.ranks) if known else f"unknown:{group.name}"
-            self._lane_list.append(Lane(group.name, link, fixed_order=self._hold_unknown and not known))
-        return self._lanes[group.name]
+            self._lane_list.append(Lane(name, link, fixed_order=self._hold_unknown and not known))
+        return self._lanes[name]
 
 
 def _working_bytes(blocks: Sequence[Block]) -> int:

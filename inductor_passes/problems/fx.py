@@ -8,7 +8,7 @@ collective's input or trims its result belongs to the collective (see ``canonica
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,12 +18,13 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.ir import ops
+from inductor_passes.ir import ops, transfers
 from inductor_passes.ir.canonical import COPIES, Shards, shards
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.view import GraphView
+from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.problems.builder import Builder, NoHintError
 from inductor_passes.problems.graph_memory import GraphMemory, is_backward, kept_by_caller
+from inductor_passes.problems.transfers import COLLECTIVES, Event, kept_order
 from inductor_passes.schedule.problem import Problem, Storage
 
 __all__ = ["FxProblem", "NoHintError", "build", "is_backward", "kept_by_caller"]
@@ -113,6 +114,8 @@ class _Reader:
         self.owner = self.shards.owner
         self.builder = Builder(profile, estimator, name=name, hold_unknown=True)
         self.task_of: dict[torch.fx.Node, int] = {}
+        #: Of a node that waits for several collectives the first of its tasks.
+        self.first_wait: dict[torch.fx.Node, int] = {}
         self.members: list[list[torch.fx.Node]] = []
         self.prefix: list[torch.fx.Node] = []
         self.suffix: list[torch.fx.Node] = []
@@ -156,7 +159,10 @@ class _Reader:
             copied = any(_torch.op_name(n.target) in COPIES for n in preparation)
             start = self.builder.start(node.name, self.view.by_start[node], preds, copied=copied)
             self._enter(start, [*preparation, node])
-        elif role is Role.WAIT and self.view.collectives_of_wait.get(node):
+        elif node in self.view.transfers:
+            queue = transfers.queues(node)[0]
+            self._enter(self.builder.start(node.name, self.view.transfers[node], preds, queue=queue), [node])
+        elif role is Role.WAIT and self._awaited(node):
             self._wait(node, preds)
         else:
             # What belongs to several waits has a size that is the rank's own: it costs nothing, on all ranks.
@@ -182,7 +188,8 @@ class _Reader:
 
     def _wait(self, node: torch.fx.Node, preds: set[int]) -> None:
         """One task per collective that the node waits for, in a row; the node belongs to the last."""
-        *before, last = (self.task_of[collective.start] for collective in self.view.collectives_of_wait[node])
+        *before, last = (self.task_of[collective.start] for collective in self._awaited(node))
+        self.first_wait[node] = len(self.builder.tasks)
         previous: set[int] = set()
         for position, start in enumerate(before):
             needs = {start} | previous
@@ -192,15 +199,33 @@ class _Reader:
         needs = {last} | preds | previous
         self._enter(self.builder.wait(node.name, last, needs, source=ops.source_line(node)), [node])
 
+    def _awaited(self, node: torch.fx.Node) -> tuple[Collective, ...]:
+        """The collectives and transfers that a node waits for."""
+        return (*self.view.collectives_of_wait.get(node, ()), *self.view.transfers_of_wait.get(node, ()))
+
     def _ordering(self) -> None:
-        for before, after in self.view.ordering_edges():
+        for before, after in self.view.ordering_edges(move_transfers=True):
             b, a = self.task_of.get(before), self.task_of.get(after)
             # A preparation that sits inside its start may come later than it did: the start is what counts.
             if b is not None and a is not None and b < a:
                 self.builder.require(b, a)
-        if not self.ranks_agree:
+        if self.view.transfers or not self.ranks_agree:
             # Whatever durations and peaks each rank sees, all issue their collectives in the order that came in.
-            self.builder.keep_starts_in_order()
+            for b, a in kept_order(self._events(), agreed=self.ranks_agree):
+                self.builder.require(b, a)
+        sends = {self.task_of[node] for node, found in self.view.transfers.items() if found.input_bytes}
+        self.builder.keep_sends_early(sends)
+
+    def _events(self) -> Iterator[Event]:
+        """The graph's starts and waits, in order."""
+        alone = all(transfers.ONE not in transfers.queues(node) for node in self.view.transfers)
+        for node in self.view.nodes:
+            if self.view.role(node) is Role.START:
+                yield Event(self.task_of[node], (COLLECTIVES if alone else transfers.ONE,))
+            elif node in self.view.transfers:
+                yield Event(self.task_of[node], transfers.queues(node) if alone else (transfers.ONE,), transfer=True)
+            elif self.view.role(node) is Role.WAIT and self._awaited(node):
+                yield Event(self.first_wait[node], transfer=node in self.view.transfers_of_wait)
 
     def _memory(self) -> Callable[[], tuple[Storage, ...]] | None:
         """Enter the memory of the graph; a function for that of generated code."""

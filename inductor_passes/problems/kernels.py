@@ -9,7 +9,7 @@ fused, Inductor (``SchedulerNode.recompute_size_and_body``, seen in torch 2.13) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,13 @@ from inductor_passes.cost.compute import flops, library_shape
 from inductor_passes.cost.fused import operator_ns
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name
-from inductor_passes.ir import ops
-from inductor_passes.ir.view import Collective, collective_of
+from inductor_passes.ir import ops, transfers
+from inductor_passes.ir.memory import received_into
+from inductor_passes.ir.view import Collective, collective_of, transfer_of
 from inductor_passes.problems.builder import Builder
 from inductor_passes.problems.estimates import Estimates
 from inductor_passes.problems.kernel_memory import kernel_blocks
+from inductor_passes.problems.kernel_waits import is_message
 from inductor_passes.schedule.problem import Problem
 
 
@@ -89,6 +91,12 @@ class _Reader:
         if estimator is not None:
             self.estimates = Estimates(estimator, [n for n, kind in zip(nodes, self.kinds) if kind == "fused"], profile)
         self.collectives: dict[int, Collective] = {}
+        #: Of what a batch of messages sends, an element is taken out of its list by a node of its own.
+        self.taken_from: dict[str, list[str]] = {}
+        self.awaited: dict[int, set[str]] = {}
+        if any(map(is_message, nodes)):
+            self.taken_from = {b: shared for node in nodes for b, _, shared, _ in _torch.snode_buffers(node)}
+            self.awaited = self._awaited()
         #: Buffer -> the one whose memory it is a new version of; memory -> the last task that changed it.
         self.version_of: dict[str, str] = {}
         self.changed_by: dict[str, int] = {}
@@ -98,6 +106,8 @@ class _Reader:
     def read(self) -> SchedulerProblem:
         for i in range(len(self.nodes)):
             self._enter(i)
+        sends = {i for i, c in self.collectives.items() if c.input_bytes and is_message(self.nodes[i])}
+        self.builder.keep_sends_early(sends)
         self.builder.add_memory(kernel_blocks(self.nodes, self.producer, self.builder, self.backward))
         batched = tuple(map(_torch.snode_is_batched, self.nodes))
         return SchedulerProblem(self.builder.problem(), tuple(self.nodes), self.collectives, batched)
@@ -123,7 +133,8 @@ class _Reader:
         node, kind, preds = self.nodes[i], self.kinds[i], self._predecessors(i)
         name = _torch.snode_name(node)
         if kind == "start" and (collective := self._describe(i)) is not None:
-            self.builder.start(name, collective, preds)
+            queue = transfers.queues(collective.start)[0] if is_message(node) else ""
+            self.builder.start(name, collective, preds, queue=queue)
         elif kind == "wait" and (start := self._start_of(node)) is not None:
             self.builder.wait(name, start, preds, source=self.builder.tasks[start].source)
         else:
@@ -136,6 +147,8 @@ class _Reader:
         return self.version_of.get(buffer, buffer)
 
     def _describe(self, i: int) -> Collective | None:
+        if is_message(self.nodes[i]):
+            return self._message(i)
         origin = _torch.snode_origin(self.nodes[i])
         if origin is None or ops.role(origin) is not ops.Role.START:
             starts = [n for n in _torch.snode_origins(self.nodes[i]) if ops.role(n) is ops.Role.START]
@@ -148,18 +161,41 @@ class _Reader:
         self.collectives[i] = collective
         return collective
 
+    def _message(self, i: int) -> Collective | None:
+        """A message between two ranks; None where not all of it is waited for: then it is a fence."""
+        origin = _torch.snode_call(self.nodes[i])
+        if origin is None or len(self.awaited.get(i, ())) < len(received_into(origin)):
+            return None
+        found = transfer_of(len(self.collectives), origin, ())
+        if found.input_bytes is None or found.output_bytes is None:
+            return None
+        self.collectives[i] = found
+        return found
+
     def _start_of(self, node: Any) -> int | None:
         """The start that a wait belongs to.
 
         An out-of-place wait names the start's result, directly or through an output of a coalesced collective; an
         in-place one names the memory itself, and only its reads lead to the start that writes to it.
         """
+        return next((start for _, start in self._issuers(node) if start in self.collectives), None)
+
+    def _issuers(self, node: Any) -> Iterator[tuple[str, int]]:
+        """What may have issued what a wait waits for, as (buffer, task), the likeliest first."""
         for buffer in (*_torch.snode_waited_buffers(node), *_torch.snode_data_reads(node)):
-            for name in (buffer, self.allocated_with.get(buffer, "")):
-                producer = self.producer.get(name)
-                if producer in self.collectives:
-                    return producer
-        return None
+            for name in (buffer, self.allocated_with.get(buffer, ""), *self.taken_from.get(buffer, ())):
+                if name in self.producer:
+                    yield name, self.producer[name]
+
+    def _awaited(self) -> dict[int, set[str]]:
+        """Per message between two ranks the results of it that are waited for."""
+        found: dict[int, set[str]] = {}
+        for node, kind in zip(self.nodes, self.kinds):
+            issuers = self._issuers(node) if kind == "wait" else ()
+            start = next((i for _, i in issuers if is_message(self.nodes[i])), None)
+            if start is not None:
+                found.setdefault(start, set()).update(_torch.snode_waited_buffers(node))
+        return found
 
     def _compute(self, node: Any, kind: str, name: str, preds: set[int]) -> None:
         origins = _torch.snode_origins(node)

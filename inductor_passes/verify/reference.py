@@ -17,6 +17,7 @@ from typing import Literal
 
 from inductor_passes.ir.ops import Role
 from inductor_passes.report import Finding
+from inductor_passes.verify import transfers
 from inductor_passes.verify.certificate import Certificate, Certified, Claim
 from inductor_passes.verify.coverage import covered
 from inductor_passes.verify.snapshot import CollectiveRecord, NodeRecord, ReferenceSnapshot
@@ -46,6 +47,7 @@ def compare(
         *comparison.kept(),
         *comparison.channels(),
         *comparison.fences(),
+        *comparison.transfers(group_order),
         *comparison.claims(),
         *comparison.bodies(),
     ]
@@ -227,29 +229,52 @@ class _Comparison:
     def fences(self) -> Iterator[Finding]:
         """Fences keep their order, and everything that communicates stays between the fences where it was."""
         before, after = self.before.fences, self.after.fences
-        if not before and not after:
+        if not before and not after and not self.before.transfers:
             return
         yield from self._sequence("fence-order", before, after, "fences changed order")
-        gone = {f for f in before if f not in self.after.nodes and f not in self.new_name}
-        came = {f for f in after if self._old(f) not in self.before.nodes}
-        old_segment = _segments(self.before, gone)
-        new_segment = {name: self._old(s) for name, s in _segments(self.after, came).items()}
-        for name, record in self.after.nodes.items():
-            if record.role not in (Role.START, Role.WAIT):
-                continue
+        was, now = self._segments(moving=True)
+        for name, segment in now.items():
             old = self._old(name)
-            if old in old_segment:
-                allowed = {old_segment[old]}
-            else:
-                allowed = {
-                    old_segment[r]
-                    for number in self.certified.added.get(name, ())
-                    for r in self.certified.certificates[number].removed
-                    if r in old_segment
-                }
-            if allowed and new_segment[name] not in allowed:
-                fence = new_segment[name] or next(iter(allowed))
-                yield _at("fence", record, f"{name} moved across the fence {fence}", fence)
+            if old in was and segment != was[old]:
+                yield self._crossed(name, segment or was[old])
+        # What a rewrite adds stays between the transfers that were around what it stands for.
+        was, now = self._segments(moving=False)
+        for name in self.certified.added:
+            allowed = {
+                was[removed]
+                for number in self.certified.added[name]
+                for removed in self.certified.certificates[number].removed
+                if removed in was
+            }
+            if name in now and self._old(name) not in was and allowed and now[name] not in allowed:
+                yield self._crossed(name, now[name] or next(iter(allowed)))
+
+    def _crossed(self, name: str, fence: str) -> Finding:
+        return _at("fence", self.after.nodes[name], f"{name} moved across the fence {fence}", fence)
+
+    def _segments(self, *, moving: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """Of both graphs: name of a communicating node -> the last fence before it that both have, by its old name.
+
+        Args:
+            moving: whether transfers move between fences; otherwise they are some.
+        """
+        gone = {f for f in self.before.nodes if f not in self.after.nodes and f not in self.new_name}
+        came = {f for f in self.after.nodes if self._old(f) not in self.before.nodes}
+        now = _segments(self.after, came, moving)
+        return _segments(self.before, gone, moving), {name: self._old(fence) for name, fence in now.items()}
+
+    def transfers(self, group_order: GroupOrder) -> Iterator[Finding]:
+        """Messages between two ranks, and everything around them, in an order in which no rank hangs."""
+        if not self.before.transfers:
+            return
+        for found in transfers.compared(
+            {name: record.role for name, record in self.before.nodes.items()},
+            self.before.transfers,
+            {wait for record in self.before.collectives.values() for wait in record.waits},
+            {self._old(name): place for place, name in enumerate(self.after.nodes)},
+            agreed=group_order == "any",
+        ):
+            yield dataclasses.replace(found, source=self.before.nodes[found.node].source)
 
     def claims(self) -> Iterator[Finding]:
         """Certificates: what they claim about collectives holds."""
@@ -268,15 +293,15 @@ class _Comparison:
                 yield Finding("node-changed", name, f"{name} was a graph that is run, and is none any more")
 
 
-_CHANNEL_RULES = {"random": "rng", "assert": "side-effect", "fence": "side-effect"}
+_CHANNEL_RULES = {"random": "rng", "assert": "side-effect", "fence": "side-effect", "transfer": "transfer"}
 
 
-def _segments(snapshot: ReferenceSnapshot, ignored: set[str]) -> dict[str, str]:
-    """Name of a communicating node -> the last fence before it that counts."""
+def _segments(snapshot: ReferenceSnapshot, ignored: set[str], moving: bool) -> dict[str, str]:
+    """Name of a communicating node -> the last fence before it that counts; see :meth:`_Comparison._segments`."""
     segment = ""
     result: dict[str, str] = {}
     for name, record in snapshot.nodes.items():
-        if record.role in (Role.START, Role.WAIT):
+        if record.role in (Role.START, Role.WAIT) or (moving and name in snapshot.transfers):
             result[name] = segment
         elif record.role is Role.FENCE and name not in ignored:
             segment = name

@@ -14,6 +14,7 @@ from inductor_passes import _torch
 from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.ir.parameters import names_by_node
 from inductor_passes.report import Finding
+from inductor_passes.verify import transfers
 from inductor_passes.verify.constants import Literals
 from inductor_passes.verify.events import Event, events
 from inductor_passes.verify.facts import communication
@@ -97,6 +98,7 @@ class ReferenceSnapshot:
     ``bodies`` are the graphs that its higher-order operators run, by attribute. ``held`` keeps alive what is compared
     by identity.
     ``program`` is what its values are derived from. ``parameters`` are the names that starts and waits carry.
+    ``transfers`` are the messages between two ranks that are waited for in the graph.
     """
 
     nodes: Mapping[str, NodeRecord]
@@ -108,6 +110,7 @@ class ReferenceSnapshot:
     held: tuple[object, ...] = ()
     program: Program | None = None
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    transfers: Mapping[str, transfers.TransferRecord] = field(default_factory=dict)
 
     @property
     def group_order(self) -> dict[str, tuple[str, ...]]:
@@ -123,8 +126,8 @@ class ReferenceSnapshot:
 
     @property
     def fences(self) -> tuple[str, ...]:
-        """Names of the fences, in order."""
-        return tuple(n.name for n in self.nodes.values() if n.role is Role.FENCE)
+        """Names of the fences, in order. Transfers that have an order of their own are none."""
+        return tuple(n.name for n in self.nodes.values() if n.role is Role.FENCE and n.name not in self.transfers)
 
 
 def finding_key(finding: Finding) -> tuple[str, str, str]:
@@ -146,6 +149,7 @@ def take(
     versions = _Versions(view)
     constants = Literals()
     segment = ""
+    messages = transfers.records(view)
     for node in view.nodes:
         facts = view.facts[node]
         role = facts.role
@@ -164,7 +168,7 @@ def take(
             operands=tuple([o.name for o in words.operands]),
             literals=text,
             value=words.value,
-            channel=facts.channel,
+            channel=transfers.CHANNEL if node.name in messages else facts.channel,
             certain=facts.certain,
             communicates=_communicates(node, role),
             writes=tuple([w.name for w in facts.writes]),
@@ -186,6 +190,7 @@ def take(
         held=tuple(constants.held),
         program=Program(view),
         parameters=names_by_node(view.graph),
+        transfers=messages,
     )
 
 

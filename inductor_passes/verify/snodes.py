@@ -3,7 +3,8 @@
 Inductor does not check the order that its last hook returns. So this module does: the same nodes, and every dependency
 that Inductor keeps (artificial ones included). From buffers, without these dependencies, it derives again the rules
 that hold on FX: no read of a result before its wait, no write to a buffer in flight, waits complete, order per process
-group, no collective across a fence, random draws and asserts in order, memory within budget.
+group, no collective across a fence, random draws and asserts in order, memory within budget; and where ranks send
+messages to each other, no wait in front of a start that the FX graph has in front of it.
 
 Buffers that share memory (mutations, aliases) are followed to the buffer that owns it, the *root*.
 """
@@ -18,6 +19,7 @@ from inductor_passes.report import Finding
 from inductor_passes.verify.flight import flight
 from inductor_passes.verify.reference import GroupOrder
 from inductor_passes.verify.snode_order import SnodeOrder
+from inductor_passes.verify.snode_transfers import early_waits
 
 
 def check_snodes(
@@ -41,8 +43,8 @@ def check_snodes(
     if found:
         return found
     after, before = SnodeOrder(nodes), SnodeOrder(reference_order)
-    found = [*after.dependencies(), *flight(after)]
-    known = {(f.rule, f.node, f.other) for f in flight(before)} if found else set()
+    found = [*after.dependencies(), *flight(after), *early_waits(after)]
+    known = {(f.rule, f.node, f.other) for f in (*flight(before), *early_waits(before))} if found else set()
     found = [f for f in found if (f.rule, f.node, f.other) not in known]
     found.extend(_sequences(before, after, group_order))
     found.extend(_fences(before, after))
