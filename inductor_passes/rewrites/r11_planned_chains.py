@@ -9,7 +9,7 @@ after::
     r = unpack(wait(all_to_all(pack(x), a*b)))          or a gather, a slice, nothing: whatever costs least
 
 Matches what ``chain`` can read with certainty, even shards only, and replaces the beginning of the chain for which the
-planner of ``plan_redistribution`` saves most. Nothing but reductions become fewer of no more bytes, or are left to R2,
+planner of ``plan_redistribution`` saves most. Nothing but reductions become fewer of least bytes, or are left to R2,
 R3, R4 and R6. A gather whose own slice is taken again is the identity, a gather of which another slice is taken becomes
 an exchange: cases of the same rule.
 
@@ -33,7 +33,6 @@ from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.search import Search
 from inductor_passes.redistribute.steps import Pricing, Step
 from inductor_passes.report import Reason
-from inductor_passes.rewrites.audit import sent_bytes
 from inductor_passes.rewrites.chain import Chain, chains_from, refuse_ambiguous
 from inductor_passes.rewrites.unroll import Unroller, group_names
 from inductor_passes.rewrites.work import Match, Refusal, Work, refuse
@@ -110,8 +109,12 @@ class PlanChains:
             return emit.call(torch.ops.aten.view_as_complex.default, dense(emit, unroller.run(emit, pairs, steps)))
 
         gain = chain.link_ns + pricing.copy_ns(2 * chain.copied_bytes) - sum(step.cost_ns for step in steps)
-        if (gain == 0 and len(steps) >= len(chain.steps)) or _only_reduces_more(chain, steps):
+        if gain == 0 and len(steps) >= len(chain.steps):
             return None
+        if len(chain.reductions) == len(chain.steps):
+            cheapest = Search(Pricing(mesh, pricing.itemsize), target).run(source)
+            if _as_many_or_more(steps, cheapest, len(chain.reductions)):
+                return None
         return Match(
             gain,
             f"{', '.join(chain.steps)} becomes {_text(steps)}",
@@ -122,15 +125,13 @@ class PlanChains:
         )
 
 
-def _only_reduces_more(chain: Chain, steps: list[Step]) -> bool:
-    """Whether nothing but reductions would become as many collectives, or fewer of more bytes.
+def _as_many_or_more(steps: list[Step], cheapest: list[Step], reductions: int) -> bool:
+    """Whether nothing but reductions would become as many collectives, or send more bytes than they need.
 
     Latency is shared by those that are bucketed, bytes are not.
     """
-    if len(chain.reductions) < len(chain.steps):
-        return False
-    sent = sum(sent_bytes(reduction) for reduction in chain.reductions)
-    return sum(s.communicates for s in steps) >= len(chain.reductions) or sum(s.bytes for s in steps) > sent
+    least = sum(step.bytes for step in cheapest)
+    return sum(s.communicates for s in steps) >= reductions or sum(s.bytes for s in steps) > least
 
 
 def _even(shape: tuple[int, ...], cuts: tuple[tuple[tuple[int, int], ...], ...], mesh: tuple[int, ...]) -> bool:
