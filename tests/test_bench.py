@@ -50,6 +50,7 @@ def test_every_subcommand_explains_itself() -> None:
         (["compile", "--whole-shape", "gpt"], "gpt"),
         (["async-tp", "--mode", "on"], "force"),
         (["redistribute", "--mesh", "3"], "expected 8"),
+        (["reach", "--mesh", "3"], "2,2,2"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:

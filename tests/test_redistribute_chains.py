@@ -27,17 +27,17 @@ def applied(report):
 
 
 @pytest.mark.parametrize(
-    "layouts, before, after",
+    "layouts, before, after, rewrite",
     [
-        (([R, S(0)], [S(0), S(0)]), ["all_gather_into_tensor"], ["all_to_all_single"]),
-        (([S(0), S(1)], [S(1), S(0)]), ["all_gather_into_tensor"] * 2, ["all_to_all_single"]),
-        (([S(0), S(0)], [R, R]), ["all_gather_into_tensor"] * 2, ["all_gather_into_tensor"]),
+        (([R, S(0)], [S(0), S(0)]), ["all_gather_into_tensor"], ["all_to_all_single"], "R11"),
+        (([S(0), S(1)], [S(1), S(0)]), ["all_gather_into_tensor"] * 2, ["all_to_all_single"], "R11"),
+        (([S(0), S(0)], [R, R]), ["all_gather_into_tensor"] * 2, ["all_gather_into_tensor"], "R1"),
     ],
 )
-def test_chains_of_dtensor_become_one_collective(layouts, before, after):
+def test_chains_of_dtensor_become_one_collective(layouts, before, after, rewrite):
     was, now, report = on_all_ranks((2, 3), (36, 12), layouts)
     assert [[op for op in ops if op.startswith("all_")] for ops in (was, now)] == [before, after]
-    assert applied(report) == ["R11"]
+    assert applied(report) == [rewrite]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=["real", "complex"])
@@ -52,7 +52,7 @@ def test_chains_of_dtensor_become_one_collective(layouts, before, after):
     ids=["inner", "outer", "strided to another dimension", "strided to plain"],
 )
 def test_an_exchange_is_no_gather(layouts, dtype):
-    was, now, report = on_all_ranks((2, 3), (36, 12), layouts, dtype=dtype)
+    was, now, report = on_all_ranks((2, 3), (360, 120), layouts, dtype=dtype)
     assert "all_gather_into_tensor" in was and "all_to_all_single" in now and "all_gather_into_tensor" not in now
     assert "R11" in applied(report)
 
@@ -79,7 +79,50 @@ def test_a_reduction_that_is_sliced_becomes_a_reduce_scatter():
     assert "all_reduce" in was and "reduce_scatter_tensor" in now and "all_reduce" not in now
     assert applied(report) == ["R6"]
     _, _, report = on_all_ranks((2, 3), (6, 12), layouts, "exact")
-    assert [(d.subject, d.reason) for d in report.decisions] == [("R6", Reason.NUMERICS)]
+    assert [(d.subject, d.reason) for d in report.decisions] == [("R6", Reason.NUMERICS), ("R11", Reason.NUMERICS)]
+
+
+@pytest.mark.parametrize(
+    "layouts, before, after",
+    [
+        (
+            ([P, S(1)], [S(0), S(0)]),
+            ["all_gather_into_tensor", "reduce_scatter_tensor"],
+            ["reduce_scatter_tensor", "all_to_all_single"],
+        ),
+        (
+            ([P, S(0)], [R, S(1)]),
+            ["all_gather_into_tensor", "all_reduce"],
+            ["reduce_scatter_tensor", "all_to_all_single"],
+        ),
+        (([P, R], [R, S(0)]), ["all_reduce"], ["all_reduce"]),
+        (([P, P], [S(0), S(1)]), ["reduce_scatter_tensor"] * 2, ["reduce_scatter_tensor"]),
+    ],
+    ids=["gather, scatter, slice", "exchange, reduce", "reduce, slice", "scatter two dimensions"],
+)
+def test_a_chain_with_reductions_is_planned_as_a_whole(layouts, before, after):
+    was, now, report = on_all_ranks((2, 3), (720, 360), layouts, "reassociate")
+    moves = ("all_", "reduce_")
+    assert [[op for op in ops if op.startswith(moves)] for ops in (was, now)] == [before, after]
+    assert applied(report) == ["R11"]
+    _, exact, _ = on_all_ranks((2, 3), (720, 360), layouts, "exact")
+    assert [op for op in exact if "reduce_" in op] == [op for op in was if "reduce_" in op]
+
+
+@pytest.mark.parametrize(
+    "layouts, copies",
+    [(([S(0), S(1)], [R, R]), (1, 1)), (([S(1), S(1)], [R, R]), (2, 1)), (([S(0), S(0)], [S(1), S(1)]), (2, 1))],
+    ids=["both dimensions", "one dimension twice", "exchange"],
+)
+def test_equal_parts_are_packed_and_unpacked_by_one_copy(layouts, copies):
+    was, now, _ = on_all_ranks((2, 3), (720, 360), layouts)
+    assert tuple(sum(op in ("cat", "clone") for op in ops) for ops in (was, now)) == copies
+
+
+def test_a_chain_ends_where_a_padded_dimension_is_cut():
+    """The first ranks have nothing to trim there: what they see divides, and what the last rank sees does not."""
+    _, now, report = on_all_ranks((2, 3), (36, 11), ([P, S(0)], [S(1), S(1)]), "reassociate")
+    assert "reduce_scatter_tensor" in now and "R11" not in applied(report)
 
 
 def sliced_gather(rank, index, call, shape=(2, 3), pieces=2):
@@ -107,7 +150,10 @@ def test_only_a_proven_own_slice_counts(call, index, matched):
 def test_two_mesh_dimensions_of_one_size_are_ambiguous():
     with mesh_world((2, 2)):
         gm = sliced_gather(0, 0, "redistribute", shape=(2, 2))
-        assert not rewritten(gm, settings_for()).changed
+        report = rewritten(gm, settings_for())
+    assert not report.changed
+    assert [(d.subject, d.reason) for d in report.decisions] == [("R11", Reason.DIFFERENT_GROUP)]
+    assert "2 groups of that size" in report.decisions[0].detail
 
 
 def test_a_user_chunk_keeps_all_ranks_together():

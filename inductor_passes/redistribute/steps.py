@@ -200,8 +200,13 @@ class Pricing:
         working: int,
         op: str = "",
     ) -> Step:
-        cost = link_ns + copy * 1000 // COPY_BYTES_PER_US
+        cost = link_ns + self.copy_ns(copy)
         return Step(kind, dims, before, after, op, wire, copy, cost, working)
+
+    def copy_ns(self, size_bytes: int) -> int:
+        """Time of reading and writing ``size_bytes`` in all, in kernels that run anyway: packs fuse with neighbours."""
+        price = getattr(self.profile, "compute_ns", None)
+        return size_bytes * 1000 // COPY_BYTES_PER_US if price is None else int(price(0, size_bytes, "float32", 0))
 
 
 @lru_cache(maxsize=16384)

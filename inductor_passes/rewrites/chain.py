@@ -1,9 +1,10 @@
-"""Recognising a redistribution in a graph: gathers, exchanges and own slices, one after the other.
+"""Recognising a redistribution in a graph: gathers, exchanges, own slices and reductions, one after the other.
 
 A chain is read as changes of a layout on a small mesh whose dimensions are the groups that occur in it. Nothing says
 how the tensor is cut by other mesh dimensions, and nothing needs to: they stay as they are. Along each tensor dimension
 cuts form a stack (the innermost cut last): a gather takes the innermost cut off, a slice puts one on. A gather of a cut
-that no slice of the chain put there shows a cut of the source, outside of those that were shown before.
+that no slice of the chain put there shows a cut of the source, outside of those that were shown before. A reduction
+shows that the source was pending along its group; one that scatters puts a cut on.
 
 Which group a slice belongs to. The graph of one rank says "piece 2 of 4"; that this is the rank's own piece along some
 mesh dimension is not in the graph. It is taken as proven when the slice was traced from one of DTensor's conversions
@@ -21,19 +22,20 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir.groups import resolve
-from inductor_passes.ir.view import behind
+from inductor_passes.ir.view import Collective, behind
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.prepare import prepared_partitions
-from inductor_passes.redistribute.spec import Layout, MeshCut
+from inductor_passes.redistribute.spec import REDUCE_OPS, Layout, MeshCut
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.movement import is_split, name_of
 from inductor_passes.rewrites.origin import origin_of
-from inductor_passes.rewrites.packing import static_shape
+from inductor_passes.rewrites.packing import Joined, joined_split, static_shape, zero_padded_dims
 from inductor_passes.rewrites.permutation import unpack_ahead
 from inductor_passes.rewrites.work import Work, refuse
 
 Ranks = tuple[int, ...]
+_REDUCTIONS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Chain:
         source: what the first collective reads; ``node`` is what the last step made.
         nodes: all nodes, users last.
         cuts / source_cuts: groups that cut each tensor dimension, now and at the source, outermost first.
+        pending: groups along which the source is pending reduction, with the reduce op.
+        reductions: their collectives.
         groups: in order of occurrence.
         link_ns / copied_bytes: what the chain costs.
         steps: short names, e.g. ``gather 0 (4)``.
@@ -55,6 +59,8 @@ class Chain:
     cuts: list[list[Ranks]] = field(default_factory=list)
     source_cuts: list[list[Ranks]] = field(default_factory=list)
     groups: dict[Ranks, None] = field(default_factory=dict)
+    pending: dict[Ranks, str] = field(default_factory=dict)
+    reductions: list[Collective] = field(default_factory=list)
     link_ns: int = 0
     copied_bytes: int = 0
     steps: list[str] = field(default_factory=list)
@@ -82,6 +88,17 @@ class Chain:
         self.steps.append(f"slice {dim} ({len(group)})")
         return True
 
+    def reduce(self, group: Ranks, op: str, dim: int | None) -> bool:
+        """Reduce along ``group``, and cut ``dim`` by it if given; False when the group did anything here before."""
+        if any(len(set(group) & set(other)) > 1 for other in self.groups):
+            return False
+        self.groups[group] = None
+        self.pending[group] = op
+        if dim is not None:
+            self.cuts[dim].append(group)
+        self.steps.append(f"{op} ({len(group)})" if dim is None else f"{op} to {dim} ({len(group)})")
+        return True
+
     def copy(self) -> Chain:
         """Independent of what is appended later."""
         return Chain(
@@ -91,6 +108,8 @@ class Chain:
             [list(c) for c in self.cuts],
             [list(c) for c in self.source_cuts],
             dict(self.groups),
+            dict(self.pending),
+            list(self.reductions),
             self.link_ns,
             self.copied_bytes,
             list(self.steps),
@@ -130,12 +149,12 @@ class Chain:
             for group in cuts:
                 shape[d] *= len(group)
 
-        def layout(cuts: list[list[Ranks]]) -> Layout:
+        def layout(cuts: list[list[Ranks]], pending: dict[Ranks, str]) -> Layout:
             numbered: tuple[tuple[MeshCut, ...], ...] = tuple(tuple((number[g], 1) for g in groups) for groups in cuts)
-            return Layout(mesh.shape, tuple(shape), numbered, ("",) * mesh.ndim)
+            return Layout(mesh.shape, tuple(shape), numbered, tuple(pending.get(g, "") for g in self.groups))
 
         # Cuts of the source that the chain never touched are cuts of the result as well.
-        return layout(self.source_cuts), layout(self.cuts)
+        return layout(self.source_cuts, self.pending), layout(self.cuts, {})
 
     def as_pairs(self, layouts: tuple[Layout, Layout]) -> tuple[Layout, Layout]:
         """The layouts of :meth:`layouts` with complex elements read as pairs along one more dimension."""
@@ -145,18 +164,26 @@ class Chain:
 
 def chains_from(work: Work, root: torch.fx.Node) -> list[Chain]:
     """The chain that begins at a collective, as it is after each of its steps."""
-    first = work.collective(root, CollectiveKind.ALL_GATHER)
+    first = work.collective(root, CollectiveKind.ALL_GATHER, *_REDUCTIONS)
     if first is None and name_of(root) != "_dtensor::shard_dim_alltoall":
         return []
     source = first.inputs[0] if first is not None else root.all_input_nodes[0]
+    step: torch.fx.Node | None = root
+    if first is not None and first.kind is CollectiveKind.REDUCE_SCATTER:
+        packed = _packed_by(source, first)
+        if packed is not None:
+            source, step = packed.source, packed.nodes[0]
     shape = static_shape(source)
     if shape is None or not shape:
         return []
     chain = Chain(source, source, cuts=[[] for _ in shape], source_cuts=[[] for _ in shape])
     found: list[Chain] = []
-    step: torch.fx.Node | None = root
+    padded = zero_padded_dims(source)
     while step is not None and _extend(work, chain, step):
         found.append(chain.copy())
+        if any(cuts for d, cuts in enumerate(chain.cuts) if d in padded):
+            # Some rank trims the padding off here: no rank goes on.
+            break
         step = next(iter(chain.node.users)) if len(chain.node.users) == 1 else None
     return found
 
@@ -166,6 +193,8 @@ def _extend(work: Work, chain: Chain, step: torch.fx.Node) -> bool:
     gather = work.collective(step, CollectiveKind.ALL_GATHER)
     if gather is not None:
         return _gathered(work, chain, step)
+    if work.collective(step, *_REDUCTIONS) is not None:
+        return _reduced(work, chain, step)
     if name_of(step) == "_dtensor::shard_dim_alltoall":
         return _exchanged(chain, step)
     if name_of(step) == "aten::clone":
@@ -173,7 +202,49 @@ def _extend(work: Work, chain: Chain, step: torch.fx.Node) -> bool:
         chain.node = step
         chain.copied_bytes += _bytes(step)
         return True
-    return _sliced(work, chain, step) if is_split(step) else False
+    if not is_split(step):
+        return False
+    return _sliced(work, chain, step) or _scattered(work, chain, step)
+
+
+def _reduced(work: Work, chain: Chain, start: torch.fx.Node, packed: Joined | None = None) -> bool:
+    """An all_reduce, or a reduce_scatter of dimension 0 or of the one that was packed."""
+    reduction = work.collective(start, *_REDUCTIONS)
+    assert reduction is not None
+    dim = None if reduction.kind is CollectiveKind.ALL_REDUCE else packed.split_dim if packed is not None else 0
+    if reduction.reduce_op not in REDUCE_OPS or {*chain.pending.values()} - {reduction.reduce_op}:
+        return False
+    if not chain.reduce(tuple(sorted(reduction.group.ranks)), reduction.reduce_op, dim):
+        return False
+    (wait,) = reduction.waits
+    if packed is not None:
+        chain.copied_bytes += _bytes(packed.cat)
+        chain.nodes += packed.nodes
+    chain.nodes += [start, wait]
+    chain.node = wait
+    chain.link_ns += work.price_ns(reduction)
+    chain.reductions.append(reduction)
+    return True
+
+
+def _scattered(work: Work, chain: Chain, split: torch.fx.Node) -> bool:
+    """A reduce_scatter whose pack begins with a split."""
+    last = next(reversed(split.users), None)
+    cat = next(iter(last.users), None) if last is not None else None
+    start = next(iter(cat.users), None) if cat is not None and len(cat.users) == 1 else None
+    scatter = work.collective(start, CollectiveKind.REDUCE_SCATTER) if start is not None else None
+    if cat is None or start is None or scatter is None:
+        return False
+    packed = _packed_by(cat, scatter)
+    return packed is not None and packed.source is chain.node and _reduced(work, chain, start, packed)
+
+
+def _packed_by(cat: torch.fx.Node, scatter: Collective) -> Joined | None:
+    """The pieces of another dimension than the first, side by side along that: what a reduce_scatter sends."""
+    packed = joined_split(cat)
+    if packed is None or not packed.closed or packed.padding or not packed.even or len(cat.users) != 1:
+        return None
+    return packed if packed.cat_dim == 0 and packed.pieces == scatter.group.size else None
 
 
 def _gathered(work: Work, chain: Chain, start: torch.fx.Node) -> bool:
@@ -232,11 +303,21 @@ def own_group(split: torch.fx.Node, piece: torch.fx.Node) -> Ranks | None:
     if not origin_of(split).explicit or len({str(p.shape) for p in pieces}) != 1 or len(pieces) < 2:
         return None
     rank = _torch.process_rank()
-    candidates = [p for p in prepared_partitions() if len(p[0]) == len(pieces) and any(rank in g for g in p)]
-    if len(candidates) != 1:
+    groups = [g for p in prepared_partitions() if len(p[0]) == len(pieces) for g in p if rank in g]
+    if len(groups) != 1:
         return None
-    (group,) = (g for g in candidates[0] if rank in g)
-    return group if group.index(rank) == piece.args[1] else None
+    return groups[0] if groups[0].index(rank) == piece.args[1] else None
+
+
+def refuse_ambiguous(chain: Chain) -> None:
+    """Refuse where a chain ends at a slice that may be the rank's own along one of several groups."""
+    split = next(iter(chain.node.users)) if len(chain.node.users) == 1 else None
+    if split is None or not is_split(split) or not origin_of(split).explicit:
+        return
+    count, rank = len(split.meta["val"]), _torch.process_rank()
+    groups = sum(len(p[0]) == count and any(rank in g for g in p) for p in prepared_partitions())
+    if groups > 1 and sum(bool(piece.users) for piece in split.users) == 1:
+        refuse(Reason.DIFFERENT_GROUP, f"one of {count} pieces may be the rank's own in {groups} groups of that size")
 
 
 def _bytes(node: torch.fx.Node) -> int:

@@ -116,6 +116,11 @@ def _padded_rows(pad: torch.fx.Node) -> int:
     return sum(_torch.op_arguments(pad)["pad"])
 
 
+def zero_padded_dims(node: torch.fx.Node) -> set[int]:
+    """Dimensions at the end of which a node adds zeros; none for what is no padding."""
+    return _pad_dims(node) - {-1} if is_zero_padding(node) else set()
+
+
 def _pad_dims(pad: torch.fx.Node) -> set[int]:
     """Dimensions that are padded at their end; -1 for one that is padded at its beginning."""
     amounts = _torch.op_arguments(pad)["pad"]

@@ -1,4 +1,4 @@
-"""R11: a chain of gathers, exchanges and own slices becomes the cheapest plan between its two ends.
+"""R11: a chain of gathers, exchanges, own slices and reductions becomes the cheapest plan between its two ends.
 
 before::
 
@@ -8,11 +8,14 @@ after::
 
     r = unpack(wait(all_to_all(pack(x), a*b)))          or a gather, a slice, nothing: whatever costs least
 
-Matches what ``chain`` can read with certainty, even shards only, and replaces the longest beginning of the chain for
-which the planner of ``plan_redistribution`` finds something cheaper. A gather whose own slice is taken again is the
-identity, a gather of which another slice is taken becomes an exchange: cases of the same rule.
+Matches what ``chain`` can read with certainty, even shards only, and replaces the beginning of the chain for which the
+planner of ``plan_redistribution`` saves most. Nothing but reductions become fewer of least bytes, or are left to R2,
+R3, R4 and R6. A gather whose own slice is taken again is the identity, a gather of which another slice is taken becomes
+an exchange: cases of the same rule.
 
-Bit-exact: only data moves, and every element of the result is the element of the global tensor that the layouts say.
+Without reductions bit-exact: only data moves, and every element of the result is the element of the global tensor that
+the layouts say. With reductions every element is the reduction of the same operands, in another order: sums, averages
+and products count as reassociating (min, max and integer sums are exact). All reductions of a chain have one op.
 Complex elements travel as pairs of real ones.
 Saves bytes (a gather sends k times what an exchange does) and collectives; the cost profile decides.
 """
@@ -30,7 +33,7 @@ from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.search import Search
 from inductor_passes.redistribute.steps import Pricing, Step
 from inductor_passes.report import Reason
-from inductor_passes.rewrites.chain import Chain, chains_from
+from inductor_passes.rewrites.chain import Chain, chains_from, refuse_ambiguous
 from inductor_passes.rewrites.unroll import Unroller, group_names
 from inductor_passes.rewrites.work import Match, Refusal, Work, refuse
 from inductor_passes.rewriting.emit import Emitter
@@ -44,15 +47,18 @@ class PlanChains:
     local: ClassVar[bool] = False
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
-        """Every all_gather and shard_dim_alltoall."""
-        yield from work.collectives(CollectiveKind.ALL_GATHER)
+        """Every all_gather, reduction and shard_dim_alltoall."""
+        yield from work.collectives(
+            CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER
+        )
         yield from work.named("_dtensor::shard_dim_alltoall")
 
     def match(self, work: Work, root: torch.fx.Node) -> Match | None:
         """The beginning of the chain from here that gains most."""
         best: Match | None = None
         refusal: Refusal | None = None
-        for chain in chains_from(work, root):
+        chains = chains_from(work, root)
+        for chain in chains:
             if len(chain.steps) < 2:
                 continue
             try:
@@ -60,15 +66,22 @@ class PlanChains:
             except Refusal as why:
                 refusal = why
                 continue
-            if best is None or match.gain_ns > best.gain_ns:
+            if match is not None and (best is None or match.gain_ns > best.gain_ns):
                 best = match
         if best is None and refusal is not None:
             raise refusal
+        if best is None and chains:
+            refuse_ambiguous(chains[-1])
         return best
 
-    def _planned(self, work: Work, chain: Chain) -> Match:
+    def _planned(self, work: Work, chain: Chain) -> Match | None:
+        """The plan for a chain; None when it costs what the chain costs."""
         work.for_this_rank()
         value = chain.source.meta["val"]
+        for reduction in chain.reductions:
+            work.may_reassociate(reduction)
+        if chain.reductions and value.dtype.is_complex:
+            refuse(Reason.UNSUPPORTED, "sums of complex numbers in a chain")
         mesh = chain.mesh()
         layouts = chain.layouts(mesh)
         source, target = chain.as_pairs(layouts) if value.dtype.is_complex else layouts
@@ -85,6 +98,8 @@ class PlanChains:
         work.never_written(*chain.nodes)
         if not any(step.kind != "local" for step in steps) and not steps:
             work.may_stand_for(chain.source, chain.node)
+        if any(step.kind == "all_reduce" for step in steps):
+            work.not_in_flight(chain.source, chain.nodes[0], chain.node)
         unroller = Unroller(mesh, rank, names)
 
         def build(emit: Emitter) -> torch.fx.Node:
@@ -93,15 +108,30 @@ class PlanChains:
             pairs = emit.call(torch.ops.aten.view_as_real.default, chain.source)
             return emit.call(torch.ops.aten.view_as_complex.default, dense(emit, unroller.run(emit, pairs, steps)))
 
-        before = chain.link_ns + work.copy_ns(chain.copied_bytes)
+        gain = chain.link_ns + pricing.copy_ns(2 * chain.copied_bytes) - sum(step.cost_ns for step in steps)
+        if gain == 0 and len(steps) >= len(chain.steps):
+            return None
+        if len(chain.reductions) == len(chain.steps):
+            cheapest = Search(Pricing(mesh, pricing.itemsize), target).run(source)
+            if _as_many_or_more(steps, cheapest, len(chain.reductions)):
+                return None
         return Match(
-            before - sum(step.cost_ns for step in steps),
+            gain,
             f"{', '.join(chain.steps)} becomes {_text(steps)}",
             lambda: work.replace(
                 self.name, chain.nodes[0], tuple(reversed(chain.nodes)), build, result=chain.node
             ),
             "the cheapest plan is slower",
         )
+
+
+def _as_many_or_more(steps: list[Step], cheapest: list[Step], reductions: int) -> bool:
+    """Whether nothing but reductions would become as many collectives, or send more bytes than they need.
+
+    Latency is shared by those that are bucketed, bytes are not.
+    """
+    least = sum(step.bytes for step in cheapest)
+    return sum(s.communicates for s in steps) >= reductions or sum(s.bytes for s in steps) > least
 
 
 def _even(shape: tuple[int, ...], cuts: tuple[tuple[tuple[int, int], ...], ...], mesh: tuple[int, ...]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from inductor_passes.redistribute.traffic import suppliers, traffic
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.work import refuse
 from inductor_passes.rewriting.emit import Emitter
-from inductor_passes.rewriting.exchange import dense, exchanged, gathered
+from inductor_passes.rewriting.exchange import dense, exchanged, gathered, reduced, scattered
 from inductor_passes.verify.messages import Messages, Part
 
 
@@ -51,9 +52,13 @@ class Unroller:
     def run(self, emit: Emitter, tensor: torch.fx.Node, steps: list[Step]) -> torch.fx.Node:
         """All steps; the result is dense."""
         for step in steps:
-            tensor = {"local": self._select, "all_gather": self._gather, "all_to_all": self._exchange}[step.kind](
-                emit, tensor, step
-            )
+            tensor = {
+                "local": self._select,
+                "all_gather": self._gather,
+                "all_to_all": self._exchange,
+                "all_reduce": self._reduce,
+                "reduce_scatter": self._scatter,
+            }[step.kind](emit, tensor, step)
         return tensor
 
     def _block(self, step: Step, rank: int, after: bool = False) -> Block:
@@ -74,6 +79,9 @@ class Unroller:
         members = self._members(step)
         local = dense(emit, tensor)
         whole = gathered(emit, local, len(members), self.groups[step.mesh_dims])
+        sides = moved_cuts(step)
+        if sides is not None and not any(sides[1]) and sum(map(len, sides[0])) == len(step.mesh_dims):
+            return joined_grid(emit, whole, self._sizes(step), sides[0], tuple(local.meta["val"].shape))
         rows = local.meta["val"].shape[0]
         pieces, seen = [], set()
         for slot, member in enumerate(members):
@@ -93,11 +101,29 @@ class Unroller:
         ]
         return assembled(emit, cut, shape_of(want))
 
+    def _reduce(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node:
+        return reduced(emit, dense(emit, tensor), step.reduce_op, self.groups[step.mesh_dims])
+
+    def _scatter(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node:
+        have, members = self._block(step, self.rank), self._members(step)
+        wanted = [self._block(step, member, after=True) for member in members]
+        rows = shape_of(wanted[0])[0]
+        in_order = all(_place(part, have) == (k * rows, *(0,) * (len(have) - 1)) for k, part in enumerate(wanted))
+        if in_order:
+            packed = dense(emit, tensor)
+        else:
+            packed = emit.call(torch.ops.aten.cat.default, [_cut(emit, tensor, have, part) for part in wanted])
+        return scattered(emit, packed, step.reduce_op, len(members), self.groups[step.mesh_dims])
+
     def _exchange(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node:
         members, traffic_of = self._members(step), _Traffic(self.mesh, step)
         ranges = traffic_of.ranges
         have, want = self._block(step, self.rank), self._block(step, self.rank, after=True)
         regular = self._is_regular(step, members, ranges)
+        sides = moved_cuts(step)
+        everywhere = list(range(len(step.mesh_dims)))
+        if regular and sides is not None and all(sorted(itertools.chain(*side)) == everywhere for side in sides):
+            return self._exchange_grid(emit, tensor, step, sides, replace(traffic_of, regular=True))
         sent, received, parts = [], [], []
         for member in members:
             if regular and member == self.rank:
@@ -135,6 +161,23 @@ class Unroller:
             flat = flats[0] if len(flats) == 1 else emit.call(torch.ops.aten.cat.default, flats)
             pieces.append(Piece(emit.view(flat, list(shape_of(block))), _place(block, want)))
         return dense(emit, assembled(emit, pieces, shape_of(want)))
+
+    def _exchange_grid(
+        self, emit: Emitter, tensor: torch.fx.Node, step: Step, sides: tuple[Moved, Moved], traffic_of: _Traffic
+    ) -> torch.fx.Node:
+        """Equal parts for everybody: pack and unpack are a permutation each."""
+        sizes, (gone, put) = self._sizes(step), sides
+        packed = split_grid(emit, dense(emit, tensor), sizes, put)
+        part = list(packed.meta["val"].shape)[len(sizes) :]
+        count = packed.meta["val"].numel()
+        says = Messages(tensor.name, traffic_of)
+        equal = [count // math.prod(sizes)] * math.prod(sizes)
+        name = self.groups[step.mesh_dims]
+        buffer = exchanged(emit, emit.view(packed, [count]), equal, equal, name, says)
+        return joined_grid(emit, emit.view(buffer, [math.prod(sizes) * part[0], *part[1:]]), sizes, gone, tuple(part))
+
+    def _sizes(self, step: Step) -> tuple[int, ...]:
+        return tuple(self.mesh.shape[m] for m in step.mesh_dims)
 
     def _is_regular(
         self, step: Step, members: tuple[int, ...], ranges: Callable[[int, int], list[tuple[int, int]]]
@@ -189,6 +232,58 @@ class _Traffic:
         for m in self._active:
             index = index * self.mesh.shape[m] + c[m]
         return index
+
+
+#: Per tensor dimension, places among a step's mesh dimensions, outermost cut first.
+Moved = tuple[tuple[int, ...], ...]
+
+
+def moved_cuts(step: Step) -> tuple[Moved, Moved] | None:
+    """The cuts that an even step takes off each tensor dimension, and those that it puts on; None when some rank holds
+    less than others, or when cuts are not the innermost ones."""
+    place = {m: k for k, m in enumerate(step.mesh_dims)}
+    gone, put = [], []
+    for size, old, new in zip(step.before.shape, step.before.cuts, step.after.cuts):
+        shared = 0
+        while shared < min(len(old), len(new)) and old[shared] == new[shared]:
+            shared += 1
+        for cuts in (old, new):
+            if any(factor != 1 for _, factor in cuts) or size % math.prod(step.before.mesh_shape[m] for m, _ in cuts):
+                return None
+        if any(m not in place for m, _ in (*old[shared:], *new[shared:])):
+            return None
+        gone.append(tuple(place[m] for m, _ in old[shared:]))
+        put.append(tuple(place[m] for m, _ in new[shared:]))
+    return tuple(gone), tuple(put)
+
+
+def joined_grid(
+    emit: Emitter, whole: torch.fx.Node, sizes: tuple[int, ...], gone: Moved, part: tuple[int, ...]
+) -> torch.fx.Node:
+    """Dense: parts of shape ``part`` that follow each other, as many as ``sizes`` say, side by side along the
+    dimensions whose cuts ``gone`` are taken off."""
+    grid = emit.view(whole, [*sizes, *part])
+    order = [k for d, cuts in enumerate(gone) for k in (*cuts, len(sizes) + d)]
+    shape = [size * math.prod(sizes[k] for k in cuts) for size, cuts in zip(part, gone)]
+    if order != sorted(order):
+        grid = dense(emit, emit.call(torch.ops.aten.permute.default, grid, order))
+    return emit.view(grid, shape)
+
+
+def split_grid(emit: Emitter, tensor: torch.fx.Node, sizes: tuple[int, ...], put: Moved) -> torch.fx.Node:
+    """Dense, of shape ``[*sizes, *part]``: the parts that the cuts ``put`` make of a dense tensor."""
+    shape: list[int] = []
+    places: dict[int, int] = {}
+    at: list[int] = []
+    for size, cuts in zip(tensor.meta["val"].shape, put):
+        for k in cuts:
+            places[k] = len(shape)
+            shape.append(sizes[k])
+        at.append(len(shape))
+        shape.append(size // math.prod(sizes[k] for k in cuts))
+    order = [*(places[k] for k in range(len(sizes))), *at]
+    grid = emit.view(tensor, shape)
+    return grid if order == sorted(order) else dense(emit, emit.call(torch.ops.aten.permute.default, grid, order))
 
 
 def _rows(emit: Emitter, tensor: torch.fx.Node, first: int, count: int) -> torch.fx.Node:

@@ -18,6 +18,7 @@ from tools.benchmarks.memory import memory
 from tools.benchmarks.numerics import numerics
 from tools.benchmarks.packs import packs
 from tools.benchmarks.plan import plan
+from tools.benchmarks.reach import reach
 from tools.benchmarks.redistribute import redistribute
 from tools.benchmarks.scale import scale
 from tools.benchmarks.summary import summary
@@ -34,6 +35,7 @@ app.command()(best)
 app.command(name="compile")(compile_time)
 app.command(name="async-tp")(async_tp)
 app.command()(redistribute)
+app.command()(reach)
 app.command()(packs)
 app.command()(memory)
 app.command()(numerics)

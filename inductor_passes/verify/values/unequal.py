@@ -29,7 +29,6 @@ def arrived(space: Space, group: Replicas, a: Access) -> Access | None:
 
     Raises:
         NeedsCut: parts have to be looked at one by one.
-        NoHintError: it is read on a rank that is not known.
     """
     found = messages(a.record)
     if found is None or not group.ranks:
@@ -37,9 +36,7 @@ def arrived(space: Space, group: Replicas, a: Access) -> Access | None:
     said, source = found
     if a.rank.terms:
         raise space.points(a.rank.terms[0][0])
-    here = a.rank.const % FAR
-    if here not in group.ranks:
-        raise NoHintError(f"{a.record.name} is read on another group's rank {here}")
+    here = _member(space, group, a.rank)
     unit = unit_of(source, a.record)
     parts = [(peer, part) for peer in group.ranks for part in said.parts(peer, here)]
     edges = [0, *itertools.accumulate((part.end - part.begin) * unit for _, part in parts)]
@@ -50,6 +47,15 @@ def arrived(space: Space, group: Replicas, a: Access) -> Access | None:
     element, byte = space.divide(inner, unit)
     rank = a.rank.shifted(peer - here)
     return Access(source, (), rank, inside(space, part, element), byte if unit > 1 else a.byte, a.reader)
+
+
+def _member(space: Space, group: Replicas, rank: Affine) -> int:
+    """The member of this process's group in the place of ``rank``, which may be in a group parallel to it.
+
+    The ranks of a parallel group send each other what their counterparts here do, as everywhere in a proof.
+    """
+    here = rank.const % FAR
+    return here if here in group.ranks else group.ranks[group.position(space, rank).const]
 
 
 def unit_of(source: Record, sent: Record) -> int:
