@@ -48,6 +48,7 @@ class Reason(str, Enum):
     ALREADY_OPTIMAL = "input order is already best"
     NO_COLLECTIVES = "no collectives"
     NO_HINT = "symbolic size without a hint"
+    RANGE = "not known for the whole range of sizes"
     UNSUPPORTED = "unsupported form"
     MIXED_DTYPE = "mixed dtypes"
     MIXED_REDUCE_OP = "mixed reduce ops"

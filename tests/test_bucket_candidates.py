@@ -115,15 +115,16 @@ def test_unequal_splits_are_refused_unless_asked_for() -> None:
         assert look(gm, uneven_all_to_all=True)[0] == [["A2A0", "A2A1", "A2A2", "A2A3"]]
 
 
-def test_symbolic_sizes_are_refused() -> None:
+def test_sizes_without_hints_are_refused() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     with fake_world(2) as world:
         p = Program()
-        p.mode = FakeTensorMode(shape_env=ShapeEnv())
+        p.mode = FakeTensorMode(shape_env=(env := ShapeEnv()))
         x = p.input(4, 2)
-        x.meta["val"] = p.mode.from_tensor(torch.empty(6, 2), static_shapes=False)
+        with p.mode:
+            x.meta["val"] = torch.empty(env.create_unbacked_symint(), 2)
         gm = p.done(*(p.collective("all_gather", x, world) for _ in range(2)))
         groups, refused = look(gm)
         assert groups == [] and {d.reason for d in refused.values()} == {Reason.NO_HINT}

@@ -1,12 +1,18 @@
-"""Fake tensors: their sizes, symbolic ones by their hints, and calls on them."""
+"""Fake tensors: their sizes, symbolic ones by their hints or for their whole range, and calls on them."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch.fx
+
+#: Values at the lower end of a range that are looked at one by one.
+_RULED_OUT = 8
 
 
 def size_hint(value: object) -> int | None:
@@ -53,6 +59,148 @@ def tensor_bytes(tensor: torch.Tensor) -> int | None:
     return total
 
 
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition holds for every size of the range; no guard is made, and no hint can make it true."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
+def same_size(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal for the whole range; no guard is made."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    return is_known(a == b) or _in_multiples(a - b) == 0
+
+
+def is_multiple(size: int | torch.SymInt, of: int) -> bool:
+    """Whether a size is a multiple of a number for the whole range; no guard is made."""
+    if isinstance(size, int):
+        return size % of == 0
+    return is_known(size % of == 0) or _in_multiples(size % of) == 0
+
+
+def _in_multiples(size: torch.SymInt) -> sympy.Expr:
+    """The expression of a size in which every symbol stands for what it is known to be a multiple of.
+
+    ``2 * (s // 2) - s`` with an even ``s`` is 0: torch itself does not see that.
+    """
+    expr = size_expression(size)
+    put = {}
+    for symbol in expr.free_symbols:
+        period = divisor_of(size, symbol)
+        if period > 1:
+            put[symbol] = period * sympy.Symbol(f"{symbol}_{period}", integer=True, positive=True)
+    return sympy.expand(expr.subs(put)) if put else sympy.expand(expr)
+
+
+def same_sizes(a: Sequence[int | torch.SymInt], b: Sequence[int | torch.SymInt]) -> bool:
+    """:func:`same_size` of every pair."""
+    return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def is_dense_in(tensor: torch.Tensor, order: Sequence[int]) -> bool:
+    """Whether a tensor fills a block of memory for every size, dimensions from the slowest to the fastest; no guard."""
+    expected: int | torch.SymInt = 1
+    for dim in reversed(order):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if not same_size(size, 1) and not same_size(stride, expected):
+            return False
+        expected = size * expected
+    return True
+
+
+def is_symbolic(tensor: torch.Tensor) -> bool:
+    """Whether any size, stride or offset of a tensor is symbolic."""
+    return any(isinstance(v, torch.SymInt) for v in (*tensor.shape, *tensor.stride(), tensor.storage_offset()))
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is contiguous for every size of the range; no guard is made."""
+    return is_dense_in(tensor, range(tensor.dim())) if is_symbolic(tensor) else tensor.is_contiguous()
+
+
+def size_expression(value: torch.SymInt) -> sympy.Expr:
+    """The expression of a symbolic size, as far as its shape environment simplifies it."""
+    node = value.node
+    expr = node.expr
+    env = getattr(node, "shape_env", None)
+    return expr if env is None else env.simplify(expr)
+
+
+def floor_division(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
+    """(dividend, divisor) of an integer division that rounds down; None for any other expression."""
+    from torch.utils._sympy.functions import FloorDiv
+
+    return (expr.args[0], expr.args[1]) if isinstance(expr, FloorDiv) else None
+
+
+def size_range(value: torch.SymInt, expr: sympy.Expr) -> tuple[int | None, int | None]:
+    """Least and greatest value of an expression of the symbols of ``value``; None where it has no bound."""
+    env = getattr(value.node, "shape_env", None)
+    if env is None:
+        return None, None
+    bounds = env.bound_sympy(expr)
+    return _finite(bounds.lower), _finite(bounds.upper)
+
+
+def symbol_range(value: torch.SymInt, symbol: sympy.Symbol) -> tuple[int | None, int | None, int]:
+    """Least and greatest value of a symbol of ``value``, and what divides it; guards of the graph hold.
+
+    Torch makes guards such as ``s // 2 != 1``: the least values that a guard rules out are left out.
+    """
+    low, high = size_range(value, symbol)
+    period = divisor_of(value, symbol)
+    env = getattr(value.node, "shape_env", None)
+    if low is None or env is None:
+        return low, high, period
+    low = -(-low // period) * period
+    alone = [guard for guard in _guards(env) if guard.free_symbols == {symbol}]
+    for _ in range(_RULED_OUT):
+        if not any(guard.subs(symbol, low) == sympy.false for guard in alone):
+            break
+        low += period
+    return low, high if high is None else high // period * period, period
+
+
+def _finite(bound: object) -> int | None:
+    return int(bound) if isinstance(bound, (int, sympy.Integer)) else None
+
+
+def divisor_of(value: torch.SymInt, symbol: sympy.Symbol) -> int:
+    """The largest number that is known to divide a symbol of ``value`` for the whole range; 1 when none is."""
+    from torch.utils._sympy.functions import Mod
+
+    env = getattr(value.node, "shape_env", None)
+    if env is None:
+        return 1
+    remainders = {*env.divisible, *_zero_remainders(_guards(env))}
+    found = 1
+    for one in remainders:
+        if isinstance(one, Mod) and one.args[0].free_symbols == {symbol} and one.args[1].is_Integer:
+            found = math.lcm(found, _divides(one.args[0], symbol, int(one.args[1])))
+    return found
+
+
+def _guards(env: Any) -> list[sympy.Basic]:
+    """What every call of the compiled code is checked for."""
+    return [guard.expr for guard in env.guards]
+
+
+def _zero_remainders(guards: Iterable[sympy.Basic]) -> Iterable[sympy.Expr]:
+    for guard in guards:
+        if isinstance(guard, sympy.Eq) and 0 in guard.args:
+            yield next((side for side in guard.args if side != 0), guard)
+
+
+def _divides(base: sympy.Expr, symbol: sympy.Symbol, divisor: int) -> int:
+    """What divides a symbol when ``divisor`` divides ``factor * symbol + rest``."""
+    factor, rest = base.coeff(symbol), base.subs(symbol, 0)
+    if not (factor.is_Integer and rest.is_Integer) or base != factor * symbol + rest or int(rest) % divisor:
+        return 1
+    return divisor // math.gcd(divisor, int(factor))
+
+
 def fake_mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """The fake tensor mode that made ``tensor``.
 
@@ -64,6 +212,18 @@ def fake_mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]
     if not isinstance(tensor, FakeTensor):
         raise TypeError(f"expected a fake tensor, got {type(tensor).__name__}")
     return tensor.fake_mode
+
+
+@contextlib.contextmanager
+def without_guards(tensor: torch.Tensor) -> Iterator[None]:
+    """Fake tensors are computed without making guards: what torch asks about sizes meanwhile counts at their hints.
+
+    Only for values whose shapes are given by expressions, in graphs that are proven for the whole range afterwards.
+    """
+    mode = fake_mode_of(tensor)
+    env = getattr(mode, "shape_env", None)
+    with mode, contextlib.nullcontext() if env is None else env.suppress_guards():
+        yield
 
 
 def example_result(node: torch.fx.Node) -> Any:

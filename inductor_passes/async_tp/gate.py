@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.rules import shape_of
@@ -139,7 +140,7 @@ class Pricer:
         form = matmul.canonical(node)
         if whole is None or form is None or not isinstance(cut, Slab) or form.dot_dim(cut) is matmul.DotDim.BATCH:
             return whole
-        return whole[0], min(whole[1], cut.outer * cut.inner)
+        return whole[0], min(whole[1], cut.outer * (_torch.size_hint(cut.inner) or 1))
 
     def _joining_ns(self, region: Region) -> int:
         total = 0

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.order import OrderKey
 from inductor_passes.async_tp.region import Region, is_layout
@@ -150,7 +151,7 @@ class _Lowering:
                         found = emit.call(aten.clone.default, found)
                     self.taken[key] = found
                 found = self.taken[key]
-            if send and not found.meta["val"].is_contiguous():
+            if send and not _torch.is_contiguous(found.meta["val"]):
                 found = emit.call(aten.clone.default, found, memory_format=torch.contiguous_format)
             return found
 

@@ -43,6 +43,8 @@ def unfit(site: Site, available: Availability) -> str:
     scaled = [_scaled(form) for form in site.products]
     if any(scaled) and not all(scaled):
         return "scaled and plain matmuls read what is gathered"
+    if not isinstance(site.rows, int) and (site.gathers or scaled[0]):
+        return f"torch's operator computes no shape of {site.rows} rows per rank"
     if _torch.symmetric_op(_NAMES[site.gathers, scaled[0]]) is None:
         return f"this torch has no symm_mem::{_NAMES[site.gathers, scaled[0]]}"
     if not site.gathers and site.collective.reduce_op not in ("sum", "avg"):

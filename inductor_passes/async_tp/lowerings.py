@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.async_tp import lower_decompose, lower_kernels, lower_op, lower_symm_mem
 from inductor_passes.async_tp.gate import Priced
 from inductor_passes.async_tp.lower_decompose import Lowered
@@ -135,7 +136,7 @@ class Opaque:
         assert not isinstance(found, str)
         total, least = priced.before_ns, 0
         for site in found:
-            one, total_rows = site.collective, site.rows * site.collective.group.size
+            one, total_rows = site.collective, (_torch.size_hint(site.rows) or 0) * site.collective.group.size
             given, received, ranks = one.input_bytes or 0, one.output_bytes or 0, one.group.ranks
             left = site.products[0].left.meta["val"]
             products = [product_size(left, form.right.meta["val"], total_rows) for form in site.products]

@@ -95,7 +95,7 @@ class Matmul:
             if self.added is not None:
                 wanted.append((self.added, broadcast_part(self.added, cut, self.node)))
             for scale, own in zip(self.scales, "mn"):
-                whole = scale.meta["val"].numel() == 1 or letter != own
+                whole = _torch.same_size(scale.meta["val"].numel(), 1) or letter != own
                 wanted.append((scale, None if whole else cut))
         if self.offsets is not None:
             wanted.append((self.offsets, None))
@@ -104,7 +104,7 @@ class Matmul:
     def _aligned(self, part: Slab) -> bool:
         """Kernels for groups want rows that begin at multiples of 16 bytes."""
         grouped = any("g" in dims or "r" in dims for dims in self.dims)
-        return not grouped or part.inner * self.left.meta["val"].element_size() % 16 == 0
+        return not grouped or _torch.is_multiple(part.inner * self.left.meta["val"].element_size(), 16)
 
 
 _DOT_DIMS = {"m": DotDim.FREE_LEFT, "n": DotDim.FREE_RIGHT, "b": DotDim.BATCH, "g": DotDim.BATCH, "r": DotDim.BATCH}

@@ -23,7 +23,7 @@ import torch.fx
 
 from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.matmul import DotDim
-from inductor_passes.async_tp.rules import Needs, Rule, is_split, rule_of, shape_of
+from inductor_passes.async_tp.rules import Needs, Rule, carries, is_split, rule_of, shape_of
 from inductor_passes.async_tp.slab import Cut, Partial, Slab, Uniform, cut_evenly, is_dense
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
@@ -175,7 +175,7 @@ class Grower:
 def _indivisible(seed: Collective, dim: int, parts: int) -> Refusal:
     size = shape_of(seed.inputs[0])[dim]
     if not isinstance(size, int):
-        return Refusal(Reason.NO_HINT, f"dimension {dim} has a symbolic size")
+        return Refusal(Reason.RANGE, f"dimension {dim} of size {size} is not known to divide into {parts} parts")
     return Refusal(Reason.UNSUPPORTED, f"dimension {dim} of size {size} does not divide into {parts} parts")
 
 
@@ -210,7 +210,7 @@ class _Growth:
     def add(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, contracting: bool = True) -> bool:
         """Make ``node`` a member because its ``operand`` comes in parts; False when it cannot be."""
         rule = rule_of(node)
-        if rule is None:
+        if rule is None or not carries(rule, cut):
             return False
         result = rule.result(node, operand, cut, self._parts)
         if result is None or (isinstance(result, Partial) and not contracting):
@@ -220,7 +220,7 @@ class _Growth:
     def require(self, node: torch.fx.Node, cut: Slab) -> bool:
         """Make ``node`` a member because somebody reads it in parts; False when it cannot be."""
         rule = rule_of(node)
-        return rule is not None and self._admit(node, rule, cut)
+        return rule is not None and carries(rule, cut) and self._admit(node, rule, cut)
 
     def _admit(self, node: torch.fx.Node, rule: Rule, cut: Cut) -> bool:
         if node in self._mutable or "val" not in node.meta:

@@ -59,6 +59,11 @@ def rule_of(node: torch.fx.Node) -> Rule | None:
     return _POINTWISE if torch.Tag.pointwise in node.target.tags else None  # type: ignore[union-attr]
 
 
+def carries(rule: Rule, cut: Cut) -> bool:
+    """Whether a rule takes a cut whose parts are of symbolic size; True for every other cut."""
+    return not (isinstance(cut, Slab) and cut.is_symbolic) or type(rule) in _SYMBOLIC
+
+
 def is_split(node: torch.fx.Node) -> bool:
     """Whether the node cuts a tensor into a list of views."""
     return rule_of(node) is _SPLIT
@@ -135,7 +140,8 @@ def _in_tiles(node: torch.fx.Node, cuts: Mapping[torch.fx.Node, Cut | None]) -> 
     arguments = _torch.op_arguments(node)
     left, right = arguments["self"], arguments["mat2"]
     return all(
-        (operand is not right and not (operand is left and cut.dim == 1)) or cut.outer * cut.inner % SCALED_TILE == 0
+        (operand is not right and not (operand is left and cut.dim == 1))
+        or _torch.is_multiple(cut.outer * cut.inner, SCALED_TILE)
         for operand, cut in cuts.items()
         if isinstance(cut, Slab)
     )
@@ -529,6 +535,8 @@ class _AllToAll(_Same):
         return (_first(node), received, sent, arguments["group_name"]), {}
 
 
+#: Rules that do no arithmetic with the size of a part.
+_SYMBOLIC = (_Pointwise, _Matmul, _View, _Moves, _Same, _ViewDtype, _Expand, _AllGather, _ReduceScatter)
 _POINTWISE, _GETITEM = _Pointwise(), _Getitem()
 _MATMUL, _VIEW, _MOVES, _SAME = _Matmul(), _View(), _Moves(), _Same()
 _SUM, _REDUCE, _ALONG, _SPLIT = _Reduce(sums=True), _Reduce(), _AlongOthers(), _Split()

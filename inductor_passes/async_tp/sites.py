@@ -43,7 +43,7 @@ class Site:
 
     Attributes:
         products: the matmuls, all of the same two-dimensional left operand (gather) or the only one (scatter).
-        rows: of the matrix, per rank.
+        rows: of the matrix, per rank; possibly symbolic.
         columns: of the matrix that is communicated.
         whole: somebody else reads the gathered matrix too.
         anchor: the node behind which one operator for all of it can stand.
@@ -109,15 +109,16 @@ def _in_order_or_bytes(node: torch.fx.Node) -> bool:
 
 def _plain_product(node: torch.fx.Node) -> Matmul | None:
     form = matmul.canonical(node)
-    if form is None or form.dims != matmul.PLAIN or not _fixed(node, form.left, form.right):
+    if form is None or form.dims != matmul.PLAIN:
         return None
     arguments = _torch.op_arguments(node)
     scaled = arguments.get("alpha", 1) != 1 or arguments.get("beta", 1) != 1
     return None if scaled or not node.meta["val"].dtype.is_floating_point else form
 
 
-def _fixed(*nodes: torch.fx.Node) -> bool:
-    return all(isinstance(size, int) for node in nodes for size in node.meta["val"].shape)
+def _are_blocks(rows: int | torch.SymInt, world: int) -> bool:
+    """Whether rows fall into equal blocks, one per rank, whatever their number."""
+    return _torch.is_multiple(rows, world) and not _torch.same_size(rows, 0)
 
 
 def _gather(collective: Collective, product: IsProduct, view: GraphView) -> Site | str:
@@ -140,7 +141,7 @@ def _gather(collective: Collective, product: IsProduct, view: GraphView) -> Site
     if len({str(one) for one in lefts}) > 1:
         return "its matmuls see it in different shapes"
     total, columns, _ = lefts[0]
-    if total % world or not total:
+    if not _are_blocks(total, world):
         return f"{total} rows are no blocks of rows of {world} ranks"
     after = _descendants(wait)
     anchor = wait
@@ -180,6 +181,12 @@ def _base(operand: torch.fx.Node, wait: torch.fx.Node, view: GraphView) -> torch
     return operand
 
 
+def _viewed(node: torch.fx.Node) -> torch.fx.Node:
+    """The tensor that a view reads; sizes among its arguments may be nodes, too."""
+    (source,) = (n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    return source
+
+
 def _again(operand: torch.fx.Node, wait: torch.fx.Node, view: GraphView) -> bool:
     return (
         view.position[operand] > view.position[wait]
@@ -196,15 +203,14 @@ def _scatter(collective: Collective, product: IsProduct) -> Site | str:
     while _in_order(node):
         if set(node.users) != {reader}:
             return "its matmul has other users"
-        (source,) = node.all_input_nodes
-        node, reader = source, node
+        node, reader = _viewed(node), node
     form = product(node)
     if form is None:
         return "what it sends is no matmul of two matrices"
     if set(node.users) != {reader}:
         return "its matmul has other users"
     total, columns = node.meta["val"].shape
-    if total % collective.group.size or not total:
+    if not _are_blocks(total, collective.group.size):
         return f"{total} rows are no blocks of rows of {collective.group.size} ranks"
     return Site(collective, (form,), total // collective.group.size, columns, False, collective.start)
 
@@ -284,7 +290,7 @@ class Replacement:
         self.graph.erase_node(wait)
         self.graph.erase_node(start)
         while node is not site.products[0].node:
-            (source,) = node.all_input_nodes
+            source = _viewed(node)
             self.graph.erase_node(node)
             node = source
         self.graph.erase_node(node)
@@ -310,7 +316,7 @@ class Replacement:
 
 def _reshaped(emit: Emitter, node: object, shape: list[int]) -> torch.fx.Node:
     assert isinstance(node, torch.fx.Node)
-    if list(node.meta["val"].shape) == shape:
+    if _torch.same_sizes(node.meta["val"].shape, shape):
         return node
     return emit.call(aten.reshape.default, node, shape)
 

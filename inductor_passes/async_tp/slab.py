@@ -5,7 +5,8 @@ gathered dimension of ``g`` shards, each cut into ``k``, is (``g``, ``k``, ``inn
 So a cut is (dimension, outer, inner) with ``extent = outer * k * inner``. Views move the cut to another dimension,
 split and cat change ``outer``; a view that tears ``inner`` apart has no cut.
 
-Sizes may be symbolic in every dimension but the one that is cut.
+Sizes may be symbolic. A symbolic dimension is cut where it is known to divide for every size of its range; such a cut
+passes through operators that leave the dimension as it is, see ``rules.carries``.
 """
 
 from __future__ import annotations
@@ -18,18 +19,36 @@ from typing import Any
 import torch
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """A cut: ``extent(dim) == outer * k * inner``; part ``j`` is ``[:, j, :]`` of the dimension seen so."""
+    """A cut: ``extent(dim) == outer * k * inner``; part ``j`` is ``[:, j, :]`` of the dimension seen so.
+
+    ``inner`` may be symbolic. Cuts are equal when they are equal for every size.
+    """
 
     dim: int
     outer: int
     inner: int
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Slab):
+            return NotImplemented
+        same = (self.dim, self.outer) == (other.dim, other.outer)
+        return same and _torch.same_size(self.inner, other.inner)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.outer))
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a part's size is only known at run time."""
+        return not isinstance(self.inner, int)
 
     def on(self, dim: int) -> Slab:
         """The same cut of another dimension."""
@@ -37,9 +56,9 @@ class Slab:
 
     def fits(self, shape: Sequence[Any], parts: int) -> bool:
         """Whether a tensor of ``shape`` can be cut so into ``parts``."""
-        if not 0 <= self.dim < len(shape) or not isinstance(shape[self.dim], int):
+        if not 0 <= self.dim < len(shape):
             return False
-        return bool(shape[self.dim] == self.outer * parts * self.inner)
+        return _torch.same_size(shape[self.dim], self.outer * parts * self.inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +85,9 @@ Cut = Slab | Partial | Uniform
 
 
 def cut_evenly(shape: Sequence[Any], dim: int, parts: int, outer: int = 1) -> Slab | None:
-    """The cut of ``dim`` into ``parts`` below ``outer`` blocks; None when the size is symbolic or does not divide."""
+    """The cut of ``dim`` into ``parts`` below ``outer`` blocks; None when the size is not known to divide."""
     extent = shape[dim] if dim < len(shape) else 0
-    if not isinstance(extent, int) or extent == 0 or extent % (outer * parts):
+    if _torch.same_size(extent, 0) or not _torch.is_multiple(extent, outer * parts):
         return None
     return Slab(dim, outer, extent // (outer * parts))
 
@@ -178,14 +197,14 @@ def _interleave(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, shape
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
     """Dimensions from the slowest to the fastest in memory; the plain order for a contiguous tensor."""
-    if tensor.is_contiguous():
+    if _torch.is_contiguous(tensor):
         return list(range(tensor.dim()))
-    return sorted(range(tensor.dim()), key=lambda d: (-int(tensor.stride(d)), d))
+    return sorted(range(tensor.dim()), key=lambda d: (-(_torch.size_hint(tensor.stride(d)) or 0), d))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill a block of memory without gaps or overlap, in some order of dimensions."""
-    if tensor.is_contiguous():
+    if _torch.is_contiguous(tensor):
         return True
     if not all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from inductor_passes import _torch
 from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
@@ -18,6 +19,8 @@ from inductor_passes.rewriting.emit import RECOMPUTE_META
 from inductor_passes.rewriting.members import Refused, Slot, slots
 
 SUBJECT = "bucket"
+#: Of an element of any dtype that travels (complex ones do not).
+_WIDEST_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class GroupKey:
 
     Attributes:
         kind / group / reduce_op / device: of the collective; ``group`` is the process group's name.
-        dtype: of a reduction, "" for data movement.
+        dtype: of a reduction; "" for data movement, unless padding would depend on symbolic sizes.
         epoch: number of fences before the start and the waits: nothing crosses a fence.
         tags: what checkpointing and partitioning were told about the starts, "" once that no longer matters.
     """
@@ -50,13 +53,13 @@ class Candidate:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that this rank puts in."""
-        return sum(s.sent.numel() * s.sent.element_size() for s in self.slots)
+        """Bytes that this rank puts in, by hint."""
+        return sum(_torch.tensor_bytes(s.sent) or 0 for s in self.slots)
 
     @property
     def output_bytes(self) -> int:
-        """Bytes that this rank gets out."""
-        return sum(s.received.numel() * s.received.element_size() for s in self.slots)
+        """Bytes that this rank gets out, by hint."""
+        return sum(_torch.tensor_bytes(s.received) or 0 for s in self.slots)
 
 
 def candidates(
@@ -151,11 +154,19 @@ def _key(
         kind=collective.kind,
         group=collective.group.name,
         reduce_op=collective.reduce_op,
-        dtype="+".join(dtypes) if reduces else "",
+        dtype="+".join(dtypes) if reduces or not all(map(_is_aligned, its_slots)) else "",
         device=str(its_slots[0].sent.device),
         epoch=epoch,
         tags=" ".join(f"{name}={meta[name]}" for name in tag_names if name in meta),
     )
+
+
+def _is_aligned(slot: Slot) -> bool:
+    """Whether what travels of it in a row is known to be a multiple of the widest element's bytes."""
+    if not slot.is_symbolic:
+        return True
+    rows = max(1, len(slot.input_splits))
+    return _torch.is_multiple(slot.sent.numel() * slot.sent.element_size(), rows * _WIDEST_BYTES)
 
 
 def _why_alone(candidate: Candidate, by_key: dict[GroupKey, list[Candidate]]) -> tuple[Reason, str]:

@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.bucket.candidates import Candidate, GroupKey
 from inductor_passes.cost.compute import flops
 from inductor_passes.cost.profile import CostProfile
@@ -153,7 +154,7 @@ class BucketCosts:
 
     def _measure(self, member: Candidate) -> Load:
         copied = sum(
-            slot.sent.numel() * slot.sent.element_size()
+            _torch.tensor_bytes(slot.sent) or 0
             for slot in member.slots
             if not self._writes_in_place(member, slot.source)
         )

@@ -184,7 +184,7 @@ def _generated(facts: Facts) -> Capped | None:
 def _merged(report: PassReport, merged: Sequence[MergedCollective]) -> Outcome:
     return Outcome(
         report,
-        certificates=tuple(Certificate(SUBJECT, m.removed, m.added, claim=Claim.MERGE) for m in merged),
+        certificates=tuple(Certificate(SUBJECT, m.removed, m.added, m.results, claim=Claim.MERGE) for m in merged),
         buckets=tuple(m.members for m in merged),
         carriers=tuple(m.start for m in merged),
     )

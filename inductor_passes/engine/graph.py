@@ -19,6 +19,7 @@ from inductor_passes.engine import (
     joint,
     naming,
     nothing,
+    ranges,
     regions,
     variants,
 )
@@ -120,6 +121,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         report.notes += verify.statement(graph, compared=settings.rank_check != "off")
     with guarded("looking for what a graph does not see", "the report does not say", settings):
         report.notes += regions.notes(graph)
+    with guarded("saying for which sizes the plan holds", "the report does not say", settings):
+        report.notes += ranges.notes(graph)
     _hand_on(graph, compilation)
     return compilation
 

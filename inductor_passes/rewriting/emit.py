@@ -11,6 +11,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir import parameters
+from inductor_passes.rewriting.numbers import Numbers
 
 #: Dtypes whose sums are taken in float32.
 NARROW = (torch.float16, torch.bfloat16)
@@ -32,6 +33,8 @@ class Emitter:
     def __init__(self, graph: torch.fx.Graph, cursor: torch.fx.Node) -> None:
         self._graph = graph
         self._origin: torch.fx.Node | None = None
+        self._numbers: Numbers | None = None
+        self._sizes: dict[tuple[Any, ...], torch.fx.Node] = {}
         self.cursor = cursor
         self.made: list[torch.fx.Node] = []
 
@@ -45,12 +48,16 @@ class Emitter:
             self._origin = before
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        """A call to an operator; its fake tensor is what the operator returns for the arguments' fake tensors."""
+        """A call to an operator; its fake tensor is what the operator returns for the arguments' fake tensors.
+
+        Symbolic sizes among the arguments become nodes that compute them.
+        """
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._number)
         with self._graph.inserting_after(self.cursor):
             node = self._graph.call_function(target, args, kwargs)
         fakes = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         tensors = [n.meta["val"] for n in node.all_input_nodes] or [self._origin_value()]
-        with _torch.fake_mode_of(_first_tensor(tensors)):
+        with _torch.without_guards(_first_tensor(tensors)):
             node.meta["val"] = target(*fakes[0], **fakes[1])
         if self._origin is not None:
             for key in INHERITED_META:
@@ -62,7 +69,39 @@ class Emitter:
 
     def view(self, node: torch.fx.Node, shape: list[int]) -> torch.fx.Node:
         """The contiguous ``node`` with another shape; the node itself when it has that shape."""
-        return node if list(node.meta["val"].shape) == shape else self.call(torch.ops.aten.view.default, node, shape)
+        if _torch.same_sizes(node.meta["val"].shape, shape):
+            return node
+        return self.call(torch.ops.aten.view.default, node, shape)
+
+    def _number(self, value: Any) -> Any:
+        if not isinstance(value, torch.SymInt):
+            return value
+        if self._numbers is None:
+            self._numbers = Numbers(self._graph.nodes)
+        return self._numbers.make(value, self._size)
+
+    def _size(self, target: Any, *args: Any) -> torch.fx.Node:
+        """A node that computes a size, made once for all that come after it."""
+        key = (target, *args)
+        known = self._sizes.get(key)
+        if known is not None and (known is self.cursor or known < self.cursor):
+            return known
+        with self._graph.inserting_after(self.cursor):
+            node = self._graph.call_function(target, args)
+        node.meta["val"] = target(*torch.fx.node.map_arg(args, lambda n: n.meta["val"]))
+        self.cursor = self._sizes[key] = node
+        self.made.append(node)
+        return node
+
+    def size(self, value: torch.SymInt) -> torch.fx.Node:
+        """A node that computes a symbolic size.
+
+        Raises:
+            ValueError: it does not follow from the sizes of the graph's inputs.
+        """
+        found = self._number(value)
+        assert isinstance(found, torch.fx.Node), "a symbolic size is no constant"
+        return found
 
     def place(self, node: torch.fx.Node) -> None:
         """Move an existing node behind the cursor."""

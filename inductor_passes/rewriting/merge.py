@@ -27,7 +27,7 @@ from inductor_passes.ir.parameters import note_merged
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import COALESCED, SINGLE, CollectiveKind
 from inductor_passes.rewriting.emit import Emitter
-from inductor_passes.rewriting.members import Refused, Slot, slots
+from inductor_passes.rewriting.members import Refused, Slot, reads_size, slots
 from inductor_passes.rewriting.messages import note_members
 from inductor_passes.rewriting.order import Stage, repaired_order
 from inductor_passes.rewriting.pack import Message, aten, travels_as_bytes
@@ -50,7 +50,7 @@ class MergedCollective:
     Attributes:
         members: names of the collectives' start nodes before.
         start: the new collective; ``waits`` its waits (one, or one per tensor for the coalesced form).
-        results: (old wait, node that holds its value now) per tensor.
+        results: (old wait, node that holds its value now) per tensor, and per size that was read of a start.
         removed / added: names of erased and of new nodes.
     """
 
@@ -76,6 +76,7 @@ class _Bucket:
     waits: tuple[torch.fx.Node, ...] = ()
     results: tuple[torch.fx.Node, ...] = ()
     added: tuple[torch.fx.Node, ...] = ()
+    sizes: tuple[tuple[str, str], ...] = ()
 
 
 def merge(
@@ -118,9 +119,17 @@ def merge(
     read = reads(view) if keep_sums else {}
     emit = Emitter(graph, view.nodes[0].prev)
     now: dict[torch.fx.Node, torch.fx.Node] = {}
+    sizes = {u: bucket for bucket in buckets for slot in bucket.slots for u in slot.result.users if reads_size(u)}
     for step in order:
         if isinstance(step, torch.fx.Node):
-            emit.place(step)
+            if step in sizes:
+                # Sizes of members are those of inputs: the members themselves go.
+                size = emit.size(step.meta["val"])
+                sizes[step].sizes += ((step.name, size.name),)
+                step.replace_all_uses_with(size)
+                graph.erase_node(step)
+            else:
+                emit.place(step)
             continue
         bucket = by_stage[step]
         made = len(emit.made)
@@ -206,7 +215,7 @@ def can_coalesce(kind: CollectiveKind, found: Sequence[Slot]) -> bool:
 
 
 def _contiguous(emit: Emitter, slot: Slot) -> torch.fx.Node:
-    if slot.sent.is_contiguous():
+    if _torch.is_contiguous(slot.sent):
         return slot.source
     with emit.standing_for(slot.result):
         return emit.call(aten.clone.default, slot.source, memory_format=torch.contiguous_format)
@@ -233,7 +242,7 @@ def _emit_wait(emit: Emitter, bucket: _Bucket, read: Mapping[torch.fx.Node, Read
 
 def _added_otherwise(slot: Slot, rows: int, read: Mapping[torch.fx.Node, Read]) -> bool:
     how = max((read.get(wait, Read.NOT_SUMMED) for wait in slot.waits), default=Read.NOT_SUMMED)
-    folded = rows > 1 and sum(size != 1 for size in slot.received.shape) > 1
+    folded = rows > 1 and sum(not _torch.same_size(size, 1) for size in slot.received.shape) > 1
     return changes_order(how, slot.received.numel() // rows, slot.received.device, folded=folded)
 
 
@@ -252,7 +261,7 @@ def _finish(graph: torch.fx.Graph, bucket: _Bucket) -> MergedCollective:
         members=tuple(c.start.name for c in bucket.collectives),
         start=bucket.started.name,
         waits=tuple(w.name for w in bucket.waits),
-        results=tuple((s.waits[0].name, r.name) for s, r in zip(bucket.slots, bucket.results)),
-        removed=tuple(removed),
+        results=(*((s.waits[0].name, r.name) for s, r in zip(bucket.slots, bucket.results)), *bucket.sizes),
+        removed=(*removed, *(name for name, _ in bucket.sizes)),
         added=tuple(n.name for n in bucket.added),
     )

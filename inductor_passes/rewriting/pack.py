@@ -76,12 +76,22 @@ class Message:
         self.received_rows = ranks if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL) else 1
         self._order = sorted(range(len(slots)), key=lambda i: -slots[i].sent.element_size() if self.as_bytes else 0)
         widest = max(s.sent.element_size() for s in slots)
-        content = sum(self._elements(s) // self.sent_rows for s in slots)
-        self.padding = -content % widest if self.as_bytes and self.even else 0
+        content = sum(self._width(s) for s in slots)
+        aligned = not self.as_bytes or not self.even or _torch.is_multiple(content, widest)
+        self.padding = 0 if aligned else -content % widest
         self.columns = content + self.padding
 
     def _elements(self, slot: Slot) -> int:
         return slot.sent.numel() * (slot.sent.element_size() if self.as_bytes else 1)
+
+    def _width(self, slot: Slot) -> int:
+        """Elements of a member in one row of the message."""
+        # A quotient of sizes is what the collective's own result has: another form of it would be harder to compare.
+        whole = slot.received if self.kind == CollectiveKind.REDUCE_SCATTER else slot.sent
+        rows = 1 if self.kind == CollectiveKind.REDUCE_SCATTER else self.sent_rows
+        if rows > 1 and slot.input_splits:
+            return slot.input_splits[0] * self._row_elements(slot)
+        return whole.numel() * (slot.sent.element_size() if self.as_bytes else 1) // rows
 
     @property
     def splits(self) -> tuple[list[int], list[int]]:
@@ -151,7 +161,7 @@ class Message:
                     message = emit.view(message, [self.columns])
             for index in self._order:
                 slot = self.slots[index]
-                width = self._elements(slot) // self.sent_rows
+                width = self._width(slot)
                 with emit.standing_for(slot.waits[0]):
                     if slot in apart and self.received_rows > 1:
                         made = emit.call(torch.ops.inductor_passes.unpack.default, message, [column], [width])
@@ -186,14 +196,14 @@ class Message:
                 source = emit.call(aten.permute.default, source, order)
                 value = source.meta["val"]
         if not self.as_bytes or value.dtype is torch.uint8:
-            if not value.is_contiguous():
+            if not _torch.is_contiguous(value):
                 source = emit.call(aten.clone.default, source, memory_format=torch.contiguous_format)
-            return emit.view(source, [self.sent_rows, value.numel() // self.sent_rows])
+            return emit.view(source, [self.sent_rows, self._width(slot)])
         flat = self._flat(emit, slot, source, value)
-        return emit.view(flat, [self.sent_rows, self._elements(slot) // self.sent_rows])
+        return emit.view(flat, [self.sent_rows, self._width(slot)])
 
     def _flat(self, emit: Emitter, slot: Slot, source: torch.fx.Node, value: torch.Tensor) -> torch.fx.Node:
-        if not value.is_contiguous():
+        if not _torch.is_contiguous(value):
             source = emit.call(aten.clone.default, source, memory_format=torch.contiguous_format)
         flat = emit.view(source, [value.numel()])
         return to_bytes(emit, flat) if self.as_bytes else flat
@@ -201,7 +211,7 @@ class Message:
     def _received_tensor(self, emit: Emitter, slot: Slot, part: torch.fx.Node) -> torch.fx.Node:
         if self.as_bytes:
             part = from_bytes(emit, part, slot.received.dtype)
-        if self.received_rows > 1 and not part.meta["val"].is_contiguous():
+        if self.received_rows > 1 and not _torch.is_contiguous(part.meta["val"]):
             part = emit.call(aten.clone.default, part, memory_format=torch.contiguous_format)
         if self.kind != CollectiveKind.ALL_REDUCE:
             return emit.view(part, list(slot.received.shape))

@@ -81,11 +81,13 @@ def changes_order(read: Read, row_elements: int, device: torch.device, *, folded
 
     Args:
         read: how such loops read the member.
-        row_elements: elements of the member in each row of the message. Where no vector crosses the end of a row, loads
-            stay consecutive; unless an index decides, whose value is not known.
+        row_elements: elements of the member in each row of the message, perhaps symbolic. Where no vector crosses the
+            end of a row, loads stay consecutive; unless an index decides, whose value is not known.
         folded: the message has several rows, and the member several dimensions. Inductor does not see then that loads
             are consecutive: the remainder of a sum of loop variables is more than it simplifies.
     """
     if device.type != "cpu":
         return False
-    return read is Read.SUMMED_BY_INDEX or (read is Read.SUMMED and (folded or row_elements % LANES != 0))
+    if read is Read.SUMMED:
+        return folded or not _torch.is_multiple(row_elements, LANES)
+    return read is Read.SUMMED_BY_INDEX

@@ -11,6 +11,7 @@ import torch
 
 from inductor_passes.verify.values.affine import ZERO, Affine, Space
 from inductor_passes.verify.values.program import Record
+from inductor_passes.verify.values.sizes import is_at_most, is_one, is_same
 
 
 class Access(NamedTuple):
@@ -92,14 +93,21 @@ def _blocks(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tuple[int,
     """Runs of dimensions [i0, i1) of ``before`` and [j0, j1) of ``after`` that hold the same elements."""
     found = []
     i = j = 0
+    symbolic = any(type(size) is not int for size in (*before, *after))
     while i < len(before) or j < len(after):
+        # A dimension of size 1 stands alone where sizes cannot be compared with it.
+        alone = [symbolic and place < len(sizes) and is_one(sizes[place]) for sizes, place in ((before, i), (after, j))]
+        if any(alone):
+            found.append((i, i + alone[0], j, j + alone[1]))
+            i, j = i + alone[0], j + alone[1]
+            continue
         i0, j0, left, right = i, j, 1, 1
         if i < len(before):
             left, i = before[i], i + 1
         if j < len(after):
             right, j = after[j], j + 1
-        while left != right:
-            if left < right and i < len(before):
+        while not is_same(left, right):
+            if i < len(before) and (j == len(after) or is_at_most(left, right)):
                 left, i = left * before[i], i + 1
             elif j < len(after):
                 right, j = right * after[j], j + 1
@@ -117,7 +125,7 @@ def reindexed(
     Raises:
         NeedsCut: see :class:`~inductor_passes.verify.values.affine.Space`.
     """
-    if shape == source:
+    if len(shape) == len(source) and all(map(is_same, shape, source)):
         return index
     result: list[Affine] = []
     for i0, i1, j0, j1 in _blocks(shape, source):
@@ -135,7 +143,7 @@ def unravelled(space: Space, linear: Affine, shape: tuple[int, ...]) -> list[Aff
     """The index of an element given by its number in row-major order; the first dimension is not checked."""
     found: list[Affine] = []
     for place in range(len(shape) - 1, -1, -1):
-        if place == 0 or math.prod(shape[:place]) == 1:
+        if place == 0 or is_one(math.prod(shape[:place])):
             found.append(linear)
             linear = ZERO
         else:

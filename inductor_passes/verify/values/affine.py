@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from inductor_passes.verify.values.sizes import is_one, largest_first, towards_zero
+
 #: Pieces per proof: beyond, a layout counts as not understood.
 MAX_PIECES = 100_000
 
@@ -41,7 +43,7 @@ class Affine(NamedTuple):
 
     def times(self, factor: int) -> Affine:
         """Multiplied by a constant."""
-        if factor == 1:
+        if is_one(factor):
             return self
         if factor == 0:
             return ZERO
@@ -88,7 +90,7 @@ class Space:
 
     def fresh(self, extent: int) -> Affine:
         """A new variable that runs from 0 to ``extent`` (exclusive); the constant 0 where it has one value."""
-        if extent == 1:
+        if is_one(extent):
             return ZERO
         self.extents.append(extent)
         return Affine(0, ((len(self.extents) - 1, 1),))
@@ -113,7 +115,7 @@ class Space:
         Raises:
             NeedsCut: the quotient is no affine function yet.
         """
-        if by == 1:
+        if is_one(by):
             return a, ZERO
         q, r = divmod(a.const, by)
         if not a.terms:
@@ -121,7 +123,7 @@ class Space:
         quotient: list[tuple[int, int]] = []
         rest: list[tuple[int, int]] = []
         for v, k in a.terms:
-            kq = k // by if k > 0 else -(-k // by)
+            kq = towards_zero(k, by)
             if kq:
                 quotient.append((v, kq))
             if k != kq * by:
@@ -171,7 +173,7 @@ class Space:
 
     def _cut_digits(self, a: Affine, by: int) -> None:
         """For the quotient of ``a``, whose coefficients are below ``by``."""
-        for v, k in sorted(a.terms, key=lambda term: -abs(term[1])):
+        for v, k in largest_first(a.terms):
             extent, (low, high) = self.extents[v], self._others(a, v)
             if by % abs(k) == 0 and extent > by // abs(k):
                 begun = low // k if k > 0 and low // k == high // k else 0
@@ -200,7 +202,7 @@ class Space:
 
     def _cut_at(self, a: Affine, edges: Sequence[int]) -> None:
         """So that values stop straddling ``edges``."""
-        for v, k in sorted(a.terms, key=lambda term: -abs(term[1])):
+        for v, k in largest_first(a.terms):
             low, high = self._others(a, v)
             if at := self._crossings(k, self.extents[v], low, high, edges):
                 raise self._cut(v, at)

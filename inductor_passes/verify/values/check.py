@@ -24,10 +24,11 @@ from inductor_passes.verify.values.definitions import DEFINED
 from inductor_passes.verify.values.differences import Unequal
 from inductor_passes.verify.values.movement import ALIASES
 from inductor_passes.verify.values.moves import MOVES
-from inductor_passes.verify.values.program import NoHintError, Program, Record
+from inductor_passes.verify.values.program import Program, Record
 from inductor_passes.verify.values.proof import Numerics, Proof, Replicated
 from inductor_passes.verify.values.sending import wrongly_sent
 from inductor_passes.verify.values.signatures import is_pure
+from inductor_passes.verify.values.sizes import NoHintError
 from inductor_passes.verify.values.strided import NotRegularError
 
 #: Proofs that fail until the rest is left unexamined.
@@ -70,7 +71,7 @@ def compared(
     numerics: Numerics,
     replicas: Replicated = "proven",
 ) -> list[Finding]:
-    """:func:`changed_values` with certificates as hints; nothing without both programs."""
+    """:func:`changed_values` with what certificates say; nothing without both programs."""
     if before is None or after is None:
         return []
     edited = {name for c in certificates for name in {*c.removed} & {*c.added}}

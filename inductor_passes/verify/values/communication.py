@@ -12,8 +12,9 @@ from inductor_passes.ir.groups import resolve
 from inductor_passes.verify.messages import KEY
 from inductor_passes.verify.values.access import Access, Constant, dim_of
 from inductor_passes.verify.values.affine import Affine, Space
-from inductor_passes.verify.values.program import NoHintError, Record, operands, sizes, whole
+from inductor_passes.verify.values.program import Record, operands, sizes, whole
 from inductor_passes.verify.values.replicas import FAR, Replicas, apart, replicas
+from inductor_passes.verify.values.sizes import NoHintError
 from inductor_passes.verify.values.unequal import arrived
 
 
@@ -132,7 +133,7 @@ def _broadcast(groups: Groups, a: Access) -> Access:
     source, group = _operand(a), groups.of(a.record)
     root = whole(a.record.arguments["src"])
     if root is None:
-        raise NoHintError(f"{a.record.name} has a source without a hint")
+        raise NoHintError(f"{a.record.name} has a source that is no number")
     return Access(source, (), group.member(groups.space, a.rank, Affine(root)), a.indices, a.byte, a.reader)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from inductor_passes import _torch
-from inductor_passes.verify.values.program import Meta, Record
+from inductor_passes.verify.values.program import Meta, Record, sizes
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -193,8 +193,9 @@ def _fused_scaled_scatter(record: Record, path: tuple[int, ...]) -> Record | Non
 def _unpacked(record: Record, path: tuple[int, ...]) -> Record:
     """inductor_passes::unpack: columns ``[first, first + width)`` of a message."""
     s, n = Steps(record), path[0]
-    message, first, width = s.given["message"], s.given["firsts"][n], s.given["widths"][n]
-    shape = (message.shape()[0], int(width))
+    message = s.given["message"]
+    first, width = sizes((s.given["firsts"][n], s.given["widths"][n]), record.name)
+    shape = (message.shape()[0], width)
     return s.call(aten.slice.Tensor, shape, message.dtype(), message, 1, first, first + width)
 
 

@@ -12,6 +12,7 @@ from inductor_passes.verify.values.access import Access, dim_of
 from inductor_passes.verify.values.affine import Space
 from inductor_passes.verify.values.movement import slice_range, starts_of
 from inductor_passes.verify.values.program import Record
+from inductor_passes.verify.values.sizes import UndecidedError
 
 _COPIES = frozenset({"aten::clone", "aten::contiguous", "aten::alias"})
 #: (tensor, dimension, first index): a run of a tensor's indices, everything else whole.
@@ -60,7 +61,11 @@ def _parts(record: Record) -> tuple[tuple[Record, ...], int, list[int]]:
 def _family(record: Record, parts: tuple[Record, ...]) -> tuple[Record, int, int, int] | None:
     """(tensor, dimension, first index, step) when the parts are equal runs of one tensor at equal distances."""
     if "family" not in record.notes:
-        record.notes["family"] = _regular(parts)
+        try:
+            record.notes["family"] = _regular(parts)
+        except UndecidedError:
+            # Parts that are not known to be equal are looked at one by one.
+            record.notes["family"] = None
     found: tuple[Record, int, int, int] | None = record.notes["family"]
     return found
 

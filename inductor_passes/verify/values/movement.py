@@ -7,6 +7,7 @@ operator reads memory as such (``as_strided``, views as another dtype).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from inductor_passes.verify.values.access import Access, Constant, Rule, dim_of, reindexed
 from inductor_passes.verify.values.affine import ZERO, Affine, Space
 from inductor_passes.verify.values.bytes import reinterpreted
-from inductor_passes.verify.values.program import NoHintError, Record, sizes, whole
+from inductor_passes.verify.values.program import Record, sizes, whole
+from inductor_passes.verify.values.sizes import NoHintError, is_stretched
 from inductor_passes.verify.values.strided import as_strided
 
 _INF = 1 << 60
@@ -58,7 +60,9 @@ def _bound(value: Any, extent: int, default: int) -> int:
         return default
     found = whole(value)
     if found is None:
-        raise NoHintError("a slice has a bound without a hint")
+        raise NoHintError("a slice has a bound that is no number")
+    if type(found) is int and found >= _INF:
+        return extent
     return min(max(found + extent if found < 0 else found, 0), extent)
 
 
@@ -86,7 +90,7 @@ def _select(space: Space, a: Access) -> Access:
     dim = dim_of(given["dim"], len(source.shape()))
     at = whole(given["index"])
     if at is None:
-        raise NoHintError(f"{a.record.name} selects at an index without a hint")
+        raise NoHintError(f"{a.record.name} selects at an index that is no number")
     at = at + source.shape()[dim] if at < 0 else at
     return a.at(source, (*a.indices[:dim], Affine(at), *a.indices[dim:]))
 
@@ -121,7 +125,8 @@ def _expand(space: Space, a: Access) -> Access:
     source = a.record.first
     shape = source.shape()
     own = a.indices[len(a.indices) - len(shape) :]
-    return a.at(source, tuple(ZERO if size == 1 else i for size, i in zip(shape, own)))
+    wide = a.shape[len(a.shape) - len(shape) :]
+    return a.at(source, tuple(ZERO if is_stretched(size, to) else i for size, to, i in zip(shape, wide, own)))
 
 
 def _repeat(space: Space, a: Access) -> Access:
@@ -141,9 +146,9 @@ def _roll(space: Space, a: Access) -> Access:
     source, shifts, dims = a.record.first, a.record.arguments["shifts"], a.record.arguments["dims"]
     if not dims:
         shape = source.shape()
-        flat = tuple(reindexed(space, a.indices, shape, (source.tensor().numel(),)))
-        moved = space.remainder(flat[0].shifted(-(whole(shifts[0]) or 0)), source.tensor().numel())
-        return a.at(source, reindexed(space, (moved,), (source.tensor().numel(),), shape))
+        flat = tuple(reindexed(space, a.indices, shape, (math.prod(source.shape()),)))
+        moved = space.remainder(flat[0].shifted(-(whole(shifts[0]) or 0)), math.prod(source.shape()))
+        return a.at(source, reindexed(space, (moved,), (math.prod(source.shape()),), shape))
     for shift, d in zip(shifts, dims):
         dim = dim_of(d, len(a.indices))
         moved = space.remainder(a.indices[dim].shifted(-(whole(shift) or 0)), a.shape[dim])
@@ -187,8 +192,9 @@ def _select_scatter(space: Space, a: Access) -> Access:
 
 def _copy(space: Space, a: Access) -> Access:
     source = a.record.arguments["src"]
-    own = a.indices[len(a.indices) - len(source.shape()) :]
-    return a.at(source, tuple(ZERO if size == 1 else i for size, i in zip(source.shape(), own)))
+    shape = source.shape()
+    own, wide = a.indices[len(a.indices) - len(shape) :], a.shape[len(a.shape) - len(shape) :]
+    return a.at(source, tuple(ZERO if is_stretched(size, to) else i for size, to, i in zip(shape, wide, own)))
 
 
 def _filled(space: Space, a: Access) -> Access | Constant:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from inductor_passes.verify.values.signatures import (
     pointwise,
     tensors,
 )
+from inductor_passes.verify.values.sizes import is_one
 
 Maker = Callable[[Record, tuple[int, ...]], "Signature | None"]
 
@@ -78,7 +80,7 @@ def _scaled_mm(record: Record, path: tuple[int, ...]) -> Signature | None:
     uses, (rows, columns) = list(found.uses), record.shape()
     for name, shape, letters in (("scale_a", (rows, 1), ("i", ONE)), ("scale_b", (1, columns), (ONE, "j"))):
         scale = record.arguments[name]
-        if scale.tensor().numel() == 1:
+        if is_one(math.prod(scale.shape())):
             uses.append(Use(scale, (ONE,) * len(scale.shape())))
         elif scale.shape() == shape:
             uses.append(Use(scale, letters))

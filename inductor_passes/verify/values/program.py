@@ -1,11 +1,12 @@
 """A graph as records that outlive it: a pass edits nodes in place, and their former state is needed for the comparison.
 
 Capturing keeps each node's target, arguments and fake value by reference, O(nodes). Everything else is computed for the
-few nodes that a proof looks at. Symbolic sizes count at their hints.
+few nodes that a proof looks at. Symbolic sizes count for their whole range, see ``sizes``.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,10 +20,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.values.memory import Memory
-
-
-class NoHintError(Exception):
-    """A size is symbolic and has no hint."""
+from inductor_passes.verify.values.sizes import NoHintError, size_of
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Meta:
 
     def numel(self) -> int:
         """Number of elements."""
-        return int(torch.Size(self.shape).numel())
+        return math.prod(self.shape)
 
 
 class Record:
@@ -120,7 +118,7 @@ class Record:
         return value
 
     def shape(self, path: tuple[int, ...] = ()) -> tuple[int, ...]:
-        """Sizes, symbolic ones at their hints. Raises :class:`NoHintError`."""
+        """Sizes, symbolic ones as :class:`~.sizes.Size`. Raises :class:`NoHintError`."""
         if path in (cache := self._shapes):
             return cache[path]
         return cache.setdefault(path, sizes(self.tensor(path).shape, self.name))
@@ -143,18 +141,16 @@ class Record:
 
 
 def sizes(values: Any, where: str) -> tuple[int, ...]:
-    """Integers of sizes, by hint. Raises :class:`NoHintError`."""
+    """Integers of sizes, see :func:`whole`. Raises :class:`NoHintError`."""
     found = tuple(whole(v) for v in values)
-    if None in found:
-        raise NoHintError(f"{where} has a size without a hint")
+    if any(v is None for v in found):
+        raise NoHintError(f"{where} has a size that is no number")
     return found  # type: ignore[return-value]
 
 
 def whole(value: Any) -> int | None:
-    """An integer argument: a number, a symbolic size at its hint, a node that is one; None otherwise."""
-    if isinstance(value, Record):
-        value = value.value
-    return None if isinstance(value, bool) else _torch.size_hint(value)
+    """An integer argument: a number, a symbolic size for its whole range, a node that is one; None otherwise."""
+    return size_of(value.value if isinstance(value, Record) else value)
 
 
 class Program:

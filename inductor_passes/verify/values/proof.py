@@ -25,10 +25,11 @@ from inductor_passes.verify.values.matching import Side, matched
 from inductor_passes.verify.values.memory import Root
 from inductor_passes.verify.values.operators import signature
 from inductor_passes.verify.values.own import Own
-from inductor_passes.verify.values.program import NoHintError, Program
+from inductor_passes.verify.values.program import Program
 from inductor_passes.verify.values.questions import Question
 from inductor_passes.verify.values.replicas import Replicas
 from inductor_passes.verify.values.signatures import Signature
+from inductor_passes.verify.values.sizes import NoHintError
 from inductor_passes.verify.values.strided import NotRegularError
 from inductor_passes.verify.values.terms import Flattener, in_any_order, sum_op
 

@@ -10,8 +10,9 @@ from inductor_passes.verify.values.affine import Affine, NeedsCut
 from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.differences import describe
 from inductor_passes.verify.values.heads import Head, Resolver, position_of
-from inductor_passes.verify.values.program import NoHintError, Record
+from inductor_passes.verify.values.program import Record
 from inductor_passes.verify.values.replicas import FAR
+from inductor_passes.verify.values.sizes import NoHintError
 from inductor_passes.verify.values.unequal import inside, messages, unit_of
 
 

@@ -18,6 +18,7 @@ from inductor_passes import _torch
 from inductor_passes.verify.values.access import Access
 from inductor_passes.verify.values.affine import ZERO, Affine
 from inductor_passes.verify.values.program import Record, operands, whole
+from inductor_passes.verify.values.sizes import is_stretched
 
 #: The letter of a dimension of size 1 that stands for all indices.
 ONE = "1"
@@ -107,7 +108,7 @@ def _literal(value: Any) -> Hashable:
         return tuple(map(_literal, value))
     if isinstance(value, bool):
         return ("bool", value)
-    size = _torch.size_hint(value)
+    size = whole(value)
     return size if size is not None else (type(value).__name__, str(value))
 
 
@@ -132,7 +133,8 @@ def broadcast(operand: Record, shape: tuple[int, ...], letters: tuple[str, ...])
     """An operand that is broadcast to a shape with these letters."""
     own = operand.shape()
     kept = letters[len(letters) - len(own) :]
-    return Use(operand, tuple(ONE if size == 1 else letter for size, letter in zip(own, kept)))
+    wanted = shape[len(shape) - len(own) :]
+    return Use(operand, tuple(ONE if is_stretched(s, to) else letter for s, to, letter in zip(own, wanted, kept)))
 
 
 def opaque(record: Record, path: tuple[int, ...]) -> Signature:

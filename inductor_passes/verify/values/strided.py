@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from inductor_passes.verify.values.access import Access
 from inductor_passes.verify.values.affine import ZERO, Affine, Space
-from inductor_passes.verify.values.program import NoHintError, sizes, whole
+from inductor_passes.verify.values.program import sizes, whole
+from inductor_passes.verify.values.sizes import NoHintError
 
 
 class NotRegularError(Exception):
@@ -23,7 +24,7 @@ def as_strided(space: Space, a: Access) -> Access:
     begin = whole(tensor.storage_offset())
     offset = begin if given.get("storage_offset") is None else whole(given["storage_offset"])
     if begin is None or offset is None:
-        raise NoHintError(f"{a.record.name} has an offset without a hint")
+        raise NoHintError(f"{a.record.name} has an offset that is no number")
     place = Affine(offset - begin)
     for i, stride in zip(a.indices, strides):
         place = place.plus(i.times(stride))

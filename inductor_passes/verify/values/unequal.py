@@ -11,8 +11,9 @@ import itertools
 from inductor_passes.verify.messages import KEY, Messages, Part
 from inductor_passes.verify.values.access import Access, unravelled
 from inductor_passes.verify.values.affine import Affine, Space
-from inductor_passes.verify.values.program import NoHintError, Record
+from inductor_passes.verify.values.program import Record
 from inductor_passes.verify.values.replicas import FAR, Replicas
+from inductor_passes.verify.values.sizes import NoHintError
 
 
 def messages(record: Record) -> tuple[Messages, Record] | None:
