@@ -13,9 +13,10 @@ from inductor_passes import _torch
 from inductor_passes.verify.values.communication import Groups
 from inductor_passes.verify.values.moves import MOVES
 from inductor_passes.verify.values.operators import TABLE
-from inductor_passes.verify.values.program import NoHintError, Program, Record
+from inductor_passes.verify.values.program import Program, Record
 from inductor_passes.verify.values.replicas import Replicas
 from inductor_passes.verify.values.signatures import is_pure, tensors
+from inductor_passes.verify.values.sizes import NoHintError
 
 #: Collectives whose result is the same on every rank that takes part.
 _COMMON = frozenset(f"_c10d_functional::{name}" for name in ("all_reduce", "all_gather_into_tensor", "broadcast"))
