@@ -1,4 +1,4 @@
-"""The objects that Inductor calls: graph passes, a partitioner, and a hook at the end of its scheduling.
+"""The objects that Inductor calls: graph passes, a partitioner, and hooks before fusion and at the end of scheduling.
 
 They are part of Inductor's cache key by what they depend on (``identity``), and they run behind the barrier. What does
 the work is imported when Inductor calls one: a process that only makes options, or finds its graphs in a cache, imports
