@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,12 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 from inductor_passes.rewriting.contract import Look
+from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.messages import OWN_KEY
+from inductor_passes.verify.values import Program as Values
+from inductor_passes.verify.values.affine import Space
+from inductor_passes.verify.values.communication import Groups
+from inductor_passes.verify.values.implied import implied
 from tests.support.redistribute_graphs import duplicate, group_ranks, ops_of, run_in_lockstep
 from tests.support.redistribute_programs import Program
 from tests.support.sequence_programs import Sizes, Transformer
@@ -303,3 +310,58 @@ def test_forgeries_are_found(forge: object) -> None:
         gm.graph.lint()
         found = check(gm.graph, certificates=certificates, replicas="implied")
         assert values & {f.rule for f in found}, found
+
+
+def forged(gm: torch.fx.GraphModule, before: verify.ReferenceSnapshot, kept: tuple[str, ...] = ()) -> set[str]:
+    """Findings about values where a certificate covers everything that was and is called, but what is ``kept``."""
+    old = tuple(n for n, record in before.nodes.items() if record.op == "call_function" and n not in kept)
+    new = tuple(n.name for n in gm.graph.nodes if n.op == "call_function" and n.name not in kept)
+    found = verify.check(gm.graph, reference=before, certificates=(verify.Certificate("forged", old, new),))
+    return {f.rule for f in found if f.rule.startswith("value-")}
+
+
+def test_a_mark_does_not_change_what_the_graph_was() -> None:
+    """All ranks read the first half of a common value; a pass writes at that split that it is each rank's own."""
+    with fake_world(2):
+        program = Program((8, 4))
+        whole = program.collective("all_reduce", program.inputs[0], "sum", "0")
+        split = program.call(aten.split.Tensor, whole, 4)
+        piece = program.call(aten.neg.default, program.call(operator.getitem, split, 0))
+        read = program.call(aten.mul.Tensor, program.collective("all_gather_into_tensor", piece, 2, "0"), 2.0)
+        gm = torch.fx.GraphModule(torch.nn.Module(), program.output(read))
+        before = verify.snapshot(gm.graph)
+        split.meta[OWN_KEY] = (0, 1)
+        with gm.graph.inserting_before(read):
+            read.args = (program.call(aten.neg.default, whole), 2.0)
+        assert forged(gm, before, (split.name,)) == {"value-changed"}
+
+
+def test_who_takes_the_list_of_pieces_reads_those_of_other_ranks() -> None:
+    """An operator on two copies of the own half gets both halves, which the split says are nobody else's."""
+    with fake_world(2):
+        program = Program((8, 4))
+        (x,) = program.inputs
+        half = program.call(aten.slice.Tensor, x, 0, 0, 4)
+        halves = program.call(aten.split.Tensor, program.call(aten.cat.default, [half, half]), 4)
+        scaled = program.call(aten._foreach_mul.Scalar, halves, 2.0)
+        results = [program.call(operator.getitem, scaled, i) for i in range(2)]
+        gm = torch.fx.GraphModule(torch.nn.Module(), program.output(*results))
+        before = verify.snapshot(gm.graph)
+        with gm.graph.inserting_before(scaled):
+            other = program.call(aten.split.Tensor, x, 4)
+        other.meta[OWN_KEY] = (0, 1)
+        scaled.args = (other, 2.0)
+        assert forged(gm, before, (scaled.name, *(r.name for r in results))) == {"value-changed"}
+
+
+@pytest.mark.parametrize("moved", [None, (aten.roll.default, [1], [0]), (aten.constant_pad_nd.default, [0, 0, 1, -1])])
+def test_how_far_elements_move_may_be_a_ranks_own(moved: tuple[Any, ...] | None) -> None:
+    """What is added to a common value is equal on all ranks; what is added to elements at own places is not."""
+    with fake_world(2):
+        program = Program((8, 4), (8, 4))
+        common = program.collective("all_reduce", program.inputs[0], "sum", "0")
+        if moved is not None:
+            common = program.call(moved[0], common, *moved[1:])
+        program.output(program.call(aten.add.Tensor, common, program.inputs[1]))
+        found = implied(Values(View(program.graph)), Groups(Space()))
+        assert list(found) == (["x1"] if moved is None else [])

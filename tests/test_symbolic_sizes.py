@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from fractions import Fraction
 from typing import Any
 
@@ -26,7 +27,7 @@ from inductor_passes.trace.collector import collect
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.values import Program as Values
 from inductor_passes.verify.values import changed_values
-from inductor_passes.verify.values.sizes import Size, Symbol, UndecidedError, _Reader
+from inductor_passes.verify.values.sizes import Size, Symbol, UndecidedError, _Reader, size_of
 from tests.support.bucket_graphs import assert_same_bits, aten
 from tests.support.compiled import dotted
 from tests.support.models import WorldGather
@@ -214,6 +215,39 @@ def test_a_symbol_stands_for_what_it_is_known_to_be_a_multiple_of() -> None:
     # Torch rules the least value out where a result of one row would be another program.
     assert size // 2 != 1
     assert _Reader(size).read((size // 2).node.expr) >= 2
+
+
+def test_a_symbol_with_one_value_is_that_value() -> None:
+    p = SymbolicProgram()
+    size = p.rows(4, 3, multiple=4).meta["val"].shape[0]
+    assert 4 <= size <= 7
+    assert size_of(size) == 4
+
+
+@pytest.mark.parametrize("how", ["slice", "narrow", "split"])
+def test_as_many_rows_as_another_input_has_in_the_example(how: str) -> None:
+    """The rows of one input, cut out of two in one buffer at the length of the other, with the old fake tensor."""
+    with fake_world(2):
+        p = SymbolicProgram()
+        x, y = p.rows(8, 3), p.rows(8, 3)
+        read = p.call(aten.neg.default, x)
+        gm = p.done(read)
+        before = Values(View(gm.graph))
+        for own in (True, False):
+            with gm.graph.inserting_before(read):
+                rows, others = (p.number(aten.sym_size.int, one, 0) for one in ((x, y) if own else (y, x)))
+                both = p.call(aten.cat.default, [x, y])
+                if how == "split":
+                    pieces = p.call(aten.split_with_sizes.default, both, [rows, others])
+                    cut = p.call(operator.getitem, pieces, 0)
+                    pieces.meta["val"] = [x.meta["val"], y.meta["val"]]
+                else:
+                    target = aten.slice.Tensor if how == "slice" else aten.narrow.default
+                    cut = p.call(target, both, 0, 0, rows)
+            cut.meta["val"] = x.meta["val"]
+            read.args = (cut,)
+            found = changed_values(before, Values(View(gm.graph)))
+            assert [f.rule for f in found] == ([] if own else ["value-unproven"]), found
 
 
 # -- compiled ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ _COMMON = frozenset(f"_c10d_functional::{name}" for name in ("all_reduce", "all_
 #: Which element these read can be another number on every rank.
 _PICKING = (
     "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split", "slice_scatter",
-    "select_scatter", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "as_strided",
+    "select_scatter", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "as_strided", "roll",
+    "constant_pad_nd",
 )  # fmt: skip
 _PICKS = frozenset(f"aten::{name}" for name in _PICKING)
 

@@ -17,7 +17,7 @@ from inductor_passes.verify.values.access import Access, Constant, Rule, dim_of,
 from inductor_passes.verify.values.affine import ZERO, Affine, Space
 from inductor_passes.verify.values.bytes import reinterpreted
 from inductor_passes.verify.values.program import Record, sizes, whole
-from inductor_passes.verify.values.sizes import NoHintError, is_stretched
+from inductor_passes.verify.values.sizes import NoHintError, is_one, is_same, is_stretched
 from inductor_passes.verify.values.strided import as_strided
 
 _INF = 1 << 60
@@ -74,14 +74,26 @@ def slice_range(record: Record) -> tuple[int, int, int, int]:
     return dim, _bound(given.get("start"), shape[dim], 0), _bound(given.get("end"), shape[dim], shape[dim]), step
 
 
+def _has_length(record: Record, length: int, computed: int | None) -> None:
+    """What is cut out has as many elements as its fake tensor says, which may be that of what it stands for.
+
+    Raises:
+        NoHintError: it has not for the whole range.
+    """
+    if computed is None or not is_same(length, computed):
+        raise NoHintError(f"{record.name} takes {computed} elements in the place of {length}")
+
+
 def _slice(space: Space, a: Access) -> Access:
-    dim, start, _, step = slice_range(a.record)
+    dim, start, end, step = slice_range(a.record)
+    _has_length(a.record, a.shape[dim], end - start if is_one(step) else -(-(end - start) // step))
     return a.on_dim(a.record.first, dim, a.indices[dim].times(step).shifted(start))
 
 
 def _narrow(space: Space, a: Access) -> Access:
     source = a.record.first
     dim = dim_of(a.record.arguments["dim"], len(a.indices))
+    _has_length(a.record, a.shape[dim], whole(a.record.arguments["length"]))
     return a.on_dim(source, dim, a.indices[dim].shifted(_bound(a.record.arguments["start"], source.shape()[dim], 0)))
 
 
@@ -106,6 +118,10 @@ def starts_of(record: Record) -> tuple[int, list[int]]:
     if "starts" not in record.notes:
         dim = dim_of(record.arguments.get("dim", 0), len(record.first.shape()))
         pieces = [record.shape((i,))[dim] for i in range(len(record.value))]
+        given = record.arguments.get("split_sizes", record.arguments.get("split_size", ()))
+        wanted = given if isinstance(given, tuple) else (given,) * (len(pieces) - 1)
+        for piece, size in zip(pieces, wanted):
+            _has_length(record, piece, whole(size))
         record.notes["starts"] = dim, [0, *itertools.accumulate(pieces)][:-1]
     found: tuple[int, list[int]] = record.notes["starts"]
     return found

@@ -1,7 +1,8 @@
 """A graph as records that outlive it: a pass edits nodes in place, and their former state is needed for the comparison.
 
-Capturing keeps each node's target, arguments and fake value by reference, O(nodes). Everything else is computed for the
-few nodes that a proof looks at. Symbolic sizes count for their whole range, see ``sizes``.
+Capturing keeps each node's target, arguments and fake value by reference, O(nodes): FX replaces these as a whole. Meta
+is edited in place, so it is copied. Everything else is computed for the few nodes that a proof looks at. Symbolic sizes
+count for their whole range, see ``sizes``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Record:
         args, kwargs: as given; nodes in them are looked up in ``program``.
         value: fake tensor, list of them, size or None.
         position: among the nodes; a step has that of its operator.
-        meta: FX's, of the node.
+        meta: FX's, of the node, as it was.
         rounds_freely: a step of an operator that may leave out the roundings of what it replaces.
     """
 
@@ -163,24 +164,29 @@ class Program:
         for position, node in enumerate(view.nodes):
             record = Record(
                 self, node.name, node.op, node.target, node.args, node.kwargs, node.meta.get("val"), position,
-                meta=node.meta,
+                meta=dict(node.meta),
             )  # fmt: skip
             self.records[node.name] = record
             self._of[node] = record
 
     def used_pieces(self, record: Record) -> list[int]:
-        """Indices at which somebody reads the results of a node that returns a list."""
+        """Indices at which somebody reads the results of a node that returns a list; all where one takes the list."""
         return self._read_pieces.get(record.name, [])
 
     @cached_property
     def _read_pieces(self) -> dict[str, list[int]]:
-        picks = [r for r in self.records.values() if r.called == "getitem"]
-        read = {o.name for r in self.records.values() for o in r.raw_operands} if picks else set()
-        found: dict[str, list[int]] = {}
-        for pick in picks:
-            if pick.name in read:
-                found.setdefault(pick.arguments["0"].name, []).append(pick.arguments["1"])
-        return {name: sorted(set(pieces)) for name, pieces in found.items()}
+        lists = (r.name for r in self.records.values() if isinstance(r.value, (list, tuple)))
+        found: dict[str, set[int]] = {name: set() for name in lists}
+        read: set[str] = set()
+        for record in self.records.values() if found else ():
+            for operand in record.raw_operands:
+                read.add(operand.name)
+                if operand.name in found and record.called != "getitem":
+                    found[operand.name].update(range(len(operand.value)))
+        for pick in self.records.values() if found else ():
+            if pick.called == "getitem" and pick.name in read and pick.arguments["0"].name in found:
+                found[pick.arguments["0"].name].add(pick.arguments["1"])
+        return {name: sorted(pieces) for name, pieces in found.items()}
 
     def record(self, node: torch.fx.Node) -> Record:
         """The record of a node."""

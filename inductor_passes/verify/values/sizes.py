@@ -220,7 +220,7 @@ class _Reader:
             low, high, period = _torch.symbol_range(self.value, expr)
             low, high = low if low is None else low // period, high if high is None else high // period
             name = str(expr) if period == 1 else f"({expr}/{period})"
-            return low if low is not None and low == high else _symbol(name, low, high) * period
+            return (low if low is not None and low == high else _symbol(name, low, high)) * period
         division = _torch.floor_division(expr)
         if division is not None:
             try:
