@@ -70,6 +70,7 @@ def test_bugs_are_found_and_shrunk(
     """The runs alone find them, without the verifier's help; and what is left of the program is little."""
     monkeypatch.setattr(judging, "passes", lambda case, settings: [_broken(kind)()])
     monkeypatch.setattr(judging.verify, "check", lambda *args, **kwargs: [])
+    monkeypatch.setattr(judging.verify, "checked", lambda *args: judging.verify.Checked([]))
     for number in range(100):
         case = cases.random_case(random.Random(f"found/{number}"))
         said, _ = judging.judge(case, groups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -170,13 +171,13 @@ def test_the_verifier_is_told_the_cap(budget: str, monkeypatch: pytest.MonkeyPat
     from inductor_passes import verify
 
     told: list[int | None] = []
-    check = verify.check
+    checked = verify.checked
 
-    def listening(*args: object, **kwargs: object) -> object:
-        told.append(kwargs.get("memory_budget"))  # type: ignore[arg-type]
-        return check(*args, **kwargs)  # type: ignore[arg-type]
+    def listening(graph: Any, before: Any, asked: verify.Asked, known: Any) -> verify.Checked:
+        told.append(asked.memory_budget)
+        return checked(graph, before, asked, known)
 
-    monkeypatch.setattr(verify, "check", listening)
+    monkeypatch.setattr(verify, "checked", listening)
     # Alternatives are tried under lower caps.
     monkeypatch.setattr(pipeline, "ALTERNATIVES_NODES", 0)
     with mesh_world((2, 4)) as mesh:
