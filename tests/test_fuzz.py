@@ -185,6 +185,45 @@ def test_a_receive_writes_the_buffer_that_it_was_given(steps: str, groups: tuple
     assert judging.judge(case, groups) == ("", 1)
 
 
+#: Found by random programs: gathers that are issued in one stretch between messages, async TP that moved a collective
+#: in front of another one, and a wait in front of a start, beside messages; empty messages of two dtypes.
+BESIDE = [
+    (
+        "nested_gather 37 38 22, send_and_receive 20 15 62, unbind 62 10 14, float8 35 35 46, "
+        "reduce_scatter_out 0 8 57, all_reduce_coalesced_in_place 49 6 4, nested_gather 53 1 27, "
+        "add 28 19 41, wait 12 21 42, matmul_chain 29 63 31, wait 10 62 34, written_back 55 41 40",
+        {"memory_budget": "100B", "bucket": "on", "schedule": "off", "redistribute": "exact"},
+        False,
+    ),
+    (
+        "view 57 26 61, send_and_receive 34 5 5, nested_gather 58 29 0, view 2 9 35, all_to_all 22 5 43, "
+        "mm 47 21 29",
+        {"memory_budget": "+1%", "bucket": "off", "schedule": "off", "redistribute": "off"},
+        True,
+    ),
+    (
+        "all_gather_out 62 2 45, written_back 2 30 62, nested_gather 24 14 31, exchange 58 24 9, "
+        "cond 50 18 14, twins 37 50 40, view 60 10 33, wait 22 30 51, mm 19 4 43",
+        {"memory_budget": "unlimited", "bucket": "off", "schedule": "off", "redistribute": "off"},
+        True,
+    ),
+    (
+        "mm 36 26 36, add 13 10 0, pointwise 15 21 39, input 19 23 7, all_gather_coalesced 52 48 15, "
+        "empty 28 60 24, empty 53 36 42",
+        {"memory_budget": "+5%", "bucket": "on", "schedule": "off", "redistribute": "off"},
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("steps", "settings", "async_tp"), BESIDE, ids=["bucket", "order", "wait", "empty"])
+def test_passes_beside_messages_and_empty_messages(
+    groups: tuple[str, ...], steps: str, settings: dict[str, str], async_tp: bool
+) -> None:
+    case = cases.Case(parsed(steps), settings=settings, async_tp=async_tp)
+    assert judging.judge(case, groups)[0] == ""
+
+
 def test_command_line() -> None:
     def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tools.fuzzing.passes", *arguments]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch.fx
 
@@ -11,6 +13,7 @@ from inductor_passes.ir.view import GraphView
 
 #: (position of a node of the original graph, before (0) or behind (1) it, rank among equals)
 OrderKey = tuple[int, int, int]
+Edge: TypeAlias = Callable[[torch.fx.Node, torch.fx.Node], None]
 
 
 def legal_order(
@@ -19,8 +22,9 @@ def legal_order(
     """The graph's nodes in a legal order that follows ``keys`` (new nodes) and ``position`` (old ones).
 
     The graph is in a legal order already. Kept besides data flow: memory hazards and effects, fences against everything
-    that communicates, and the order of the old collectives of a group. Kahn's algorithm with the smallest key first,
-    O((nodes + edges) log nodes).
+    that communicates, and the order of the old collectives of a group. Beside messages between two ranks the old starts
+    of all groups keep their order, and no old wait moves in front of a start (``problems/transfers.py`` says why).
+    Kahn's algorithm with the smallest key first, O((nodes + edges) log nodes).
 
     Raises:
         ValueError: the constraints have a cycle.
@@ -48,6 +52,8 @@ def legal_order(
         if collective.group.name in last:
             edge(last[collective.group.name], collective.start)
         last[collective.group.name] = collective.start
+    if view.transfer_waits:
+        _beside_messages(view, sorted((n for n in nodes if n not in keys), key=position.__getitem__), edge)
     heap = [(key[i], i) for i in range(len(nodes)) if not left[i]]
     heapq.heapify(heap)
     order: list[torch.fx.Node] = []
@@ -63,8 +69,17 @@ def legal_order(
     return order
 
 
-def _fences(view: GraphView, edge: object) -> None:
-    assert callable(edge)
+def _beside_messages(view: GraphView, old: Sequence[torch.fx.Node], edge: Edge) -> None:
+    issued: torch.fx.Node | None = None
+    for node in old:
+        start = node in view.by_start or node in view.transfer_waits
+        if issued is not None and (start or view.role(node) is Role.WAIT):
+            edge(issued, node)
+        if start:
+            issued = node
+
+
+def _fences(view: GraphView, edge: Edge) -> None:
     since: list[torch.fx.Node] = []
     fence: torch.fx.Node | None = None
     for node in view.nodes:

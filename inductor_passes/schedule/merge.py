@@ -90,15 +90,18 @@ def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
         for start in bucket.starts:
             if start in m.unpacks:
                 preds[m.unpacks[start]].add(chain[-1])
+
+    def together(before: int, after: int) -> bool:
+        """Starts of one bucket. What one needs of another comes from its wait: between starts is only an order."""
+        return bucket_of.get(before, -1) == bucket_of.get(after, -2)
+
     for i, expanded in enumerate(problem.edges()):
         for p in problem.preds[i]:
             # Inside a bucket the chain says it all.
-            if problem.tasks[i].start != p or m.tasks[i] is not None:
+            if (problem.tasks[i].start != p or m.tasks[i] is not None) and not together(p, i):
                 preds[m.entry[i]].add(m.exit[p])
         for p in expanded:
-            # Neighbours on a lane of fixed order may travel together: that edge is not a dependency.
-            neighbours = bucket_of.get(p, -1) == bucket_of.get(i, -2) and p not in problem.preds[i]
-            if problem.tasks[i].start != p and not neighbours:
+            if problem.tasks[i].start != p and not together(p, i):
                 order_edges.append((m.exit[p], m.entry[i]))
     return _renumber(problem, m, preds, order_edges, _storages(problem, buckets, m))
 
