@@ -7,10 +7,13 @@ import operator
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.bucket.candidates import candidates
 from inductor_passes.ir.view import GraphView
+from inductor_passes.rewriting.as_bytes import from_bytes, to_bytes
+from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.merge import MergedCollective, MergeError, merge
 from tests.support.bucket_graphs import (
     Program,
@@ -367,3 +370,18 @@ def test_writes_to_inputs_stay_behind_the_pack() -> None:
         nodes = list(gm.graph.nodes)
         start = next(n for n in nodes if n.target is c10d.all_gather_into_tensor.default)
         assert nodes.index(start) < nodes.index(updated)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((), torch.float8_e4m3fn), ((), torch.bool), ((4, 0), torch.int64), ((0, 8), torch.float32)]
+)
+def test_scalars_and_empty_rows_as_bytes_and_back(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    graph = torch.fx.Graph()
+    given = graph.placeholder("given")
+    with FakeTensorMode():
+        given.meta["val"] = torch.zeros(shape).to(dtype)
+        emitter = Emitter(graph, given)
+        sent = to_bytes(emitter, given)
+        back = from_bytes(emitter, sent, dtype)
+    assert sent.meta["val"].dtype is torch.uint8
+    assert back.meta["val"].dtype is dtype and back.meta["val"].shape == shape

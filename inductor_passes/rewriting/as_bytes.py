@@ -22,8 +22,8 @@ def _reinterpreted(emit: Emitter, tensor: torch.fx.Node, dtype: torch.dtype) -> 
     own = tensor.meta["val"].dtype
     if own is dtype:
         return tensor
-    last = tensor.meta["val"].shape[-1]
-    if torch.bool in (own, dtype) or (isinstance(last, int) and not last):
+    empty = any(isinstance(size, int) and not size for size in tensor.meta["val"].shape[-1:])
+    if empty or torch.bool in (own, dtype):
         # False and True are the bytes 0 and 1, and Inductor's code for CPUs cannot reinterpret them in vectors. Where
         # rows are empty there is nothing to reinterpret, and torch refuses their strides.
         return emit.call(torch.ops.prims.convert_element_type.default, tensor, dtype)
