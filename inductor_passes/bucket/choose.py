@@ -129,8 +129,9 @@ def choose(
             if len(problem) > FIRST_FIT_TASKS:
                 break
     if chosen is not None and not thorough and len(problem) <= SMALL:
-        before = of_input()
-        after = plan(chosen[2], limit_bytes, effort=effort)
+        # A thorough plan goes other ways than a quick one; it can end at a slower order.
+        before = min(of_input(), before, key=_standing)
+        after = min(plan(chosen[2], limit_bytes, effort=effort), chosen[0], key=_standing)
         objection = _objection(before, after)
         if objection is not None:
             return Choice([], trials[0], before, problem, after, objection)
@@ -195,6 +196,10 @@ def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -
     return partition_bound(problem, share_ns)
 
 
+def _standing(plan: Plan) -> tuple[bool, int, int, int]:
+    return plan.value
+
+
 def _objection(before: Plan, after: Plan) -> Reason | None:
     """Why the merged graph must not be kept, None when it may."""
     if before.feasible and not after.feasible:
@@ -204,4 +209,5 @@ def _objection(before: Plan, after: Plan) -> Reason | None:
     if after.makespan_ns >= before.makespan_ns:
         return Reason.SLOWER
     # A bucket ties its members' times together: what it saves by the estimates it must not lose when they are wrong.
-    return Reason.FRAGILE if after.disturbed_ns > before.disturbed_ns else None
+    lost_ns = after.disturbed_ns - before.disturbed_ns
+    return Reason.FRAGILE if lost_ns > before.makespan_ns - after.makespan_ns else None
