@@ -9,7 +9,7 @@ judge the winner.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -46,6 +46,10 @@ FIRST_FIT_TASKS = 6000
 QUICK_TASKS = 500
 
 
+#: Buckets of names of starts.
+Proposal = tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True)
 class Choice:
     """What came of it.
@@ -56,7 +60,6 @@ class Choice:
         before, after: plans of the graph as it is and of the chosen (or, refused, of the best other) partition.
         objection: why nothing is merged although ``tried`` is not empty, else None.
         problem, plan: of what was decided, merged or not.
-        partition: that proposed ``buckets``.
     """
 
     buckets: list[list[Candidate]]
@@ -65,7 +68,6 @@ class Choice:
     problem: Problem
     after: Plan | None = None
     objection: Reason | None = None
-    partition: Partition | None = None
 
     @property
     def plan(self) -> Plan:
@@ -84,12 +86,14 @@ def choose(
     effort: int = 0,
     start: Solved | None = None,
     generated: Capped | None = None,
+    dropped: Collection[Proposal] = (),
 ) -> Choice:
     """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring.
 
     Args:
         generated: the memory of generated code; what is merged has to fit its cap too.
         start: a plan of ``problem`` that is known already: what is compared with is no worse.
+        dropped: what is not to be proposed again.
     """
     thorough = len(problem) <= QUICK_TASKS
     known = start.plan if start is not None and start.problem is problem else None
@@ -105,11 +109,11 @@ def choose(
     room = Room(problem, limit_bytes, others[1]) if limit_bytes is not None else None
     question = Question(problem, before, found, dependencies, costs, limit_bytes, room, tight)
     trials: list[list[list[Candidate]]] = []
-    chosen: tuple[Plan, list[list[Candidate]], Problem, Partition] | None = None
+    chosen: tuple[Plan, list[list[Candidate]], Problem] | None = None
     refused: tuple[Plan, Reason] | None = None
     for partition in partitions:
         buckets = partition(question)
-        if not buckets or buckets in trials:
+        if not buckets or buckets in trials or proposal(buckets) in dropped:
             continue
         trials.append(buckets)
         other = merged(problem, buckets, costs)
@@ -125,7 +129,7 @@ def choose(
             if refused is None or after.makespan_ns < refused[0].makespan_ns:
                 refused = after, objection
         elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
-            chosen = after, buckets, other, partition
+            chosen = after, buckets, other
             if len(problem) > FIRST_FIT_TASKS:
                 break
     if chosen is not None and not thorough and len(problem) <= SMALL:
@@ -137,11 +141,16 @@ def choose(
             return Choice([], trials[0], before, problem, after, objection)
         chosen = after, *chosen[1:]
     if chosen is not None:
-        return Choice(chosen[1], trials[0], before, chosen[2], chosen[0], partition=chosen[3])
+        return Choice(chosen[1], trials[0], before, chosen[2], chosen[0])
     if not trials:
         return Choice([], [], before, problem)
     assert refused is not None
     return Choice([], trials[0], before, problem, *refused)
+
+
+def proposal(buckets: Sequence[Sequence[Candidate]]) -> Proposal:
+    """The buckets by the names of their members' starts: these outlive the graph's nodes."""
+    return tuple(tuple(member.collective.start.name for member in bucket) for bucket in buckets)
 
 
 def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts) -> Problem:
