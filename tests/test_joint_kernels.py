@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from tests.support.joint_kernels import kernels_together
+from tests.support.joint_kernels import folder, kernels_together
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -32,7 +30,7 @@ def trained(joint: bool) -> list[torch.Tensor]:
 
 def libraries() -> dict[str, str]:
     """Kernel -> the library that has it."""
-    return {path.name: json.loads(path.read_text()) for path in Path(cache_dir(), "joint_kernels").glob("*")}
+    return {path.name: json.loads(path.read_text()) for path in folder().glob("*")}
 
 
 def test_the_same_bits_from_few_libraries_that_are_found_again() -> None:

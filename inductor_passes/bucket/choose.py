@@ -103,10 +103,7 @@ def choose(
         return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
 
     before = of_input(thorough)
-    peak = peak_bytes(problem)
-    others = (None, None) if generated is None else (generated.tight(), generated.room())
-    tight = Room(problem, peak if limit_bytes is None else min(limit_bytes, peak), others[0])
-    room = Room(problem, limit_bytes, others[1]) if limit_bytes is not None else None
+    room, tight = _rooms(problem, limit_bytes, generated)
     question = Question(problem, before, found, dependencies, costs, limit_bytes, room, tight)
     trials: list[list[list[Candidate]]] = []
     chosen: tuple[Plan, list[list[Candidate]], Problem] | None = None
@@ -118,13 +115,7 @@ def choose(
         trials.append(buckets)
         other = merged(problem, buckets, costs)
         after = plan(other, limit_bytes, effort=effort, thorough=thorough)
-        objection = _objection(before, after)
-        if (
-            objection is None
-            and generated is not None
-            and not generated.fits(merged(generated.problem, buckets, costs), after.order)
-        ):
-            objection = Reason.OVER_BUDGET
+        objection = _objection(before, after) or _over(generated, buckets, costs, after)
         if objection is not None:
             if refused is None or after.makespan_ns < refused[0].makespan_ns:
                 refused = after, objection
@@ -151,6 +142,23 @@ def choose(
 def proposal(buckets: Sequence[Sequence[Candidate]]) -> Proposal:
     """The buckets by the names of their members' starts: these outlive the graph's nodes."""
     return tuple(tuple(member.collective.start.name for member in bucket) for bucket in buckets)
+
+
+def _rooms(problem: Problem, limit_bytes: int | None, generated: Capped | None) -> tuple[Room | None, Room]:
+    """The memory that buckets may take, None when it is unlimited, and the least that there is."""
+    peak = peak_bytes(problem)
+    others = (None, None) if generated is None else (generated.tight(), generated.room())
+    tight = Room(problem, peak if limit_bytes is None else min(limit_bytes, peak), others[0])
+    return Room(problem, limit_bytes, others[1]) if limit_bytes is not None else None, tight
+
+
+def _over(
+    generated: Capped | None, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts, after: Plan
+) -> Reason | None:
+    """``OVER_BUDGET`` where the code that is generated for a plan with ``buckets`` does not keep within its cap."""
+    if generated is None or generated.fits(merged(generated.problem, buckets, costs), after.order):
+        return None
+    return Reason.OVER_BUDGET
 
 
 def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts) -> Problem:

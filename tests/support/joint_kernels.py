@@ -1,8 +1,8 @@
 """Inductor's C++ kernels compiled together: a file for all that are needed at once, instead of one for each.
 
 Compiling a small kernel takes three quarters of a second of a processor, nearly all of it the same for every file; a
-model has sixty. Sources and flags are Inductor's own, so what a kernel computes is the same. For tests of whole models;
-what is about compiling leaves Inductor alone.
+model has sixty. Sources and flags are Inductor's own, so what a kernel computes is the same, and so is the code that
+calls it. All ranks work like this (``ranks``), and tests of whole models; elsewhere Inductor is left alone.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _compile(pending: dict[str, _Kernel]) -> None:
     # Ranks with equal kernels make equal files, whatever the order in which they came to need them.
     sources = [f"#define kernel {k.name}\n{k.source}\n#undef kernel\n" for k in sorted(missing, key=lambda k: k.name)]
     whole = "\n".join([*sources, 'extern "C" void kernel() {}\n'])
-    entry = CppPythonBindingsCodeCache.load_pybinding([], whole)
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder().parent)):
+        entry = CppPythonBindingsCodeCache.load_pybinding([], whole)
     library = entry.__self__.__file__
     for kernel in missing:
         kernel.load(library)
@@ -81,11 +82,20 @@ def _compile(pending: dict[str, _Kernel]) -> None:
         temporary.replace(place)
 
 
+def folder() -> Path:
+    """Where it is kept which library has a kernel.
+
+    For the whole run, wherever a test keeps torch's caches: a file is known by all of the source, so another cache
+    folder makes no other kernels. It would make the compiler read the headers again, for three seconds.
+    """
+    return Path(os.environ.get("PASSES_TEST_CACHE") or cache_dir(), "joint_kernels")
+
+
 def _place(kernel: _Kernel) -> Path:
     """The file that names the library of a kernel."""
-    folder = Path(cache_dir(), "joint_kernels")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / kernel.name
+    place = folder()
+    place.mkdir(parents=True, exist_ok=True)
+    return place / kernel.name
 
 
 @contextlib.contextmanager
