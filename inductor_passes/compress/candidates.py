@@ -14,6 +14,7 @@ from inductor_passes.compress.emit import KINDS
 from inductor_passes.compress.form import Form, form_of
 from inductor_passes.config import Narrowing
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.parameters import names_of
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
@@ -96,14 +97,15 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Cand
         raise RefusedError(Reason.NUMERICS, said, f'compress_error="{least:g}"')
     narrower = [form for form in allowed if form.message_bytes(elements) < elements * dtype.itemsize]
     if not narrower:
-        raise RefusedError(Reason.NOT_PROFITABLE, f"a message of {elements} elements of {_short(dtype)} gets no smaller")
+        said = f"a message of {elements} elements of {_short(dtype)} gets no smaller"
+        raise RefusedError(Reason.NOT_PROFITABLE, said)
     priced = [(price(collective, form, facts.profile), form) for form in narrower]
     now, form = min(priced, key=lambda entry: entry[0].all_ns)
     found = Candidate(collective, form, _as_it_is(collective, facts.profile), now, mode != "auto")
     if not found.forced and found.gain_ns <= 0:
-        said = f"{form.name} saves {found.was.link_ns - now.link_ns} ns of link and costs {now.before_ns + now.after_ns}"
-        setting = _forcing(collective, form)
-        raise RefusedError(Reason.NOT_PROFITABLE, f"{said} ns of compute", setting, found.gain_ns)
+        saved, paid = found.was.link_ns - now.link_ns, now.before_ns + now.after_ns
+        said = f"{form.name} saves {saved} ns of link and costs {paid} ns of compute"
+        raise RefusedError(Reason.NOT_PROFITABLE, said, _forcing(collective, form), found.gain_ns)
     return found
 
 
@@ -134,7 +136,7 @@ def _check_form(collective: Collective, facts: Facts) -> None:
     if not facts.agreed:
         raise RefusedError(Reason.RANKS_DIFFER, NOT_AGREED)
     if not facts.ranks_agree or collective in facts.shards.uneven:
-        raise RefusedError(Reason.RANKS_DIFFER, "ranks hold pieces of unequal size and could come to different decisions")
+        raise RefusedError(Reason.RANKS_DIFFER, UNEQUAL)
     if collective.kind not in KINDS:
         raise RefusedError(Reason.UNSUPPORTED, f"a {collective.kind} is not narrowed")
     if start.name in facts.apart:

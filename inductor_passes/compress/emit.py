@@ -104,7 +104,7 @@ def _awaited(parts: _Parts, wait: torch.fx.Node, received: torch.fx.Node) -> Emi
 
 def _total(parts: _Parts, collective: Collective, wait: torch.fx.Node) -> torch.fx.Node:
     """This rank's piece of the reduction: [blocks, block] in float32."""
-    ranks, form = collective.group.size, parts.form
+    ranks = collective.group.size
     received = _sent(parts, collective, ranks)
     emit = _awaited(parts, wait, received)
     wide = parts.widen(emit, received)

@@ -3,7 +3,7 @@
 bf16 casts each element. The others give each block (a row) one scale, and each element a code of one byte::
 
     peak    = amax(|x|), infinite where any element is not finite
-    level   = ceil(128 * (log2(max(peak * share, 2**-126)) + 256))
+    level   = min(ceil(128 * (log2(max(peak * share, 2**-126)) + 256)), 65535)
     scale   = exp2(level / 128 - 256)
     code    = round(x / scale) + 128           or the bits of fp8(x / scale)
     message = [code ..., low digit of level, high digit]
@@ -74,6 +74,7 @@ class Form:
         least = emit.call(aten.clamp_min.default, share, 2.0**-126)
         log = emit.call(aten.add.Tensor, emit.call(aten.log2.default, least), 256.0)
         level = emit.call(aten.ceil.default, emit.call(aten.mul.Tensor, log, 128.0))
+        level = emit.call(aten.clamp_max.default, level, 65535.0)
         quotient = emit.call(aten.div.Tensor, rows, _scale(emit, level))
         if self.dtype is torch.uint8:
             whole = emit.call(aten.add.Tensor, emit.call(aten.round.default, quotient), 128.0)

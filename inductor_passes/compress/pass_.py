@@ -58,14 +58,15 @@ class CompressPass:
                 return Outcome(PassReport(self.name, decisions=decisions))
             choice = choose(facts.problem.problem, found, facts.limit_bytes)
         except NoHintError as error:
-            why = RefusedError(Reason.NO_HINT, str(error))
-            return Outcome(PassReport(self.name, decisions=[_refused(c, why) for c in facts.view.collectives]))
+            unknown = RefusedError(Reason.NO_HINT, str(error))
+            return Outcome(PassReport(self.name, decisions=[_refused(c, unknown) for c in facts.view.collectives]))
         for one in found:
             decisions.append(_taken(one) if one in choice.taken else _refused(one.collective, _left(one, choice)))
         certificates = tuple(replace(graph, one.collective, one.form) for one in choice.taken)
         report = PassReport(self.name, changed=bool(certificates), decisions=decisions, metrics=_metrics(choice))
-        forced = any(one.forced for one in choice.taken)
-        return Outcome(report, certificates, before=None if forced or not certificates else choice.before, forced=forced)
+        if any(one.forced for one in choice.taken) or not certificates:
+            return Outcome(report, certificates, forced=bool(certificates))
+        return Outcome(report, certificates, before=choice.before)
 
 
 def _left(one: Candidate, choice: Choice) -> RefusedError:
@@ -80,9 +81,9 @@ def _taken(one: Candidate) -> Decision:
     was, now, form = one.was, one.now, one.form
     scales = f" in blocks of {form.block}" if form.share else ""
     detail = (
-        f"{one.collective.label} as {form.name}{scales}: {was.sent_bytes} -> {now.sent_bytes} bytes sent, each rounding "
-        f"within {float(form.error):g} of a block's largest element; link {was.link_ns} -> {now.link_ns} ns, "
-        f"{now.before_ns + now.after_ns} ns of compute"
+        f"{one.collective.label} as {form.name}{scales}: {was.sent_bytes} -> {now.sent_bytes} bytes sent, "
+        f"each rounding within {float(form.error):g} of a block's largest element; "
+        f"link {was.link_ns} -> {now.link_ns} ns, {now.before_ns + now.after_ns} ns of compute"
     )
     asked = "; asked for whatever it gains" if one.forced else ""
     return _decision(one.collective, Verdict.APPLIED, Reason.PROFITABLE, detail + asked, gain_ns=one.gain_ns)

@@ -5,7 +5,7 @@ compute, from the node that widens what arrived, through the messages, to what w
 *cast* rounds each element to bfloat16. In a *block* (a row) numbers share a scale::
 
     peak    = the largest |x| of the row; infinite where it is not below infinity
-    level   = ceil(128 * (log2(max(peak * share, 2**-126)) + 256))
+    level   = min(ceil(128 * (log2(max(peak * share, 2**-126)) + 256)), 65535)
     scale   = exp2(level / 128 - 256)
     code    = uint8(round(x / scale) + 128)          share = 1 / 127
     code    = the bits of fp8(x / scale)             share = 1 / the largest number of that type
@@ -170,7 +170,8 @@ class _Reader:
 
     def _covers(self, kind: torch.dtype, level: _Level, x: Record) -> None:
         """A level is that of the largest element of each row of ``x``."""
-        (grown,) = self._operands(Access(level.record, (), level.rank, level.row), "aten::ceil", 1)
+        (limited,) = self._operands(Access(level.record, (), level.rank, level.row), "aten::clamp_max", 1, 65535.0)
+        (grown,) = self._operands(limited, "aten::ceil", 1)
         (total,) = self._operands(grown, "aten::mul", 1, 128.0)
         (logarithm,) = self._operands(total, "aten::add", 1, 256.0)
         (least,) = self._operands(logarithm, "aten::log2", 1)
