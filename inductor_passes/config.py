@@ -212,6 +212,90 @@ def _modes(key: str, value: object, allowed: str) -> list[tuple[str, AsyncTp]]:
     return list(found.items())
 
 
+#: What a message may be narrowed to, the most accurate first, and how many elements share a scale.
+NARROW = ("bf16", "int8", "e4m3", "e5m2")
+BLOCKS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Narrowing:
+    """Which messages may be sent in a narrower type, to which, and how exact they have to stay.
+
+    Attributes:
+        rules: (group, mesh dimension or pattern of parameter names, mode); the first that fits counts, and where none
+            does the mode is ``off``. A mode is ``off``, ``auto`` or one of :data:`NARROW`.
+        dtypes: what ``auto`` chooses from.
+        block: how many elements share a scale.
+        error: largest error that one rounding may make, relative to the largest element of its block.
+    """
+
+    rules: tuple[tuple[str, str], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    block: int = 128
+    error: Fraction = Fraction(0)
+
+    ALLOWED = (
+        '"off", "auto", or modes by group, mesh dimension or pattern of parameter names: a dictionary, or text as in '
+        '"*.norm.weight=off,dp=int8,*=auto"; a mode is "off", "auto", ' + ", ".join(f'"{name}"' for name in NARROW)
+    )
+    DTYPES = "some of " + ", ".join(NARROW) + ", separated by commas"
+    BLOCK = ", ".join(f'"{size}"' for size in BLOCKS)
+    ERROR = 'a number above 0 and below 1 as text, e.g. "0.01"'
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing may be narrowed."""
+        return all(mode == "off" for _, mode in self.rules)
+
+    @staticmethod
+    def parse(rules: object, dtypes: object = "bf16", block: object = "128", error: object = "0.01") -> Narrowing:
+        """Parse the fields ``compress``, ``compress_dtypes``, ``compress_block`` and ``compress_error``.
+
+        Raises:
+            ConfigError: text of another form, a name given twice, a number out of range.
+        """
+        if not isinstance(dtypes, str) or not (names := [name.strip() for name in dtypes.split(",")]):
+            raise ConfigError("compress_dtypes", dtypes, Narrowing.DTYPES)
+        if not set(names) <= set(NARROW):
+            raise ConfigError("compress_dtypes", dtypes, Narrowing.DTYPES)
+        if block not in {str(size) for size in BLOCKS}:
+            raise ConfigError("compress_block", block, Narrowing.BLOCK)
+        if not isinstance(error, str) or not _ERROR.fullmatch(error.strip()) or not Fraction(error.strip()):
+            raise ConfigError("compress_error", error, Narrowing.ERROR)
+        ordered = tuple(name for name in NARROW if name in names)
+        return Narrowing(_narrowed(rules), ordered, int(str(block)), Fraction(error.strip()))
+
+
+_ERROR = re.compile(r"0?\.\d{1,9}", re.ASCII)
+
+
+def _narrowed(value: object) -> tuple[tuple[str, str], ...]:
+    """The rules in ``compress``."""
+    modes = ("off", "auto", *NARROW)
+    if isinstance(value, str) and value.strip() in ("off", "auto"):
+        return (("*", value.strip()),)
+    found: dict[str, str] = {}
+    for entry in value.split(",") if isinstance(value, str) else [""]:
+        name, separator, mode = (part.strip() for part in entry.rpartition("="))
+        if not name or not separator or mode not in modes:
+            raise ConfigError("compress", value, Narrowing.ALLOWED)
+        if name in found:
+            raise ConfigError("compress", value, f"every name once; {Narrowing.ALLOWED}")
+        found[name] = mode
+    return tuple(found.items())
+
+
+def _as_text(value: object) -> str:
+    """``compress`` as text: a dictionary becomes its rules in order."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping) or not value:
+        raise ConfigError("compress", value, Narrowing.ALLOWED)
+    if not all(isinstance(part, str) and "," not in part for entry in value.items() for part in entry):
+        raise ConfigError("compress", value, Narrowing.ALLOWED)
+    return ",".join(f"{name}={mode}" for name, mode in value.items())
+
+
 def _doc(text: str, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"doc": text})
 
@@ -302,6 +386,26 @@ class PassConfig:
         "one).",
         "inductor",
     )
+    compress: str = _doc(
+        "Send messages in a narrower type. This changes results: see [compression](compress.md). "
+        '"auto" narrows a collective where the planned step gets shorter by it, and leaves all others alone; a '
+        'dictionary says the mode by group, mesh dimension or pattern of parameter names, e.g. `{"*.norm.weight": '
+        '"off", "dp": "int8", "*": "auto"}`: the first entry that fits counts, what fits none is left alone, and a '
+        "type as mode narrows to it whether or not the step gains.",
+        "off",
+    )
+    compress_dtypes: str = _doc(
+        'What `compress="auto"` may send: "bf16", or codes of one byte with a scale per block ("int8", fp8 as "e4m3" '
+        'and "e5m2").',
+        "bf16,int8",
+    )
+    compress_block: str = _doc("How many elements share a scale where codes of one byte are sent.", "128")
+    compress_error: str = _doc(
+        "Largest error that one rounding of `compress` may make in an element, relative to the largest element of its "
+        'block. bf16 and int8 stay below 0.004, e4m3 below 0.037, e5m2 below 0.073: the last two need more than the '
+        "default.",
+        "0.01",
+    )
     replay: Switch = _doc(
         "Plan again on Inductor's fused kernels and make the generated code run in that order. "
         '"off" leaves the order to Inductor, which moves waits back next to their starts.',
@@ -369,6 +473,7 @@ class PassConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "compress", _as_text(self.compress))
         for f in dataclasses.fields(self):
             check_value(f.name, getattr(self, f.name))
 
@@ -391,6 +496,11 @@ class PassConfig:
     def async_tp_overrides(self) -> AsyncTpOverrides:
         """``async_tp_groups``, ``async_tp_sizes`` and ``async_tp_parts``, parsed."""
         return AsyncTpOverrides.parse(self.async_tp_groups, self.async_tp_sizes, self.async_tp_parts)
+
+    @property
+    def narrowing(self) -> Narrowing:
+        """``compress`` and the fields that belong to it, parsed."""
+        return Narrowing.parse(self.compress, self.compress_dtypes, self.compress_block, self.compress_error)
 
     @property
     def async_tp_mode(self) -> AsyncTp:
@@ -479,6 +589,12 @@ _OVERRIDES: dict[str, str] = {
     "async_tp_sizes": AsyncTpOverrides.SIZES,
     "async_tp_parts": AsyncTpOverrides.PARTS,
 }
+_NARROWING: dict[str, str] = {
+    "compress": Narrowing.ALLOWED,
+    "compress_dtypes": Narrowing.DTYPES,
+    "compress_block": Narrowing.BLOCK,
+    "compress_error": Narrowing.ERROR,
+}
 
 
 def allowed_values(key: str) -> str:
@@ -487,8 +603,8 @@ def allowed_values(key: str) -> str:
         return MemoryBudget.ALLOWED
     if key == "redistribute":
         return Redistribution.ALLOWED
-    if key in _OVERRIDES:
-        return _OVERRIDES[key]
+    if key in _OVERRIDES or key in _NARROWING:
+        return {**_OVERRIDES, **_NARROWING}[key]
     if key in _LITERALS:
         return " or ".join(f'"{v}"' for v in _LITERALS[key])
     if key == "rank_agreement":
@@ -539,6 +655,10 @@ def check_value(key: str, value: object) -> None:
     elif key in _OVERRIDES:
         given = {"async_tp_groups": "", "async_tp_sizes": "", "async_tp_parts": "2", key: value}
         AsyncTpOverrides.parse(*given.values())
+    elif key in _NARROWING:
+        given = {"compress": "off", "compress_dtypes": "bf16", "compress_block": "128", "compress_error": "0.01"}
+        value = _as_text(value) if key == "compress" else value
+        Narrowing.parse(*{**given, key: value}.values())
     elif key in _LITERALS:
         if not isinstance(value, str) or value not in _LITERALS[key]:
             raise ConfigError(key, value, allowed_values(key))

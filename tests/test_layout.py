@@ -22,7 +22,7 @@ FLOORS: list[set[str]] = [
     {"problems", "redistribute", "pin", "emulation"},
     {"trace"},
     {"rewriting"},
-    {"rewrites", "bucket", "async_tp", "reorder", "replay", "step"},
+    {"rewrites", "bucket", "async_tp", "compress", "reorder", "replay", "step"},
     {"engine"},
     {"plugin", "authoring"},
     {"explanation", "integrations"},

@@ -172,6 +172,7 @@ def judge(
     """
     if not outcome.report.changed:
         return Judgement(dataclasses.replace(facts, solved=outcome.solved or facts.solved))
+    narrowing = facts.config.narrowing
     asked = verify.Asked(
         memory_budget=_verified_limit(outcome, facts),
         donated=freed_inputs(graph, facts.phase),
@@ -179,6 +180,7 @@ def judge(
         group_order=one.group_order if facts.agreed else "kept",
         numerics=getattr(one, "numerics", "exact"),
         replicas=facts.config.replicas,
+        rounding=None if narrowing.is_off else narrowing.error,
     )
     checked = verify.checked(graph, reference, asked, known)
     findings = checked.findings

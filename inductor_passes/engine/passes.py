@@ -5,6 +5,7 @@ from __future__ import annotations
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.bucket.unpack_pass import UnpackPass
+from inductor_passes.compress.pass_ import CompressPass
 from inductor_passes.config import PassConfig
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.rewrites.pass_ import RewriteCollectives
@@ -30,6 +31,8 @@ def passes_of(settings: PassConfig, like: tuple[str, ...] = ()) -> list[Pass]:
                 lowering=settings.async_tp_lowering,
             )
         )
+    if not settings.narrowing.is_off:
+        passes.append(CompressPass(settings.narrowing))
     if settings.bucket == "on":
         passes.append(BucketPass(exact=settings.numerics == "exact"))
         if settings.unpack == "kernel":

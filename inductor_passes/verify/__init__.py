@@ -4,7 +4,7 @@ Nothing here imports a pass or the planner: every answer is derived from the gra
 """
 
 from inductor_passes.verify.agreement import RanksDifferError, compare_digests
-from inductor_passes.verify.certificate import Certificate, Claim
+from inductor_passes.verify.certificate import Certificate, Claim, Narrowed
 from inductor_passes.verify.checker import Asked, Checked, check, checked, snapshot
 from inductor_passes.verify.deadlock import Certification, certify
 from inductor_passes.verify.events import digest
@@ -24,6 +24,7 @@ __all__ = [
     "Claim",
     "GraphFileError",
     "Known",
+    "Narrowed",
     "RanksDifferError",
     "ReferenceSnapshot",
     "certify",

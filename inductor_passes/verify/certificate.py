@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 
 
 class Claim(str, Enum):
@@ -22,6 +23,19 @@ class Claim(str, Enum):
 
 
 @dataclass(frozen=True)
+class Narrowed:
+    """A value that arrives rounded, because it was sent in a narrower type.
+
+    Attributes:
+        read: name of the node that widens what arrived.
+        error: how far an element may be from what was sent, relative to the largest element of its block.
+    """
+
+    read: str
+    error: Fraction
+
+
+@dataclass(frozen=True)
 class Certificate:
     """One applied rewrite.
 
@@ -31,6 +45,7 @@ class Certificate:
         added: names of nodes that came or were edited in place. A user of a removed node may read any added node.
         replaced: (old, new) pairs for users that were redirected to a node that existed before.
         claim: see :class:`Claim`.
+        narrowed: what arrives rounded; every other value has to be what it was.
     """
 
     rewrite: str
@@ -38,6 +53,7 @@ class Certificate:
     added: tuple[str, ...] = ()
     replaced: tuple[tuple[str, str], ...] = ()
     claim: Claim = Claim.REPLACE
+    narrowed: tuple[Narrowed, ...] = ()
 
 
 class Certified:

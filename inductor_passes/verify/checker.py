@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
 
 import torch.fx
 
@@ -118,6 +119,7 @@ def check(
     numerics: Numerics = "exact",
     known: Known | None = None,
     replicas: Replicated = "proven",
+    rounding: Fraction | None = None,
 ) -> list[Finding]:
     """Everything the verifier holds against a graph; empty when it is legal. O(nodes + edges); reads only.
 
@@ -133,6 +135,8 @@ def check(
         numerics: what counts as the same value, see :func:`inductor_passes.verify.values.changed_values`.
         known: what earlier looks at the graph found out about its nodes; filled.
         replicas: ``"implied"``: what the reference combines with a value that is equal on a group's ranks is equal too.
+        rounding: how far an element that was sent in a narrower type may be from what it was, relative to the largest
+            element of its block; None: nothing may be sent so. Certificates name what was.
 
     Raises:
         ValueError: ``group_order``, ``numerics`` or ``replicas`` is something else.
@@ -147,7 +151,7 @@ def check(
         before = snapshot(reference) if isinstance(reference, torch.fx.Graph) else reference
     except ValueError as error:
         return [Finding("reference", "", f"there is nothing to hold the graph against: {error}")]
-    asked = Asked(memory_budget, donated, certificates, group_order, numerics, replicas)
+    asked = Asked(memory_budget, donated, certificates, group_order, numerics, replicas, rounding)
     return checked(graph, before, asked, known).findings
 
 
@@ -161,6 +165,7 @@ class Asked:
     group_order: GroupOrder = "kept"
     numerics: Numerics = "exact"
     replicas: Replicated = "proven"
+    rounding: Fraction | None = None
 
 
 def checked(
@@ -190,7 +195,11 @@ def _checked(graph: torch.fx.Graph, before: ReferenceSnapshot | None, asked: Ask
     found = [f for f in found if finding_key(f) not in before.findings]
     after = look.taken(None)
     found.extend(compare(before, after, asked.certificates, asked.group_order))
-    found.extend(values.compared(before.program, after.program, asked.certificates, asked.numerics, asked.replicas))
+    found.extend(
+        values.compared(
+            before.program, after.program, asked.certificates, asked.numerics, asked.replicas, asked.rounding
+        )
+    )
     return Checked(found, after)
 
 

@@ -78,6 +78,11 @@ class Contender:
         """Whether what it compiles depends on the cost profile."""
         return self.family == "ours" or self.scheduler
 
+    @property
+    def narrows(self) -> bool:
+        """Whether its messages do not carry the values of parameters and gradients."""
+        return "compress" in self.settings
+
     def compile_options(self, profile: str) -> dict[str, Any] | None:
         """Options for ``torch.compile``; who plans gets the cost profile in file ``profile``."""
         if self.scheduler:
@@ -114,6 +119,15 @@ CONTENDERS = {
     )
 }
 
+#: Messages in a narrower type: results differ by design, so these run where they are asked for.
+NARROWER = {
+    c.name: c
+    for c in (
+        Contender("ours-bf16", "ours, bf16 messages", "ours", None, {"compress": {"*": "bf16"}}),
+        Contender("ours-int8", "ours, int8 messages", "ours", None, {"compress": {"*": "int8"}}),
+        Contender("ours-compress", 'ours, compress="auto"', "ours", None, {"compress": "auto"}),
+    )
+}
 #: Models that torch wrapped: as they are, compiled as their users do, and adopted.
 WRAPPED = {
     c.name: c
@@ -128,7 +142,7 @@ WRAPPED = {
         Contender("adopted-alone", "adopted, default Inductor", "inductor", {}, wrapped=True, adopted=True),
     )
 }
-ALL_CONTENDERS = {**CONTENDERS, **WRAPPED}
+ALL_CONTENDERS = {**CONTENDERS, **NARROWER, **WRAPPED}
 
 
 class Trial:

@@ -11,6 +11,8 @@ from inductor_passes.operators import GROUP_KINDS
 
 #: Largest relative difference of losses that still counts as equal.
 LOSS_TOLERANCE = 1e-5
+#: The same for messages that are rounded: losses of a small model, whose weights are an int8 off by 0.6% each.
+NARROW_TOLERANCE = 2e-2
 #: Share of bytes that padding may add.
 PADDING = 0.01
 
@@ -74,7 +76,7 @@ def errors(results: dict[str, Any]) -> list[str]:
         if not r["steady"]:
             found.append(f"{r['title']}: the number of collectives changed between steps")
         found.extend(f"{r['title']}: {text}" for text in _bytes_errors(results, r, reference))
-        if r["worst_loss_difference"] > LOSS_TOLERANCE:
+        if r["worst_loss_difference"] > (NARROW_TOLERANCE if r.get("narrowed") else LOSS_TOLERANCE):
             found.append(f"{r['title']}: losses differ by up to {r['worst_loss_difference']:.1e} (relative)")
     return found
 

@@ -225,13 +225,22 @@ class Bench:
                     "counts": first.counts(),
                     "steady": all(gathered(all(s.counts() == first.counts() for s in steps))),
                     "wire_bytes": wire_by_kind(first),
-                    "traffic": judged(gathered(trial.census())) if self.layout.sharded else None,
+                    "traffic": self._traffic(trial),
+                    "narrowed": trial.contender.narrows,
                     "peak_bytes": peak,
                     "losses": [x if math.isfinite(x) else None for x in trial.losses[: len(reference)]],
                     "worst_loss_difference": max(gathered(_difference(trial.losses, reference))),
                 }
             )
         return result
+
+    def _traffic(self, trial: Trial) -> dict[str, Any] | None:
+        """What a step sent, by the values of parameters; nothing is known where those are not what is sent."""
+        if not self.layout.sharded:
+            return None
+        if trial.contender.narrows:
+            return {"wrong": [], "known_bytes": None}
+        return judged(gathered(trial.census()))
 
 
 def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:

@@ -8,7 +8,8 @@ excuse nothing. A node that a certificate says was edited is treated as a new on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch.fx
@@ -41,6 +42,7 @@ def changed_values(
     numerics: Numerics = "exact",
     edited: Collection[str] = (),
     replicas: Replicated = "proven",
+    rounds: Mapping[str, Fraction] | None = None,
 ) -> list[Finding]:
     """Everything in ``after`` whose value is not shown to be that of ``before``; empty when all is proven.
 
@@ -48,8 +50,9 @@ def changed_values(
         numerics: ``"exact"``: bit for bit; ``"reassociate"``: sums may be regrouped, see ``docs/verifier.md``.
         edited: names of nodes that a pass says it edited in place.
         replicas: ``"implied"``: operands are taken to be equal on ranks as ``implied`` says.
+        rounds: names of nodes that may arrive rounded -> by how much at most, see ``narrowed``.
     """
-    proof = Proof(before, after, numerics, replicas)
+    proof = Proof(before, after, numerics, replicas, rounds)
     found: list[Finding] = []
     for record in after.records.values():
         if KEY in record.meta:
@@ -70,12 +73,32 @@ def compared(
     certificates: Sequence[Certificate],
     numerics: Numerics,
     replicas: Replicated = "proven",
+    rounding: Fraction | None = None,
 ) -> list[Finding]:
     """:func:`changed_values` with what certificates say; nothing without both programs."""
     if before is None or after is None:
         return []
     edited = {name for c in certificates for name in {*c.removed} & {*c.added}}
-    return changed_values(before, after, numerics, edited, replicas)
+    rounds, found = _rounds(certificates, rounding)
+    return found or changed_values(before, after, numerics, edited, replicas, rounds)
+
+
+def _rounds(
+    certificates: Sequence[Certificate], rounding: Fraction | None
+) -> tuple[dict[str, Fraction], list[Finding]]:
+    """What may arrive rounded, by how much; findings where a certificate asks for more than is allowed."""
+    rounds: dict[str, Fraction] = {}
+    found: list[Finding] = []
+    for certificate in certificates:
+        for one in certificate.narrowed:
+            if one.read not in certificate.added:
+                found.append(Finding("narrowed", one.read, f"{certificate.rewrite} narrows what it did not add"))
+            elif rounding is None or one.error > rounding:
+                most = "none is" if rounding is None else f"{float(rounding):g} is"
+                said = f"{certificate.rewrite} rounds by up to {float(one.error):g} of a block's largest element"
+                found.append(Finding("narrowed", one.read, f"{said}; {most} allowed"))
+            rounds[one.read] = one.error
+    return rounds, found
 
 
 def _kept(proof: Proof, old: Record, new: Record, edited: bool) -> list[Finding]:

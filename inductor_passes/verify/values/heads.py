@@ -7,11 +7,13 @@ a rounding after such a cast is that rounding alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
-from inductor_passes.verify.values import definitions
+from inductor_passes.verify.values import definitions, narrowed
 from inductor_passes.verify.values.access import Access, Constant
 from inductor_passes.verify.values.affine import Affine, NeedsCut, Space
 from inductor_passes.verify.values.bytes import NeedsBytes
@@ -54,10 +56,20 @@ def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
 
 
 class Resolver:
-    """Follows reads of one program."""
+    """Follows reads of one program.
 
-    def __init__(self, space: Space, groups: Groups, memory: Memory, own: Own) -> None:
+    Attributes:
+        rounds: names of nodes that arrive rounded -> the largest error that is allowed there. They are followed to what
+            they are a rounding of, which has to be in one of the forms that ``narrowed`` knows.
+        roundings: how many such nodes have been followed.
+    """
+
+    def __init__(
+        self, space: Space, groups: Groups, memory: Memory, own: Own, rounds: Mapping[str, Fraction] | None = None
+    ) -> None:
         self.space, self.groups, self.memory, self.own = space, groups, memory, own
+        self.rounds = rounds or {}
+        self.roundings = 0
 
     def head(self, a: Access) -> Head:
         """See the module's docstring.
@@ -88,7 +100,7 @@ class Resolver:
 
     def _followed(self, a: Access) -> Head:
         while True:
-            if self._is_overwritten(a):
+            if self.is_overwritten(a):
                 return a
             step = self._step(a)
             if step is None:
@@ -103,7 +115,25 @@ class Resolver:
                 return step
             a = step
 
-    def _is_overwritten(self, a: Access) -> bool:
+    def cast_behind(self, a: Access) -> Cast | None:
+        """The cast that made an element, through whatever moves it; None where it was made otherwise.
+
+        Raises:
+            NeedsCut, NeedsBytes, NoHintError, NotRegularError: see :meth:`head`.
+        """
+        while not self.is_overwritten(a):
+            step = self._step(a)
+            if not isinstance(step, Access):
+                return step if isinstance(step, Cast) else None
+            a = step
+        return None
+
+    def is_constant(self, a: Access, value: float) -> bool:
+        """Whether an element is this number."""
+        found = self.head(a)
+        return isinstance(found, Constant) and found.value == value
+
+    def is_overwritten(self, a: Access) -> bool:
         """Whether a value is no longer what its definition says when it is read; a view is read at its source."""
         if not self.memory.any or a.record.called in ALIASES:
             return False
@@ -111,6 +141,8 @@ class Resolver:
 
     def _step(self, a: Access) -> Head | None:
         called = a.record.called
+        if a.record.name in self.rounds:
+            return self._rounded(a)
         if called in definitions.DEFINED and called not in definitions.ROUND_FREELY:
             meaning = definitions.meaning(a.record, a.path)
             return None if meaning is None else a._replace(record=meaning, path=(), reader=a.record)
@@ -125,6 +157,15 @@ class Resolver:
             return Cast(a.dtype, self._reads(a, inner), a.byte)
         found = self._own_piece(a) if len(a.path) == 1 else None
         return self._read_by(a, found or MOVES[called](self.space, a))
+
+    def _rounded(self, a: Access) -> Access:
+        """What was rounded to be sent, and arrives as ``a``."""
+        found, allowed = narrowed.rounded(self, a), self.rounds[a.record.name]
+        if found.error > allowed:
+            said = f"{float(found.error):g} of the largest, where {float(allowed):g} is allowed"
+            raise narrowed.NotNarrowedError(f"{a.record.name} is rounded by up to {said}")
+        self.roundings += 1
+        return found.source
 
     def _own_piece(self, a: Access) -> Access | None:
         """A piece of a split that every rank takes at its own position."""

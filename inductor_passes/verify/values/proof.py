@@ -9,6 +9,8 @@ so only what a pass changed is looked at.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
@@ -46,7 +48,14 @@ _NOT_UNDERSTOOD = (NoHintError, NotRegularError)
 class Proof:
     """What is known so far about one old and one new graph; ``same`` maps names of equal values, new to old."""
 
-    def __init__(self, old: Program, new: Program, numerics: Numerics, replicas: Replicated = "proven") -> None:
+    def __init__(
+        self,
+        old: Program,
+        new: Program,
+        numerics: Numerics,
+        replicas: Replicated = "proven",
+        rounds: Mapping[str, Fraction] | None = None,
+    ) -> None:
         self.space = Space()
         self.groups = Groups(self.space)
         self.exact = numerics == "exact"
@@ -58,7 +67,7 @@ class Proof:
         self.old = Resolver(self.space, self.groups, self.memories[0], self._own)
         self.own_pieces = Own(new, here)
         self._implied = replicas == "implied"
-        self.new = Resolver(self.space, self.groups, self.memories[1], self.own_pieces)
+        self.new = Resolver(self.space, self.groups, self.memories[1], self.own_pieces, rounds)
         self._sides = (
             Side(self.space, self.old, self._kept, self._holder),
             Side(self.space, self.new, self.same, self._holder),
@@ -287,10 +296,12 @@ class Proof:
             raise different(old, new)
         # What must not be added in another order is a function of its operands, and no more is asked of it.
         closed = self.exact and op == "sum" and (q.old.dtype.is_floating_point or q.old.dtype.is_complex)
+        rounded = self.new.roundings
         was, now = (f.flattened(read, op, q.old.dtype, closed) for f, read in zip(self._flatteners, (q.old, q.new)))
         if not was.joins and not now.joins:
             raise different(old, new)
-        if self.exact and not in_any_order(self.space, was, now):
+        # The order of an addition is of no account where what is added was rounded to be sent.
+        if self.exact and self.new.roundings == rounded and not in_any_order(self.space, was, now):
             raise changed(old, new, "the terms are added up in other steps, which the exact tier does not allow")
         if not now.roundings <= was.roundings or (was.once and not now.once):
             raise changed(old, new, f"it adds in {now.dtype} where the reference adds in a wider type")

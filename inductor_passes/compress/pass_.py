@@ -1,0 +1,122 @@
+"""The pass: narrower messages where the planned step gains by them.
+
+before::
+
+    AG0 W0 mm RS0 W1
+
+after::
+
+    narrow AG0' W0' widen mm narrow A2A0 W1' widen add
+
+Runs behind async TP, which wants collectives next to matmuls, and in front of bucketing: narrowed messages are messages
+of bytes, which merge like any others. ``candidates`` says what may be narrowed, ``choose`` what is, ``emit`` how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch.fx
+
+from inductor_passes.compress.candidates import Candidate, RefusedError, candidate
+from inductor_passes.compress.choose import Choice, choose
+from inductor_passes.compress.emit import SUBJECT, replace
+from inductor_passes.config import Narrowing
+from inductor_passes.ir.ops import source_line
+from inductor_passes.ir.parameters import names_of
+from inductor_passes.ir.view import Collective
+from inductor_passes.problems.fx import NoHintError
+from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome
+
+
+@dataclass(frozen=True)
+class CompressPass:
+    """See the module's docstring.
+
+    Attributes:
+        settings: what may be narrowed, and to what.
+    """
+
+    settings: Narrowing
+    name: str = SUBJECT
+    #: An all_reduce becomes an exchange and a gather, on every rank at the same place.
+    group_order: ClassVar[GroupOrder] = "kept"
+
+    def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
+        """Narrow what pays; one decision per collective."""
+        found: list[Candidate] = []
+        decisions: list[Decision] = []
+        try:
+            for collective in facts.view.collectives:
+                try:
+                    found.append(candidate(collective, facts, self.settings))
+                except RefusedError as why:
+                    decisions.append(_refused(collective, why))
+            if not found:
+                return Outcome(PassReport(self.name, decisions=decisions))
+            choice = choose(facts.problem.problem, found, facts.limit_bytes)
+        except NoHintError as error:
+            unknown = RefusedError(Reason.NO_HINT, str(error))
+            return Outcome(PassReport(self.name, decisions=[_refused(c, unknown) for c in facts.view.collectives]))
+        for one in found:
+            decisions.append(_taken(one) if one in choice.taken else _refused(one.collective, _left(one, choice)))
+        certificates = tuple(replace(graph, one.collective, one.form) for one in choice.taken)
+        report = PassReport(self.name, changed=bool(certificates), decisions=decisions, metrics=_metrics(choice))
+        if any(one.forced for one in choice.taken) or not certificates:
+            return Outcome(report, certificates, forced=bool(certificates))
+        return Outcome(report, certificates, before=choice.before)
+
+
+def _left(one: Candidate, choice: Choice) -> RefusedError:
+    """Why a candidate that would save time on its own lanes is left alone."""
+    if all(taken.forced for taken in choice.taken):
+        said = f"the planned step would be {choice.before.makespan_ns} -> {choice.all_ns} ns"
+        return RefusedError(Reason.NOT_PROFITABLE, said, gain_ns=one.gain_ns)
+    return RefusedError(Reason.HIDDEN, "the planned step is no longer without it: compute hides it as it is")
+
+
+def _taken(one: Candidate) -> Decision:
+    was, now, form = one.was, one.now, one.form
+    scales = f" in blocks of {form.block}" if form.share else ""
+    detail = (
+        f"{one.collective.label} as {form.name}{scales}: {was.sent_bytes} -> {now.sent_bytes} bytes sent, "
+        f"each rounding within {float(form.error):g} of a block's largest element; "
+        f"link {was.link_ns} -> {now.link_ns} ns, {now.before_ns + now.after_ns} ns of compute"
+    )
+    asked = "; asked for whatever it gains" if one.forced else ""
+    return _decision(one.collective, Verdict.APPLIED, Reason.PROFITABLE, detail + asked, gain_ns=one.gain_ns)
+
+
+def _refused(collective: Collective, why: RefusedError) -> Decision:
+    return _decision(collective, Verdict.REFUSED, why.reason, why.detail, why.setting, why.gain_ns)
+
+
+def _decision(
+    collective: Collective, verdict: Verdict, reason: Reason, detail: str, setting: str = "", gain_ns: int = 0
+) -> Decision:
+    return Decision(
+        SUBJECT,
+        collective.start.name,
+        verdict,
+        reason,
+        detail,
+        source_line(collective.start),
+        collective.group.name,
+        gain_ns,
+        setting,
+        names_of([collective.start]),
+    )
+
+
+def _metrics(choice: Choice) -> dict[str, float]:
+    return {
+        "narrowed": len(choice.taken),
+        "bytes_before": sum(one.was.sent_bytes for one in choice.taken),
+        "bytes_after": sum(one.now.sent_bytes for one in choice.taken),
+        "link_before_ns": sum(one.was.link_ns for one in choice.taken),
+        "link_after_ns": sum(one.now.link_ns for one in choice.taken),
+        "makespan_before_ns": choice.before.makespan_ns,
+        "makespan_after_ns": choice.after_ns,
+    }

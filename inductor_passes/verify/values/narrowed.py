@@ -1,0 +1,231 @@
+"""Values that were sent in a narrower type: which element an element that arrives is a rounding of, and how exact.
+
+This module has its own idea of the forms in which numbers are narrowed. It is held against what the nodes of the graph
+compute, from the node that widens what arrived, through the messages, to what was narrowed on the sending rank. A
+*cast* rounds each element to bfloat16. In a *block* (a row) numbers share a scale::
+
+    peak    = the largest |x| of the row; infinite where it is not below infinity
+    level   = min(ceil(128 * (log2(max(peak * share, 2**-126)) + 256)), 65535)
+    scale   = exp2(level / 128 - 256)
+    code    = uint8(round(x / scale) + 128)          share = 1 / 127
+    code    = the bits of fp8(x / scale)             share = 1 / the largest number of that type
+    arrives = (code - 128) * scale   or   fp8(code) * scale
+
+The scale is sent as the two digits of its level to base 256. Codes and scale have to come from one row on one rank, and
+the scale from all of that row. Then the error is at most half a step of the code at the row's largest element. A row
+with an element that is not finite arrives without a finite element.
+
+Where the row's largest element is below 2**-119, the error is below 2**-126 instead. What is above bfloat16's largest
+number becomes infinite in a cast.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import NamedTuple, Protocol
+
+import torch
+
+from inductor_passes.verify.values.access import Access
+from inductor_passes.verify.values.affine import ZERO, Affine
+from inductor_passes.verify.values.operators import signature
+from inductor_passes.verify.values.program import Record
+from inductor_passes.verify.values.sizes import NoHintError
+
+#: Error of one rounding, relative to the row's largest element: half a step there, for a scale that is rounded up.
+ERRORS: dict[torch.dtype, Fraction] = {
+    torch.bfloat16: Fraction(4, 1000),
+    torch.uint8: Fraction(4, 1000),
+    torch.float8_e4m3fn: Fraction(37, 1000),
+    torch.float8_e5m2: Fraction(73, 1000),
+}
+_SHARES = {torch.uint8: 1 / 127, torch.float8_e4m3fn: 1 / 448, torch.float8_e5m2: 1 / 57344}
+_CONVERT = "prims::convert_element_type"
+_INFINITE = float("inf")
+
+
+class NotNarrowedError(NoHintError):
+    """What arrives is none of the forms; the message says which part is not."""
+
+
+class Rounded(NamedTuple):
+    """``source`` on the sending rank, with an error of at most ``error``."""
+
+    source: Access
+    error: Fraction
+
+
+class Cast(Protocol):
+    """A rounding or widening."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """To which type."""
+        ...
+
+    @property
+    def source(self) -> Access:
+        """Of what."""
+        ...
+
+
+class Follows(Protocol):
+    """What this module asks about a program, see ``heads.Resolver``."""
+
+    def cast_behind(self, a: Access) -> Cast | None:
+        """The cast that made an element, through messages and whatever else only moves it."""
+        ...
+
+    def is_constant(self, a: Access, value: float) -> bool:
+        """Whether an element is this number."""
+        ...
+
+    def is_overwritten(self, a: Access) -> bool:
+        """Whether a value is no longer what its node computes when it is read."""
+        ...
+
+
+class _Level(NamedTuple):
+    """A scale's level: what makes it, on which rank, for which row."""
+
+    record: Record
+    rank: Affine
+    row: tuple[Affine, ...]
+
+
+def rounded(program: Follows, a: Access) -> Rounded:
+    """What an element that arrives is a rounding of.
+
+    Raises:
+        NotNarrowedError: it is none, as far as this module understands.
+        NeedsCut, NeedsBytes, NoHintError, NotRegularError: see ``Resolver.head``.
+    """
+    return _Reader(program).rounded(a)
+
+
+class _Reader:
+    def __init__(self, program: Follows) -> None:
+        self._program = program
+
+    def rounded(self, a: Access) -> Rounded:
+        if a.dtype is not torch.float32 or a.byte is not None:
+            raise NotNarrowedError(f"{a.record.name} is no float32 that was narrowed")
+        if a.record.called == _CONVERT:
+            arrived = self._widened(a, torch.bfloat16)
+            return Rounded(self._narrowed(arrived, torch.bfloat16), ERRORS[torch.bfloat16])
+        codes, scale = self._operands(a, "aten::mul", 2)
+        sent = self._sent_level(scale)
+        kind, quotient = self._quotient(codes)
+        x, divisor = self._operands(quotient, "aten::div", 2)
+        level = _level(self._exponent(divisor))
+        if level != sent:
+            raise NotNarrowedError(f"{a.record.name}: codes and scale come from different rows")
+        if level.rank != x.rank or level.row != (*x.indices[:-1], ZERO):
+            raise NotNarrowedError(f"{quotient.record.name} divides by the scale of another row")
+        self._covers(kind, level, x.record)
+        return Rounded(x, ERRORS[kind])
+
+    def _quotient(self, codes: Access) -> tuple[torch.dtype, Access]:
+        """Kind of code, and what was rounded to it on the sending rank."""
+        if codes.record.called == "aten::sub":
+            (shifted,) = self._operands(codes, "aten::sub", 1, 128.0)
+            code = self._narrowed(self._widened(shifted, torch.uint8), torch.uint8)
+            (whole,) = self._operands(code, "aten::add", 1, 128.0)
+            (quotient,) = self._operands(whole, "aten::round", 1)
+            return torch.uint8, quotient
+        (arrived,) = self._operands(codes, _CONVERT, 1)
+        kind = arrived.dtype
+        if kind not in _SHARES or kind is torch.uint8:
+            raise NotNarrowedError(f"{codes.record.name} widens {kind}")
+        return kind, self._narrowed(arrived, kind)
+
+    # -- scales ---------------------------------------------------------------------------------------------------
+
+    def _sent_level(self, scale: Access) -> _Level:
+        """The level of which the digits of a scale arrived."""
+        product, low = self._operands(self._exponent(scale), "aten::add", 2)
+        (high,) = self._operands(product, "aten::mul", 1, 256.0)
+        level = self._of_digit(self._digit(high))
+        number, taken = self._operands(self._digit(low), "aten::sub", 2)
+        (digit,) = self._operands(taken, "aten::mul", 1, 256.0)
+        if not level == _level(number) == self._of_digit(digit):
+            raise NotNarrowedError(f"the digits of {scale.record.name} are not those of one scale")
+        return level
+
+    def _digit(self, wide: Access) -> Access:
+        return self._narrowed(self._widened(wide, torch.uint8), torch.uint8)
+
+    def _of_digit(self, high: Access) -> _Level:
+        """The level in ``floor(level / 256)``."""
+        (part,) = self._operands(high, "aten::floor", 1)
+        (number,) = self._operands(part, "aten::mul", 1, 1 / 256)
+        return _level(number)
+
+    def _exponent(self, scale: Access) -> Access:
+        """The level in ``exp2(level / 128 - 256)``."""
+        (shifted,) = self._operands(scale, "aten::exp2", 1)
+        (part,) = self._operands(shifted, "aten::sub", 1, 256.0)
+        (level,) = self._operands(part, "aten::mul", 1, 1 / 128)
+        return level
+
+    def _covers(self, kind: torch.dtype, level: _Level, x: Record) -> None:
+        """A level is that of the largest element of each row of ``x``."""
+        (limited,) = self._operands(Access(level.record, (), level.rank, level.row), "aten::clamp_max", 1, 65535.0)
+        (grown,) = self._operands(limited, "aten::ceil", 1)
+        (total,) = self._operands(grown, "aten::mul", 1, 128.0)
+        (logarithm,) = self._operands(total, "aten::add", 1, 256.0)
+        (least,) = self._operands(logarithm, "aten::log2", 1)
+        (share,) = self._operands(least, "aten::clamp_min", 1, 2.0**-126)
+        (peak,) = self._operands(share, "aten::mul", 1, _SHARES[kind])
+        finite, largest, otherwise = self._operands(peak, "aten::where", 3)
+        (compared,) = self._operands(finite, "aten::lt", 1, _INFINITE)
+        made, given = largest.record, largest.record.arguments
+        if not self._program.is_constant(otherwise, _INFINITE):
+            raise NotNarrowedError(f"{peak.record.name} is not infinite where an element is not finite")
+        if compared.record is not made or made.called != "aten::amax" or self._program.is_overwritten(largest):
+            raise NotNarrowedError(f"{made.name} is not the largest element of a row")
+        last = len(x.shape()) - 1
+        if list(given["dim"]) not in ([last], [-1]) or given["keepdim"] is not True or made.dtype() != torch.float32:
+            raise NotNarrowedError(f"{made.name} does not cover one row")
+        absolute = given["self"]
+        (source,) = self._operands(Access(absolute, (), level.rank, level.row), "aten::abs", 1)
+        if source.record is not x:
+            raise NotNarrowedError(f"{made.name} covers {source.record.name}, not {x.name}")
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def _widened(self, a: Access, dtype: torch.dtype) -> Access:
+        """The element of this type that a float32 number was made of."""
+        (found,) = self._operands(a, _CONVERT, 1)
+        if found.dtype is not dtype:
+            raise NotNarrowedError(f"{a.record.name} widens {found.dtype}, not {dtype}")
+        return found
+
+    def _narrowed(self, arrived: Access, dtype: torch.dtype) -> Access:
+        """The float32 number that was rounded to ``dtype`` where it was sent."""
+        found = self._program.cast_behind(arrived)
+        if found is None or found.dtype is not dtype or found.source.dtype is not torch.float32:
+            raise NotNarrowedError(f"what arrives as {arrived.record.name} is no float32 that was made {dtype}")
+        return found.source
+
+    def _operands(self, a: Access, called: str, count: int, *numbers: float) -> list[Access]:
+        """The reads of an operator's operands; these have to be its numbers."""
+        record = a.record
+        if record.called != called or a.byte is not None or a.path or self._program.is_overwritten(a):
+            raise NotNarrowedError(f"{record.name} is {record.called or record.op} where {called} is expected")
+        if record.dtype() is not (torch.bool if called == "aten::lt" else torch.float32):
+            raise NotNarrowedError(f"{record.name} computes in {record.dtype()}")
+        found = signature(a)
+        if found is None or found.opaque or found.whole or found.summed or len(found.uses) != count:
+            raise NotNarrowedError(f"{record.name} has other operands than {called} has here")
+        given = {k: v for k, v in record.arguments.items() if not isinstance(v, (Record, torch.dtype))}
+        if given.pop("alpha", 1) != 1 or given.pop("decimals", 0) != 0:
+            raise NotNarrowedError(f"{record.name} scales its operand")
+        if list(given.values()) != list(numbers):
+            raise NotNarrowedError(f"{record.name} has the numbers {list(given.values())}, not {list(numbers)}")
+        binding = found.binding(a)
+        return [use.read(a, binding) for use in found.uses]
+
+
+def _level(a: Access) -> _Level:
+    return _Level(a.record, a.rank, a.indices)

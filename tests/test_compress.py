@@ -1,0 +1,511 @@
+"""Narrowed messages: what is narrowed, how exact that is, what is told, and which forgeries are found out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+import torch.fx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inductor_passes import ConfigError, PassConfig, verify
+from inductor_passes.compress.form import Form, form_of
+from inductor_passes.compress.pass_ import CompressPass
+from inductor_passes.config import Narrowing
+from inductor_passes.cost.communication import KINDS, GroupLayout
+from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
+from inductor_passes.engine.passes import passes_of
+from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.report import PassReport, Reason, Verdict
+from inductor_passes.rewriting.emit import Emitter
+from tests.support.bucket_graphs import Program, check_fakes, inputs_by_rank, output_layouts, run_all_ranks
+from tests.support.graphs import GraphBuilder, aten
+from tests.support.world import fake_world
+
+cast = torch.ops.prims.convert_element_type.default
+NAMES = ("bf16", "int8", "e4m3", "e5m2")
+MOVED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
+def link(ranks: int, per_byte_ns: float) -> CostProfile:
+    """A measured link on which every collective costs this much."""
+    costs = tuple(CollectiveCost(kind, 1_000.0, per_byte_ns, 100.0, 0.0) for kind in KINDS)
+    group = GroupCost(GroupLayout(ranks, 1, ranks), "test", "wire", costs)
+    return replace(CostProfile.default("cpu", ranks), measured=True, groups=(group,))
+
+
+def config(rules: object, error: str = "0.08", **other: str) -> PassConfig:
+    return PassConfig.from_mapping(
+        {"compress": rules, "compress_error": error, "verify": "strict", "memory_budget": "unlimited", **other}
+    )
+
+
+def run(gm: torch.fx.GraphModule, chosen: PassConfig, profile: CostProfile) -> PassReport:
+    done = run_passes(gm.graph, [CompressPass(chosen.narrowing)], chosen, profile)
+    gm.graph.lint()
+    gm.recompile()
+    return done.report.passes[0]
+
+
+# -- settings ----------------------------------------------------------------------------------------------------
+
+
+def test_off_by_default_and_then_not_there() -> None:
+    assert PassConfig().compress == "off"
+    assert not any(isinstance(one, CompressPass) for one in passes_of(PassConfig()))
+    assert not any(isinstance(one, CompressPass) for one in passes_of(config({"dp": "off"})))
+    assert any(isinstance(one, CompressPass) for one in passes_of(config("auto")))
+
+
+def test_a_dictionary_is_its_text() -> None:
+    rules = {"*.norm.weight": "off", "dp": "int8", "*": "auto"}
+    one = config(rules)
+    assert one == config("*.norm.weight=off, dp=int8, *=auto".replace(" ", ""))
+    assert one.narrowing.rules == tuple(rules.items())
+    assert PassConfig.from_env({"INDUCTOR_PASSES_COMPRESS": "dp=int8"}).narrowing.rules == (("dp", "int8"),)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("compress", "on"),
+        ("compress", "dp=int4"),
+        ("compress", "dp=int8,dp=off"),
+        ("compress", {}),
+        ("compress", {"a,b": "int8"}),
+        ("compress", {"dp": 8}),
+        ("compress", None),
+        ("compress_dtypes", "int8,fp4"),
+        ("compress_dtypes", ""),
+        ("compress_block", "100"),
+        ("compress_block", 128),
+        ("compress_error", "0"),
+        ("compress_error", "1"),
+        ("compress_error", "nan"),
+    ],
+)
+def test_bad_values_are_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{key}="):
+        PassConfig.from_mapping({key: value})
+
+
+# -- forms -------------------------------------------------------------------------------------------------------
+
+
+def round_trip(form: Form, rows: torch.Tensor) -> torch.Tensor:
+    """What arrives of some blocks."""
+    builder = GraphBuilder()
+    x = builder.placeholder("x", *rows.shape)
+    emit = Emitter(builder.graph, x)
+    with emit.standing_for(x):
+        result = form.widened(emit, form.narrowed(emit, x))
+    builder.graph.output(result)
+    found: torch.Tensor = torch.fx.GraphModule(torch.nn.Module(), builder.graph)(rows)
+    return found
+
+
+def blocks(form: Form, values: list[float]) -> torch.Tensor:
+    flat = torch.zeros(form.blocks(len(values)) * form.block)
+    flat[: len(values)] = torch.tensor(values, dtype=torch.float32)
+    return flat.view(-1, form.block)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [64, 128, 256])
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=300), st.integers(-100, 20))
+def test_the_error_is_within_the_bound(name: str, size: int, values: list[float], exponent: int) -> None:
+    form = form_of(name, size)
+    rows = blocks(form, values) * 2.0**exponent
+    peak = rows.abs().amax(1, keepdim=True)
+    allowed = float(form.error) * peak + 2.0**-126
+    assert bool(((round_trip(form, rows) - rows).abs() <= allowed).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-(2.0**127), 2.0**127, width=32).filter(lambda x: abs(x) > 2.0**-100), st.integers(1, 200))
+def test_blocks_of_one_value(name: str, value: float, count: int) -> None:
+    form = form_of(name, 64)
+    rows = blocks(form, [value] * count)
+    found = round_trip(form, rows)
+    assert bool(((found - rows).abs() <= float(form.error) * abs(value)).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, -math.nan])
+def test_what_is_not_finite_arrives_not_finite(name: str, value: float) -> None:
+    form = form_of(name, 64)
+    rows = torch.randn(3 * 64, generator=torch.Generator().manual_seed(0)).view(-1, form.block)
+    rows.view(-1)[70] = value
+    found = round_trip(form, rows).view(-1)
+    assert not bool(found[70].isfinite())
+    # Other blocks are as they are.
+    assert bool(found[:64].isfinite().all())
+    assert bool(found[128:].isfinite().all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_zeros_denormals_and_the_largest_numbers(name: str) -> None:
+    form = form_of(name, 64)
+    assert bool((round_trip(form, torch.zeros(2 * 64).view(-1, form.block)) == 0).all())
+    tiny = torch.full((64,), 2.0**-140).view(-1, form.block)
+    assert bool((round_trip(form, tiny) - tiny).abs().amax() <= 2.0**-126)
+    largest = torch.full((64,), torch.finfo(torch.bfloat16).max).view(-1, form.block)
+    found = round_trip(form, largest)
+    assert bool(found.isfinite().all())
+    assert bool(((found - largest).abs() <= float(form.error) * largest).all())
+
+
+def test_rounding_is_to_even() -> None:
+    """With a power of two as scale, halves between two codes are hit exactly."""
+    form = form_of("int8", 64)
+    row = torch.zeros(1, 64)
+    # 127 / 128 of a step's reach: the level is a whole power of two times the share, rounded up by the logarithm.
+    row[0, 0] = 127.0
+    found = round_trip(form, row)
+    step = found[0, 0] / 127
+    halves = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5]) * step
+    row[0, 1:6] = halves
+    again = round_trip(form, row)
+    assert (again[0, 1:6] / step).round().tolist() == [0.0, 2.0, 2.0, 0.0, -2.0]
+
+
+# -- collectives -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", MOVED)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "world"),
+    [((16, 24), torch.float32, 4), ((12, 37), torch.float32, 2), ((8, 40), torch.bfloat16, 4)],
+)
+def test_on_all_ranks(kind: str, name: str, shape: tuple[int, int], dtype: torch.dtype, world: int) -> None:
+    """Every rank gets what it got, within the bound of each rounding, and all ranks the same."""
+    if name == "bf16" and dtype is torch.bfloat16:
+        return
+    with fake_world(world) as group:
+        p = Program()
+        gm = p.done(p.call(aten.neg.default, p.collective(kind, p.input(*shape, dtype=dtype), group, "avg")))
+        values = inputs_by_rank(gm, world)
+        expected, layouts = run_all_ranks(gm, values), output_layouts(gm)
+        report = run(gm, config({"*": name}), link(world, 1.0))
+        assert report.changed
+        check_fakes(gm)
+        assert output_layouts(gm) == layouts
+        found = run_all_ranks(gm, values)
+    peak = max(float(x.abs().max()) for x in values[0])
+    hops = 2 if kind == "all_reduce" else 1
+    allowed = (float(form_of(name, 128).error) * hops * 1.1 + (0 if dtype is torch.float32 else 2.0**-7)) * peak
+    for e, f in zip(expected[0], found[0], strict=True):
+        assert float((e.float() - f.float()).abs().max()) <= allowed
+    if kind in ("all_gather", "all_reduce"):
+        assert all(torch.equal(f, found[0][0]) for f in found[0])
+
+
+def test_odd_sizes_of_an_all_reduce() -> None:
+    for shape in ((1,), (3,), (7, 39), (1, 257)):
+        with fake_world(4) as group:
+            p = Program()
+            gm = p.done(p.collective("all_reduce", p.input(*shape), group))
+            values = inputs_by_rank(gm, 4)
+            expected = run_all_ranks(gm, values)
+            report = run(gm, config({"*": "int8"}), link(4, 1.0))
+            found = run_all_ranks(gm, values)
+            peak = sum(float(x.abs().max()) for x in values[0])
+            # A message of a block is longer than what it carries.
+            assert report.changed == (math.prod(shape) > 130)
+            assert max(float((e - f).abs().max()) for e, f in zip(expected[0], found[0])) <= 0.02 * peak
+
+
+def chain(group: str, rows: int = 256) -> torch.fx.GraphModule:
+    """A gather that a matmul waits for, and one that the matmul hides."""
+    p = Program()
+    first = p.collective("all_gather", p.input(rows, 1024), group)
+    hidden = p.start("all_gather", p.input(rows, 1024), group)
+    product = p.call(aten.mm.default, first, p.input(1024, 1024))
+    return p.done(p.call(aten.neg.default, product), p.call(aten.neg.default, p.wait(hidden)))
+
+
+def test_auto_narrows_what_shortens_the_step_and_nothing_else() -> None:
+    with fake_world(2) as group:
+        gm = chain(group)
+        report = run(gm, config("auto", "0.01"), link(2, 1.0))
+    assert [d.verdict for d in report.decisions] == [Verdict.APPLIED, Verdict.REFUSED]
+    taken, left = report.decisions
+    assert (taken.reason, left.reason) == (Reason.PROFITABLE, Reason.HIDDEN)
+    assert taken.gain_ns > 0
+    assert "int8 in blocks of 128: 1048576 -> 266240 bytes sent" in taken.detail
+    assert "within 0.004" in taken.detail
+    assert report.metrics["makespan_after_ns"] < report.metrics["makespan_before_ns"]
+
+
+def test_auto_leaves_a_fast_link_alone() -> None:
+    with fake_world(2) as group:
+        gm = chain(group)
+        before = str(gm.graph)
+        report = run(gm, config("auto", "0.01"), link(2, 0.001))
+        assert str(gm.graph) == before
+    assert not report.changed
+    assert {d.reason for d in report.decisions} == {Reason.NOT_PROFITABLE}
+    assert all(d.setting.startswith("compress=") for d in report.decisions)
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "make", "reason"),
+    [
+        ({"other": "int8"}, "0.01", lambda p, g: p.collective("all_gather", p.input(64, 8), g), Reason.DISABLED),
+        ({"*": "e4m3"}, "0.01", lambda p, g: p.collective("all_gather", p.input(64, 8), g), Reason.NUMERICS),
+        ({"*": "int8"}, "0.01", lambda p, g: p.collective("all_gather", p.input(4), g), Reason.NOT_PROFITABLE),
+        (
+            {"*": "int8"},
+            "0.01",
+            lambda p, g: p.collective("all_reduce", p.input(64, 8), g, "max"),
+            Reason.MIXED_REDUCE_OP,
+        ),
+        (
+            {"*": "int8"},
+            "0.01",
+            lambda p, g: p.collective("all_gather", p.input(64, 8, dtype=torch.int64), g),
+            Reason.UNSUPPORTED,
+        ),
+        (
+            {"*": "int8"},
+            "0.01",
+            lambda p, g: p.collective("all_gather", p.input(64, 8, dtype=torch.float64), g),
+            Reason.UNSUPPORTED,
+        ),
+        ({"*": "int8"}, "0.01", lambda p, g: p.collective("all_gather", p.input(0, 8), g), Reason.UNSUPPORTED),
+    ],
+)
+def test_refusals_say_why(
+    rules: object, error: str, make: Callable[[Program, str], torch.fx.Node], reason: Reason
+) -> None:
+    with fake_world(2) as group:
+        p = Program()
+        gm = p.done(make(p, group))
+        before = str(gm.graph)
+        report = run(gm, config(rules, error), link(2, 1.0))
+        assert str(gm.graph) == before
+    assert [d.reason for d in report.decisions] == [reason]
+    assert report.decisions[0].detail
+
+
+def test_rules_go_by_group_and_the_first_that_fits() -> None:
+    with fake_world(2) as group:
+        for rules, narrowed in (({group: "int8"}, True), ({group: "off", "*": "int8"}, False), ({"*": "bf16"}, True)):
+            p = Program()
+            gm = p.done(p.collective("all_gather", p.input(64, 8), group))
+            assert run(gm, config(rules), link(2, 1.0)).changed == narrowed
+
+
+# -- forgeries ---------------------------------------------------------------------------------------------------
+
+Forge = Callable[[torch.fx.GraphModule], None]
+
+
+class Narrow:
+    """A graph whose messages were narrowed, what it was, and the certificates."""
+
+    def __init__(self, kind: str, name: str, group: str) -> None:
+        p = Program()
+        gm = p.done(p.call(aten.neg.default, p.collective(kind, p.input(16, 32), group)))
+        self.gm, self.before = gm, verify.snapshot(gm.graph)
+        from inductor_passes.compress.emit import replace as narrow
+        from inductor_passes.ir.view import GraphView
+
+        (collective,) = GraphView(gm.graph).collectives
+        self.certificates = (narrow(gm.graph, collective, form_of(name, 64)),)
+
+    def calls(self, target: object) -> list[torch.fx.Node]:
+        return [node for node in self.gm.graph.nodes if node.target is target]
+
+    def findings(self, rounding: Fraction | None = Fraction(8, 100)) -> list[str]:
+        """What the verifier says, with every new node certified."""
+        names = {node.name for node in self.gm.graph.nodes if node.op == "call_function"}
+        (given,) = self.certificates
+        everything = replace(given, added=tuple(names - set(self.before.nodes)))
+        found = verify.check(self.gm.graph, reference=self.before, certificates=[everything], rounding=rounding)
+        return [str(f) for f in found]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", MOVED)
+def test_what_the_pass_makes_is_proven_under_its_bound_only(kind: str, name: str) -> None:
+    with fake_world(4) as group:
+        made = Narrow(kind, name, group)
+        error = form_of(name, 64).error
+        assert made.findings(error) == []
+        assert made.findings(error - Fraction(1, 10**6)), "more than is allowed"
+        assert made.findings(None), "narrowing is off"
+        made.certificates = (replace(made.certificates[0], narrowed=()),)
+        assert made.findings(error), "a rounding that no certificate names"
+
+
+def put(node: torch.fx.Node, place: int, value: object) -> None:
+    node.update_arg(place, value)
+
+
+def understated(made: Narrow) -> None:
+    (given,) = made.certificates
+    made.certificates = (replace(given, narrowed=tuple(replace(n, error=Fraction(1, 1000)) for n in given.narrowed)),)
+
+
+def twice(made: Narrow) -> None:
+    (given,) = made.certificates
+    made.certificates = (replace(given, narrowed=given.narrowed * 3),)
+
+
+def another_scale(made: Narrow) -> None:
+    """The scale that is divided by is not the one that is sent."""
+    put(made.calls(aten.div.Tensor)[0], 1, made.calls(aten.clamp_min.default)[0])
+
+
+def another_share(made: Narrow) -> None:
+    """A scale that covers half of the largest element only."""
+    made.calls(aten.where.self)[0].users.copy().popitem()[0].update_arg(1, 1 / 254)
+
+
+def another_step(made: Narrow) -> None:
+    put(made.calls(aten.exp2.default)[-1].args[0], 1, 255.0)  # type: ignore[arg-type]
+
+
+def another_base(made: Narrow) -> None:
+    adds = [n for n in made.calls(aten.mul.Tensor) if n.args[1] == 256.0]
+    put(adds[-1], 1, 255.0)
+
+
+def digits_swapped(made: Narrow) -> None:
+    codes, low, high = made.calls(aten.cat.default)[0].args[0]  # type: ignore[misc]
+    put(made.calls(aten.cat.default)[0], 0, [codes, high, low])
+
+
+def codes_shifted(made: Narrow) -> None:
+    put(made.calls(aten.slice.Tensor)[0], 2, 1)
+    put(made.calls(aten.slice.Tensor)[0], 3, 65)
+
+
+def blocks_swapped(made: Narrow) -> None:
+    """Codes of one block with the scale of another."""
+    rolled = insert(made, made.calls(aten.cat.default)[0].prev, aten.roll.default, _codes(made), [1], [0])
+    _, low, high = made.calls(aten.cat.default)[0].args[0]  # type: ignore[misc]
+    put(made.calls(aten.cat.default)[0], 0, [rolled, low, high])
+
+
+def messages_rolled(made: Narrow) -> None:
+    """Whole blocks, scales and all, at another place."""
+    cat = made.calls(aten.cat.default)[0]
+    start = next(iter(cat.users))
+    start.replace_input_with(cat, insert(made, cat, aten.roll.default, cat, [1], [0]))
+
+
+def a_quarter_of_the_peak(made: Narrow) -> None:
+    """The largest element of a part of each block."""
+    peak = made.calls(aten.amax.default)[0]
+    part = insert(made, peak.args[0], aten.slice.Tensor, peak.args[0], 1, 0, 16)  # type: ignore[arg-type]
+    put(peak, 0, part)
+
+
+def peak_of_something_else(made: Narrow) -> None:
+    absolute = made.calls(aten.abs.default)[0]
+    put(absolute, 0, insert(made, absolute.prev, aten.mul.Tensor, absolute.args[0], 2.0))
+
+
+def no_infinity(made: Narrow) -> None:
+    infinite = next(n for n in made.calls(aten.full.default) if n.args[1] == math.inf)
+    put(infinite, 1, 1.0)
+
+
+def rounded_down(made: Narrow) -> None:
+    made.calls(aten.round.default)[0].target = aten.floor.default
+
+
+def level_rounded_down(made: Narrow) -> None:
+    made.calls(aten.ceil.default)[0].target = aten.floor.default
+
+
+def another_zero(made: Narrow) -> None:
+    subs = [n for n in made.calls(aten.sub.Tensor) if n.args[1] == 128.0]
+    put(subs[0], 1, 127.0)
+
+
+def insert(made: Narrow, after: torch.fx.Node, target: object, *args: object) -> torch.fx.Node:
+    emit = Emitter(made.gm.graph, after)
+    return emit.call(target, *args)
+
+
+def _codes(made: Narrow) -> torch.fx.Node:
+    found: torch.fx.Node = made.calls(aten.cat.default)[0].args[0][0]  # type: ignore[index,assignment]
+    return found
+
+
+FORGERIES: list[Callable[[Narrow], None]] = [
+    understated,
+    twice,
+    another_scale,
+    another_share,
+    another_step,
+    another_base,
+    digits_swapped,
+    codes_shifted,
+    blocks_swapped,
+    messages_rolled,
+    a_quarter_of_the_peak,
+    peak_of_something_else,
+    no_infinity,
+    rounded_down,
+    level_rounded_down,
+    another_zero,
+]
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda f: f.__name__)
+def test_forgeries_are_found_out(kind: str, forge: Callable[[Narrow], None]) -> None:
+    with fake_world(4) as group:
+        made = Narrow(kind, "int8", group)
+        assert made.findings() == []
+        forge(made)
+        assert made.findings()
+
+
+def test_a_sum_in_the_narrow_type_is_found_out() -> None:
+    """Pieces in bfloat16 are added before they are widened."""
+    with fake_world(2) as group:
+        made = Narrow("reduce_scatter", "bf16", group)
+        (wide,) = [n for n in made.calls(cast) if n.args[1] is torch.float32]
+        terms = made.calls(aten.slice.Tensor)
+        for term in terms:
+            put(term, 0, wide.args[0])
+        (total,) = made.calls(aten.add.Tensor)
+        for node in (*terms, total):
+            node.meta["val"] = node.meta["val"].to(torch.bfloat16)
+        widened = insert(made, total, cast, total, torch.float32)
+        total.replace_all_uses_with(widened, delete_user_cb=lambda user: user is not widened)
+        (given,) = made.certificates
+        named = (replace(given.narrowed[0], read=widened.name),)
+        made.certificates = (replace(given, narrowed=named),)
+        assert made.findings()
+
+
+def test_swapped_types_are_found_out() -> None:
+    """Bits of one fp8 type read as the other."""
+    with fake_world(2) as group:
+        made = Narrow("all_gather", "e4m3", group)
+        view = made.calls(aten.view.dtype)[-1]
+        assert view.args[1] is torch.float8_e4m3fn
+        put(view, 1, torch.float8_e5m2)
+        view.meta["val"] = view.args[0].meta["val"].view(torch.float8_e5m2)  # type: ignore[union-attr]
+        assert made.findings()
+
+
+def test_narrowing_is_what_the_settings_say() -> None:
+    chosen = Narrowing.parse("auto", "int8,bf16", "64", "0.01")
+    assert chosen.dtypes == ("bf16", "int8")
+    assert chosen.error == Fraction(1, 100)
+    assert not chosen.is_off
