@@ -65,8 +65,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     profile = identity.load_profile(settings)
     phase, step = phase_of(graph, is_inference), facts_of(graph)
     report = new_report(graph, phase, settings, profile)
-    if step is not None and step.keep is not None:
-        report.passes.append(step.keep)
+    if step is not None:
+        report.passes.extend(one for one in (step.recompute, step.keep) if one is not None)
     if phase != "backward":
         report.passes.extend(joint.REPORTS.take())
     collectives = pins.described(view)
@@ -106,6 +106,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         if not conforms or earlier is None:
             variants.remember(about, variant)
     report = compilation.report
+    report.notes.extend(() if step is None else step.notes)
     naming.enter(report, graph, names, settings)
     with guarded("making gathers safe on gloo", "they stay as they are", settings):
         if said := gloo.respell(graph, settings):
