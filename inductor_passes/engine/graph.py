@@ -65,8 +65,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     profile = identity.load_profile(settings)
     phase, step = phase_of(graph, is_inference), facts_of(graph)
     report = new_report(graph, phase, settings, profile)
-    if step is not None and step.keep is not None:
-        report.passes.append(step.keep)
+    if step is not None:
+        report.passes.extend(one for one in (step.recompute, step.keep) if one is not None)
     if phase != "backward":
         report.passes.extend(joint.REPORTS.take())
     collectives = pins.described(view)
@@ -76,6 +76,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     compilation = _decide(job, view, about, pinned)
     report = compilation.report
+    report.notes.extend(() if step is None else step.notes)
     naming.enter(report, graph, names, settings)
     with guarded("making gathers safe on gloo", "they stay as they are", settings):
         if said := gloo.respell(graph, settings):
