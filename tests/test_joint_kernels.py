@@ -6,6 +6,7 @@ import contextlib
 import json
 
 import torch
+from torch._inductor.async_compile import AsyncCompile
 
 from tests.support.joint_kernels import folder, kernels_together
 
@@ -43,3 +44,13 @@ def test_the_same_bits_from_few_libraries_that_are_found_again() -> None:
     for one, *others in zip(together, again, alone):
         assert all(torch.equal(one, other) for other in others)
     assert libraries() == {**before, **new}
+
+
+def test_kernels_that_do_not_fit_into_one_file_are_compiled_alone() -> None:
+    source = 'static float own() { return %d; }\nextern "C" void kernel(float* out) { out[0] = own(); }'
+    out = torch.zeros(1)
+    with kernels_together():
+        one, two = (AsyncCompile().cpp_pybinding(["float*"], source % number) for number in (1, 2))
+        for kernel, expected in ((one, 1.0), (two, 2.0)):
+            kernel(out)
+            assert out.item() == expected

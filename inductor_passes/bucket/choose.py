@@ -9,7 +9,7 @@ judge the winner.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -108,10 +108,7 @@ def choose(
     trials: list[list[list[Candidate]]] = []
     chosen: tuple[Plan, list[list[Candidate]], Problem] | None = None
     refused: tuple[Plan, Reason] | None = None
-    for partition in partitions:
-        buckets = partition(question)
-        if not buckets or buckets in trials or proposal(buckets) in dropped:
-            continue
+    for buckets in _proposed(partitions, question, dropped):
         trials.append(buckets)
         other = merged(problem, buckets, costs)
         after = plan(other, limit_bytes, effort=effort, thorough=thorough)
@@ -137,6 +134,18 @@ def choose(
         return Choice([], [], before, problem)
     assert refused is not None
     return Choice([], trials[0], before, problem, *refused)
+
+
+def _proposed(
+    partitions: Sequence[Partition], question: Question, dropped: Collection[Proposal]
+) -> Iterator[list[list[Candidate]]]:
+    """What partitions answer, each answer once; not what was dropped, nor that nothing is merged."""
+    seen: list[list[list[Candidate]]] = []
+    for partition in partitions:
+        buckets = partition(question)
+        if buckets and buckets not in seen and proposal(buckets) not in dropped:
+            seen.append(buckets)
+            yield buckets
 
 
 def proposal(buckets: Sequence[Sequence[Candidate]]) -> Proposal:

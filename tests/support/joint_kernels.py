@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
+from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 #: What generated wrappers pass besides pointers.
@@ -67,6 +68,18 @@ def _compile(pending: dict[str, _Kernel]) -> None:
             missing.append(kernel)
     if not missing:
         return
+    try:
+        _compile_together(missing)
+    except CppCompileError:
+        # Kernels from templates have functions of their own, which may have one name in two of them.
+        if len(missing) == 1:
+            raise
+        for kernel in missing:
+            _compile_together([kernel])
+
+
+def _compile_together(missing: list[_Kernel]) -> None:
+    """One file and one library."""
     # Ranks with equal kernels make equal files, whatever the order in which they came to need them.
     sources = [f"#define kernel {k.name}\n{k.source}\n#undef kernel\n" for k in sorted(missing, key=lambda k: k.name)]
     whole = "\n".join([*sources, 'extern "C" void kernel() {}\n'])
@@ -85,8 +98,8 @@ def _compile(pending: dict[str, _Kernel]) -> None:
 def folder() -> Path:
     """Where it is kept which library has a kernel.
 
-    For the whole run, wherever a test keeps torch's caches: a file is known by all of the source, so another cache
-    folder makes no other kernels. It would make the compiler read the headers again, for three seconds.
+    One place for the whole run, wherever a test keeps torch's caches: a file is known by all of its source, so another
+    place would have the same kernels, compiled once more.
     """
     return Path(os.environ.get("PASSES_TEST_CACHE") or cache_dir(), "joint_kernels")
 
