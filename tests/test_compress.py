@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inductor_passes import ConfigError, PassConfig, verify
+from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.compress.form import Form, form_of
 from inductor_passes.compress.pass_ import CompressPass
 from inductor_passes.config import Narrowing
@@ -23,7 +24,14 @@ from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewriting.emit import Emitter
-from tests.support.bucket_graphs import Program, check_fakes, inputs_by_rank, output_layouts, run_all_ranks
+from tests.support.bucket_graphs import (
+    Program,
+    assert_same_bits,
+    check_fakes,
+    inputs_by_rank,
+    output_layouts,
+    run_all_ranks,
+)
 from tests.support.graphs import GraphBuilder, aten
 from tests.support.world import fake_world
 
@@ -302,6 +310,47 @@ def test_rules_go_by_group_and_the_first_that_fits() -> None:
             p = Program()
             gm = p.done(p.collective("all_gather", p.input(64, 8), group))
             assert run(gm, config(rules), link(2, 1.0)).changed == narrowed
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_narrowed_messages_are_merged(kind: str) -> None:
+    """Buckets of what was narrowed, on all ranks, and the numbers that single messages give."""
+    chosen = config({"*": "int8"})
+    with fake_world(2) as group:
+
+        def made() -> torch.fx.GraphModule:
+            p = Program()
+            waits = [p.collective(kind, p.input(16, width), group) for width in (40, 32, 24)]
+            return p.done(*(p.call(aten.neg.default, wait) for wait in waits))
+
+        single, merged = made(), made()
+        values = inputs_by_rank(single, 2)
+        run(single, chosen, link(2, 1.0))
+        expensive = link(2, 1.0)
+        costs = tuple(replace(cost, alpha_ns=1e7) for cost in expensive.groups[0].costs)
+        expensive = replace(expensive, groups=(replace(expensive.groups[0], costs=costs),))
+        done = run_passes(merged.graph, [CompressPass(chosen.narrowing), BucketPass()], chosen, expensive)
+        merged.recompile()
+        assert [p.changed for p in done.report.passes] == [True, True], done.report.passes
+        assert done.report.passes[1].metrics["collectives_after"] == 1
+        assert_same_bits(run_all_ranks(single, values), run_all_ranks(merged, values))
+
+
+def test_async_tp_chooses_first() -> None:
+    """What async TP cuts into parts is not narrowed; what it leaves is."""
+    with fake_world(2) as group:
+        p = Program()
+        cut = p.call(aten.mm.default, p.collective("all_gather", p.input(64, 64), group), p.input(64, 64))
+        other = p.collective("all_gather", p.input(64, 63), group)
+        gm = p.done(cut, p.call(aten.neg.default, other))
+        chosen = config({"*": "int8"}, async_tp="force", numerics="reassociate")
+        done = run_passes(gm.graph, passes_of(chosen), chosen, link(2, 1.0))
+    by_name = {one.name: one for one in done.report.passes}
+    assert by_name["async_tp"].changed
+    verdicts = [d.verdict for d in by_name["compress"].decisions]
+    assert verdicts.count(Verdict.APPLIED) == 1
+    assert Verdict.REFUSED in verdicts
+    assert not any(one.rolled_back for one in done.report.passes)
 
 
 # -- forgeries ---------------------------------------------------------------------------------------------------

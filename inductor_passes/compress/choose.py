@@ -77,7 +77,8 @@ def edited(problem: Problem, taken: Collection[Candidate]) -> Problem:
 def _start(task: Task, one: Candidate) -> Task:
     # An own estimate of the duration carries over.
     duration = task.duration_ns * one.now.link_ns // one.was.link_ns if one.was.link_ns else one.now.link_ns
-    return dataclasses.replace(task, duration_ns=duration, issue_ns=task.issue_ns + one.now.before_ns)
+    issue = max(0, task.issue_ns + one.now.before_ns - one.was.before_ns)
+    return dataclasses.replace(task, duration_ns=duration, issue_ns=issue)
 
 
 def _needed(problem: Problem, found: Sequence[Candidate], narrowed: Plan) -> set[Candidate]:

@@ -83,7 +83,7 @@ def _taken(one: Candidate) -> Decision:
     detail = (
         f"{one.collective.label} as {form.name}{scales}: {was.sent_bytes} -> {now.sent_bytes} bytes sent, "
         f"each rounding within {float(form.error):g} of a block's largest element; "
-        f"link {was.link_ns} -> {now.link_ns} ns, {now.before_ns + now.after_ns} ns of compute"
+        f"link {was.link_ns} -> {now.link_ns} ns, {one.compute_ns} ns of compute"
     )
     asked = "; asked for whatever it gains" if one.forced else ""
     return _decision(one.collective, Verdict.APPLIED, Reason.PROFITABLE, detail + asked, gain_ns=one.gain_ns)
