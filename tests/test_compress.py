@@ -107,14 +107,18 @@ def test_bad_values_are_refused(key: str, value: object) -> None:
 
 def round_trip(form: Form, rows: torch.Tensor) -> torch.Tensor:
     """What arrives of some blocks."""
+    return traced(form, rows.shape[0], rows.shape[1])(rows)  # type: ignore[no-any-return]
+
+
+def traced(form: Form, *shape: int) -> torch.fx.GraphModule:
+    """Narrowing and widening, without a message in between."""
     builder = GraphBuilder()
-    x = builder.placeholder("x", *rows.shape)
+    x = builder.placeholder("x", *shape)
     emit = Emitter(builder.graph, x)
     with emit.standing_for(x):
         result = form.widened(emit, form.narrowed(emit, x))
     builder.graph.output(result)
-    found: torch.Tensor = torch.fx.GraphModule(torch.nn.Module(), builder.graph)(rows)
-    return found
+    return torch.fx.GraphModule(torch.nn.Module(), builder.graph)
 
 
 def blocks(form: Form, values: list[float]) -> torch.Tensor:
@@ -170,18 +174,33 @@ def test_zeros_denormals_and_the_largest_numbers(name: str) -> None:
     assert bool(((found - largest).abs() <= float(form.error) * largest).all())
 
 
+def test_generated_code_keeps_the_bounds() -> None:
+    """Inductor's kernels for all forms, on blocks of every kind."""
+    forms = [form_of(name, 64) for name in NAMES]
+
+    modules = [traced(form, 12, 64) for form in forms]
+
+    def all_forms(rows: torch.Tensor) -> list[torch.Tensor]:
+        return [module(rows) for module in modules]
+
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 64, generator=generator) * 10.0 ** torch.arange(-6.0, 6.0).unsqueeze(1)
+    rows[3], rows[4], rows[5] = 0.0, 2.0**-140, -7.0
+    rows[6, 5], rows[7, 6], rows[8, 7] = math.inf, -math.inf, math.nan
+    peak = rows.abs().amax(1, keepdim=True)
+    finite = rows.isfinite().all(1)
+    for form, found in zip(forms, torch.compile(all_forms)(rows), strict=True):
+        allowed = float(form.error) * peak + 2.0**-126
+        assert bool(((found - rows).abs() <= allowed)[finite].all()), form.name
+        assert not bool(found[~rows.isfinite()].isfinite().any()), form.name
+        assert form.name == "bf16" or not bool(found[~finite].isfinite().any())
+
+
 def test_rounding_is_to_even() -> None:
-    """With a power of two as scale, halves between two codes are hit exactly."""
-    form = form_of("int8", 64)
+    """A largest element just below 127 gives the scale 1: codes are whole numbers, and halves lie between two."""
     row = torch.zeros(1, 64)
-    # 127 / 128 of a step's reach: the level is a whole power of two times the share, rounded up by the logarithm.
-    row[0, 0] = 127.0
-    found = round_trip(form, row)
-    step = found[0, 0] / 127
-    halves = torch.tensor([0.5, 1.5, 2.5, -0.5, -1.5]) * step
-    row[0, 1:6] = halves
-    again = round_trip(form, row)
-    assert (again[0, 1:6] / step).round().tolist() == [0.0, 2.0, 2.0, 0.0, -2.0]
+    row[0, :6] = torch.tensor([126.9, 0.5, 1.5, 2.5, -0.5, -1.5])
+    assert round_trip(form_of("int8", 64), row)[0, :6].tolist() == [127.0, 0.0, 2.0, 2.0, 0.0, -2.0]
 
 
 # -- collectives -------------------------------------------------------------------------------------------------
