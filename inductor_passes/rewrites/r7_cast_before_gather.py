@@ -14,8 +14,8 @@ after::
 
 Matches, in the first form, a gather whose every reader, through whatever only moves elements (views, slices, splits,
 cats, copies), is a cast to one dtype of fewer bytes; in the second a gather of a widening cast. A cast acts on every
-element alone, and gathering moves elements, so the two commute bit for bit; reductions are never crossed. Scaling, clamping and
-rounding on the way to the cast move with it, by numbers that are written down or that are equal on all ranks.
+element alone, and gathering moves elements, so the two commute bit for bit; reductions are never crossed. Scaling,
+clamping and rounding on the way to the cast move with it, by numbers that are written down or equal on all ranks.
 Saves the share of the gather's bytes by which the dtype shrinks (half for fp32 to bf16).
 """
 
