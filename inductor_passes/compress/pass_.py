@@ -64,9 +64,23 @@ class CompressPass:
             decisions.append(_taken(one) if one in choice.taken else _refused(one.collective, _left(one, choice)))
         certificates = tuple(replace(graph, one.collective, one.form) for one in choice.taken)
         report = PassReport(self.name, changed=bool(certificates), decisions=decisions, metrics=_metrics(choice))
-        if any(one.forced for one in choice.taken) or not certificates:
-            return Outcome(report, certificates, forced=bool(certificates))
-        return Outcome(report, certificates, before=choice.before)
+        if not certificates:
+            return Outcome(report)
+        if any(one.forced for one in choice.taken):
+            return Outcome(report, certificates, forced=True, notes=(_note(choice),))
+        return Outcome(report, certificates, before=choice.before, notes=(_note(choice),))
+
+
+def _note(choice: Choice) -> str:
+    """What was narrowed, for whoever reads nothing else."""
+    count, taken = len(choice.taken), choice.taken
+    names = ", ".join(sorted({one.form.name for one in taken}))
+    was, now = (sum(price.sent_bytes for price in prices) for prices in zip(*((one.was, one.now) for one in taken)))
+    error = max(float(one.form.error) for one in taken)
+    return (
+        f"compress: {count} collective{'s' * (count > 1)} sent as {names}, {was} -> {now} bytes per rank; "
+        f"each rounding moves an element by at most {error:g} of the largest one in its block"
+    )
 
 
 def _left(one: Candidate, choice: Choice) -> RefusedError:
