@@ -319,6 +319,8 @@ def test_auto_leaves_a_fast_link_alone() -> None:
         ({"other": "int8"}, "0.01", lambda p, g: p.collective("all_gather", p.input(64, 8), g), Reason.DISABLED),
         ({"*": "e4m3"}, "0.01", lambda p, g: p.collective("all_gather", p.input(64, 8), g), Reason.NUMERICS),
         ({"*": "int8"}, "0.01", lambda p, g: p.collective("all_gather", p.input(4), g), Reason.NOT_PROFITABLE),
+        # A block for each rank's piece is more than the message.
+        ({"*": "int8"}, "0.01", lambda p, g: p.collective("reduce_scatter", p.input(64), g), Reason.NOT_PROFITABLE),
         (
             {"*": "int8"},
             "0.01",

@@ -90,7 +90,8 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Cand
     """
     mode = mode_of(collective, settings.rules)
     if mode == "off":
-        raise RefusedError(Reason.DISABLED, "no rule of compress names it, or one says off", 'compress="auto"')
+        called = ", ".join([*sorted(_known(collective)), *names_of([collective.start])])
+        raise RefusedError(Reason.DISABLED, f"no entry of compress fits {called}, or it says off", 'compress="auto"')
     _check_form(collective, facts)
     elements, dtype = math.prod(collective.inputs[0].meta["val"].shape), collective.dtypes[0]
     names = settings.dtypes if mode == "auto" else (mode,)
@@ -100,13 +101,14 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Cand
         least = min(float(form.error) for form in forms)
         said = f"a rounding to {' or '.join(names)} errs by up to {least:g}"
         raise RefusedError(Reason.NUMERICS, said, f'compress_error="{least:g}"')
-    narrower = [form for form in allowed if form.message_bytes(elements) < elements * dtype.itemsize]
-    if not narrower:
+    was = _as_it_is(collective, facts.profile)
+    priced = [(price(collective, form, facts.profile), form) for form in allowed]
+    priced = [(now, form) for now, form in priced if now.sent_bytes < was.sent_bytes]
+    if not priced:
         said = f"a message of {elements} elements of {_short(dtype)} gets no smaller"
         raise RefusedError(Reason.NOT_PROFITABLE, said)
-    priced = [(price(collective, form, facts.profile), form) for form in narrower]
     now, form = min(priced, key=lambda entry: entry[0].all_ns)
-    found = Candidate(collective, form, _as_it_is(collective, facts.profile), now, mode != "auto")
+    found = Candidate(collective, form, was, now, mode != "auto")
     if not found.forced and found.gain_ns <= 0:
         said = f"{form.name} saves {found.was.link_ns - now.link_ns} ns of link for {found.compute_ns} ns of compute"
         raise RefusedError(Reason.NOT_PROFITABLE, said, _forcing(collective, form), found.gain_ns)
@@ -115,11 +117,15 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Cand
 
 def mode_of(collective: Collective, rules: Sequence[tuple[str, str]]) -> str:
     """The mode of the first rule that fits a collective; ``off`` where none does, or its parameters differ."""
-    group, described = collective.group.name, _torch.group_descriptions().get(collective.group.name, "")
-    known = {group, described, described.removeprefix("mesh_")} - {""}
     names = names_of([collective.start])
-    modes = {_first(rules, known, name) for name in names or ("",)}
+    modes = {_first(rules, _known(collective), name) for name in names or ("",)}
     return modes.pop() if len(modes) == 1 else "off"
+
+
+def _known(collective: Collective) -> set[str]:
+    """What a collective's group is called: its name, its description, the mesh dimension in that."""
+    group, described = collective.group.name, _torch.group_descriptions().get(collective.group.name, "")
+    return {group, described, described.removeprefix("mesh_")} - {""}
 
 
 def _first(rules: Sequence[tuple[str, str]], groups: set[str], parameter: str) -> str:
