@@ -407,7 +407,7 @@ class PassConfig:
         "Send messages in a narrower type. This changes results: see [compression](compress.md). "
         '"auto" narrows a collective where the planned step gets shorter by it, and leaves all others alone; a '
         'dictionary says the mode by group, mesh dimension or pattern of parameter names, e.g. `{"*.norm.weight": '
-        '"off", "dp": "int8", "*": "auto"}`: the first entry that fits counts, what fits none is left alone, and a '
+        '"off", "tp": "off", "*": "auto"}`: the first entry that fits counts, what fits none is left alone, and a '
         "type as mode narrows to it whether or not the step gains.",
         "off",
     )

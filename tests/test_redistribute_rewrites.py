@@ -206,6 +206,36 @@ convert_element_type all_gather_into_tensor[4]""",
             )
             assert report.decisions[0].detail == "torch.float32 to torch.bfloat16"
 
+    def test_r7_scaled(self):
+        """A scale that an all_reduce made, a clamp and an fp8 type move with the cast."""
+        with world() as groups:
+            program = Program((4, 6), (4, 6))
+            peak = program.collective("all_reduce", program.inputs[1], "max", groups[(1,)])
+            scale = program.call(torch.ops.aten.amax.default, peak)
+            whole = program.collective("all_gather_into_tensor", program.inputs[0], 4, groups[(1,)])
+            scaled = program.call(torch.ops.aten.mul.Tensor, whole, scale)
+            limited = program.call(torch.ops.aten.clamp.default, scaled, -448.0, 448.0)
+            narrow = program.call(torch.ops.prims.convert_element_type.default, limited, torch.float8_e4m3fn)
+            back = program.call(torch.ops.prims.convert_element_type.default, narrow, torch.float32)
+            report = self.check(
+                rewrite("R7"),
+                program.output(back),
+                [(4, 6)] * 2,
+                """\
+all_reduce[4] amax all_gather_into_tensor[4] mul clamp convert_element_type convert_element_type
+all_reduce[4] amax mul clamp convert_element_type view all_gather_into_tensor[4] view convert_element_type""",
+            )
+            assert report.decisions[0].detail == "torch.float32 to torch.float8_e4m3fn"
+
+    def test_r7_does_not_scale_by_what_may_differ(self):
+        with world() as groups:
+            program = Program((4, 6), (4, 6))
+            scale = program.call(torch.ops.aten.amax.default, program.inputs[1])
+            whole = program.collective("all_gather_into_tensor", program.inputs[0], 4, groups[(1,)])
+            scaled = program.call(torch.ops.aten.mul.Tensor, whole, scale)
+            narrow = program.call(torch.ops.prims.convert_element_type.default, scaled, torch.bfloat16)
+            assert refusals(rewrite("R7"), program.output(narrow), [(4, 6)] * 2) == [Reason.DATA_DEPENDENCY]
+
     def test_r14(self):
         with world() as groups:
             program = Program((4, 6))

@@ -41,7 +41,7 @@ class Price:
 
     Attributes:
         link_ns: on its lane.
-        before_ns / after_ns: of the compute lane in front of the start and behind the wait.
+        before_ns / after_ns: of the compute lane, to the start (issuing it included) and behind the wait.
         sent_bytes: of the message; twice for a reduction to all ranks.
     """
 
@@ -76,6 +76,11 @@ class Candidate:
         """Time saved on all lanes."""
         return self.was.all_ns - self.now.all_ns
 
+    @property
+    def compute_ns(self) -> int:
+        """Time that the compute lane is busy for longer."""
+        return self.now.before_ns + self.now.after_ns - self.was.before_ns - self.was.after_ns
+
 
 def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Candidate:
     """The cheapest form that a collective may be sent in.
@@ -85,7 +90,8 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Cand
     """
     mode = mode_of(collective, settings.rules)
     if mode == "off":
-        raise RefusedError(Reason.DISABLED, "no rule of compress names it, or one says off", 'compress="auto"')
+        called = ", ".join([*sorted(_known(collective)), *names_of([collective.start])])
+        raise RefusedError(Reason.DISABLED, f"no entry of compress fits {called}, or it says off", 'compress="auto"')
     _check_form(collective, facts)
     elements, dtype = math.prod(collective.inputs[0].meta["val"].shape), collective.dtypes[0]
     names = settings.dtypes if mode == "auto" else (mode,)
@@ -95,27 +101,31 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Cand
         least = min(float(form.error) for form in forms)
         said = f"a rounding to {' or '.join(names)} errs by up to {least:g}"
         raise RefusedError(Reason.NUMERICS, said, f'compress_error="{least:g}"')
-    narrower = [form for form in allowed if form.message_bytes(elements) < elements * dtype.itemsize]
-    if not narrower:
+    was = _as_it_is(collective, facts.profile)
+    priced = [(price(collective, form, facts.profile), form) for form in allowed]
+    priced = [(now, form) for now, form in priced if now.sent_bytes < was.sent_bytes]
+    if not priced:
         said = f"a message of {elements} elements of {_short(dtype)} gets no smaller"
         raise RefusedError(Reason.NOT_PROFITABLE, said)
-    priced = [(price(collective, form, facts.profile), form) for form in narrower]
     now, form = min(priced, key=lambda entry: entry[0].all_ns)
-    found = Candidate(collective, form, _as_it_is(collective, facts.profile), now, mode != "auto")
+    found = Candidate(collective, form, was, now, mode != "auto")
     if not found.forced and found.gain_ns <= 0:
-        saved, paid = found.was.link_ns - now.link_ns, now.before_ns + now.after_ns
-        said = f"{form.name} saves {saved} ns of link and costs {paid} ns of compute"
+        said = f"{form.name} saves {found.was.link_ns - now.link_ns} ns of link for {found.compute_ns} ns of compute"
         raise RefusedError(Reason.NOT_PROFITABLE, said, _forcing(collective, form), found.gain_ns)
     return found
 
 
 def mode_of(collective: Collective, rules: Sequence[tuple[str, str]]) -> str:
     """The mode of the first rule that fits a collective; ``off`` where none does, or its parameters differ."""
-    group, described = collective.group.name, _torch.group_descriptions().get(collective.group.name, "")
-    known = {group, described, described.removeprefix("mesh_")} - {""}
     names = names_of([collective.start])
-    modes = {_first(rules, known, name) for name in names or ("",)}
+    modes = {_first(rules, _known(collective), name) for name in names or ("",)}
     return modes.pop() if len(modes) == 1 else "off"
+
+
+def _known(collective: Collective) -> set[str]:
+    """What a collective's group is called: its name, its description, the mesh dimension in that."""
+    group, described = collective.group.name, _torch.group_descriptions().get(collective.group.name, "")
+    return {group, described, described.removeprefix("mesh_")} - {""}
 
 
 def _first(rules: Sequence[tuple[str, str]], groups: set[str], parameter: str) -> str:
@@ -175,7 +185,14 @@ def _short(dtype: torch.dtype) -> str:
 def _as_it_is(collective: Collective, profile: CostProfile) -> Price:
     given, got = collective.input_bytes or 0, collective.output_bytes or 0
     sent = 2 * given if collective.kind is CollectiveKind.ALL_REDUCE else given
-    return Price(profile.communication_ns(collective.kind, given, got, collective.group.ranks), 0, 0, sent)
+    return Price(*_message(collective.kind, given, got, collective.group.ranks, profile), 0, sent)
+
+
+def _message(
+    kind: CollectiveKind, given: int, got: int, ranks: tuple[int, ...], profile: CostProfile
+) -> tuple[int, int]:
+    """Time on the link, and to issue it."""
+    return profile.communication_ns(kind, given, got, ranks), profile.issue_ns(kind, given, got, ranks)
 
 
 def price(collective: Collective, form: Form, profile: CostProfile) -> Price:
@@ -190,16 +207,17 @@ def price(collective: Collective, form: Form, profile: CostProfile) -> Price:
 
     before = kernel(elements * itemsize, message)
     if collective.kind is CollectiveKind.ALL_GATHER:
-        link = profile.communication_ns(CollectiveKind.ALL_GATHER, message, message * len(ranks), ranks)
-        return Price(link, before, kernel(message * len(ranks), elements * itemsize * len(ranks)), message)
-    link = profile.communication_ns(CollectiveKind.ALL_TO_ALL, message, message, ranks)
-    result = elements * itemsize if collective.kind is not CollectiveKind.REDUCE_SCATTER else 0
+        link, issue = _message(CollectiveKind.ALL_GATHER, message, message * len(ranks), ranks, profile)
+        after = kernel(message * len(ranks), elements * itemsize * len(ranks))
+        return Price(link, issue + before, after, message)
+    link, issue = _message(CollectiveKind.ALL_TO_ALL, message, message, ranks, profile)
     if collective.kind is CollectiveKind.ALL_REDUCE:
         piece = message // len(ranks)
-        link += profile.communication_ns(CollectiveKind.ALL_GATHER, piece, message, ranks)
-        return Price(link, before, kernel(message, piece) + kernel(message, result), message + piece)
-    result = result or elements * itemsize // len(ranks)
-    return Price(link, before, kernel(message, result), message)
+        second, again = _message(CollectiveKind.ALL_GATHER, piece, message, ranks, profile)
+        after = kernel(message, piece) + again + kernel(message, elements * itemsize)
+        return Price(link + second, issue + before, after, message + piece)
+    kept = elements // len(ranks) if collective.kind is CollectiveKind.REDUCE_SCATTER else elements
+    return Price(link, issue + before, kernel(message, kept * itemsize), message)
 
 
 def carried(candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:

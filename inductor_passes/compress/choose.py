@@ -9,7 +9,7 @@ short: what compute hides as it is keeps all of its digits. What is left is need
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from inductor_passes.compress.candidates import Candidate, carried
@@ -77,7 +77,8 @@ def edited(problem: Problem, taken: Collection[Candidate]) -> Problem:
 def _start(task: Task, one: Candidate) -> Task:
     # An own estimate of the duration carries over.
     duration = task.duration_ns * one.now.link_ns // one.was.link_ns if one.was.link_ns else one.now.link_ns
-    return dataclasses.replace(task, duration_ns=duration, issue_ns=task.issue_ns + one.now.before_ns)
+    issue = max(0, task.issue_ns + one.now.before_ns - one.was.before_ns)
+    return dataclasses.replace(task, duration_ns=duration, issue_ns=issue)
 
 
 def _needed(problem: Problem, found: Sequence[Candidate], narrowed: Plan) -> set[Candidate]:
@@ -97,8 +98,3 @@ def _needed(problem: Problem, found: Sequence[Candidate], narrowed: Plan) -> set
 
 def _step_ns(problem: Problem, taken: Collection[Candidate], order: Sequence[int]) -> int:
     return replay_time(tables(edited(problem, taken)), order).makespan
-
-
-def gains(choice: Choice) -> Mapping[str, int]:
-    """Time on all lanes that each of the chosen saves, by the name of its start."""
-    return {name: one.gain_ns for name, one in carried(choice.taken).items()}

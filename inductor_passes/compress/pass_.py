@@ -64,9 +64,23 @@ class CompressPass:
             decisions.append(_taken(one) if one in choice.taken else _refused(one.collective, _left(one, choice)))
         certificates = tuple(replace(graph, one.collective, one.form) for one in choice.taken)
         report = PassReport(self.name, changed=bool(certificates), decisions=decisions, metrics=_metrics(choice))
-        if any(one.forced for one in choice.taken) or not certificates:
-            return Outcome(report, certificates, forced=bool(certificates))
-        return Outcome(report, certificates, before=choice.before)
+        if not certificates:
+            return Outcome(report)
+        if any(one.forced for one in choice.taken):
+            return Outcome(report, certificates, forced=True, notes=(_note(choice),))
+        return Outcome(report, certificates, before=choice.before, notes=(_note(choice),))
+
+
+def _note(choice: Choice) -> str:
+    """What was narrowed, for whoever reads nothing else."""
+    count, taken = len(choice.taken), choice.taken
+    names = ", ".join(sorted({one.form.name for one in taken}))
+    was, now = (sum(price.sent_bytes for price in prices) for prices in zip(*((one.was, one.now) for one in taken)))
+    error = max(float(one.form.error) for one in taken)
+    return (
+        f"compress: {count} collective{'s' * (count > 1)} sent as {names}, {was} -> {now} bytes per rank; "
+        f"each rounding moves an element by at most {error:g} of the largest one in its block"
+    )
 
 
 def _left(one: Candidate, choice: Choice) -> RefusedError:
@@ -83,7 +97,7 @@ def _taken(one: Candidate) -> Decision:
     detail = (
         f"{one.collective.label} as {form.name}{scales}: {was.sent_bytes} -> {now.sent_bytes} bytes sent, "
         f"each rounding within {float(form.error):g} of a block's largest element; "
-        f"link {was.link_ns} -> {now.link_ns} ns, {now.before_ns + now.after_ns} ns of compute"
+        f"link {was.link_ns} -> {now.link_ns} ns, {one.compute_ns} ns of compute"
     )
     asked = "; asked for whatever it gains" if one.forced else ""
     return _decision(one.collective, Verdict.APPLIED, Reason.PROFITABLE, detail + asked, gain_ns=one.gain_ns)

@@ -83,6 +83,7 @@ class Compilation:
         self.buckets.extend(outcome.buckets)
         for start, members in zip(outcome.carriers, outcome.buckets):
             self.carriers[start] = tuple(members)
+        self.report.notes.extend(outcome.notes)
         if outcome.redistributions:
             self.report.redistributions = list(outcome.redistributions)
         if outcome.given_up and self.pins is not None:

@@ -3,16 +3,19 @@
 before::
 
     y = cast(unpack(wait(all_gather(x, a))), bfloat16)
+    y = cast(clamp(unpack(wait(all_gather(x, a))) * s), float8)
     y = wait(all_gather(cast(x, float32), a))               (x in bfloat16)
 
 after::
 
     y = unpack(wait(all_gather(cast(x, bfloat16), a)))
+    y = unpack(wait(all_gather(cast(clamp(x * s), float8), a)))
     y = cast(wait(all_gather(x, a)), float32)
 
 Matches, in the first form, a gather whose every reader, through whatever only moves elements (views, slices, splits,
 cats, copies), is a cast to one dtype of fewer bytes; in the second a gather of a widening cast. A cast acts on every
-element alone, and gathering moves elements, so the two commute bit for bit; reductions are never crossed.
+element alone, and gathering moves elements, so the two commute bit for bit; reductions are never crossed. Scaling,
+clamping and rounding on the way to the cast move with it, by numbers that are written down or equal on all ranks.
 Saves the share of the gather's bytes by which the dtype shrinks (half for fp32 to bf16).
 """
 
@@ -30,6 +33,7 @@ from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.movement import is_split, name_of, repeat_movement
+from inductor_passes.rewrites.replicas import equal_values
 from inductor_passes.rewrites.work import Match, Work, refuse
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import gathered
@@ -58,8 +62,8 @@ class CastBeforeGather:
         if wide.target in CASTS and _itemsize(wide) > _itemsize(wide.all_input_nodes[0]):
             return self._widen_after(work, gather, wide)
         region, exits = _region(gather.waits[0])
-        casts = [node for node in exits if node.target in CASTS]
-        return self._narrow_before(work, gather, region, exits, casts) if casts else None
+        tails = [tail for node in exits if (tail := _tail(node, gather.waits[0]))]
+        return self._narrow_before(work, gather, region, exits, tails) if tails else None
 
     def _narrow_before(
         self,
@@ -67,9 +71,10 @@ class CastBeforeGather:
         gather: Collective,
         region: tuple[torch.fx.Node, ...],
         exits: list[torch.fx.Node],
-        casts: list[torch.fx.Node],
+        tails: list[list[torch.fx.Node]],
     ) -> Match:
         (wait,) = gather.waits
+        casts = [tail[-1] for tail in tails]
         dtypes = {cast.meta["val"].dtype for cast in casts}
         before, after = wait.meta["val"].dtype, casts[0].meta["val"].dtype
         if len(casts) < len(exits) or len(dtypes) > 1:
@@ -78,18 +83,25 @@ class CastBeforeGather:
             _only_dtype(cast)
         if after.itemsize >= before.itemsize:
             refuse(Reason.NOT_PROFITABLE, f"{before} to {after} does not narrow")
+        entries = [_operand(tail[0], {wait, *region}) for tail in tails]
+        if len({_said(entry, tail) for entry, tail in zip(entries, tails)}) > 1:
+            refuse(Reason.DATA_DEPENDENCY, "the gathered tensor is scaled in several ways")
+        steps = [node for tail in tails for node in tail]
+        _scales_are_equal(work, gather, _scales(entries[0], tails[0]))
         work.unwritten(gather.inputs[0], gather.start, wait)
-        work.never_written(wait, *region, *casts)
+        work.never_written(wait, *region, *steps)
 
         def build(emit: Emitter) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-            cast = casts[0]
-            narrow = emit.call(cast.target, gather.inputs[0], *cast.args[1:], **cast.kwargs)
+            narrow, before = gather.inputs[0], entries[0]
+            for node in tails[0]:
+                args = [narrow if a is before else a for a in node.args]
+                narrow, before = emit.call(node.target, *args, **node.kwargs), node
             whole = gathered(emit, narrow, gather.group.size, gather.group_argument)
             new = repeat_movement(emit, region, {wait: whole})
-            return [(c, new[c.all_input_nodes[0]]) for c in casts]
+            return [(tail[-1], new[entry]) for entry, tail in zip(entries, tails)]
 
         # The gather stays where it was: other passes decide its position among the collectives.
-        removed = (*casts, *reversed(region), wait, gather.start)
+        removed = (*reversed(steps), *reversed(region), wait, gather.start)
         return Match(
             self._gain(work, gather, before, after),
             f"{before} to {after}",
@@ -120,6 +132,69 @@ class CastBeforeGather:
     def _gain(self, work: Work, gather: Collective, before: torch.dtype, after: torch.dtype) -> int:
         sizes = [(n or 0) * after.itemsize // before.itemsize for n in (gather.input_bytes, gather.output_bytes)]
         return work.price_ns(gather) - work.link_ns(CollectiveKind.ALL_GATHER, sizes[0], sizes[1], gather.group.ranks)
+
+
+#: Operators on each element alone whose result is the same bits whatever code computes it.
+_EXACT = frozenset(f"aten::{name}" for name in ("mul", "div", "add", "sub", "clamp", "clamp_min", "clamp_max", "round"))
+
+
+def _tail(node: torch.fx.Node, wait: torch.fx.Node) -> list[torch.fx.Node]:
+    """From a reader of what was gathered to a cast that narrows it; a cast that does not narrow stands for itself."""
+    tail = [node]
+    while not (tail[-1].target in CASTS and _itemsize(tail[-1]) < _itemsize(wait)):
+        last, users = tail[-1], list(tail[-1].users)
+        moves_on = last.target in CASTS or (last.op == "call_function" and name_of(last) in _EXACT)
+        if not moves_on or len(users) != 1 or len(tail) > MAX_REGION or not _same_shape(last):
+            return [node] if node.target in CASTS else []
+        tail.append(users[0])
+    return tail if len(tail) == 1 or _same_shape(tail[-1]) else []
+
+
+def _same_shape(node: torch.fx.Node) -> bool:
+    """Whether a node has one operand of its own shape and no other, but numbers and tensors of one number."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or node.kwargs.keys() - {"dtype", "min", "max"}:
+        return False
+    operands = [n.meta.get("val") for n in node.all_input_nodes]
+    if not all(isinstance(one, torch.Tensor) for one in operands):
+        return False
+    return sum(one.dim() > 0 for one in operands) == 1 and all(one.shape in (value.shape, ()) for one in operands)
+
+
+def _operand(node: torch.fx.Node, among: set[torch.fx.Node]) -> torch.fx.Node:
+    """The operand of a node that was gathered."""
+    found = [n for n in node.all_input_nodes if n in among]
+    if len(found) != 1:
+        refuse(Reason.DATA_DEPENDENCY, f"{node.name} reads the gathered tensor twice")
+    return found[0]
+
+
+def _said(entry: torch.fx.Node, tail: list[torch.fx.Node]) -> str:
+    """What a tail computes, equal for tails that compute the same."""
+    before, said = entry, []
+    for node in tail:
+        args = ["x" if a is before else str(a) for a in node.args]
+        said.append(f"{node.target}({args}, {node.kwargs})")
+        before = node
+    return " ".join(said)
+
+
+def _scales(entry: torch.fx.Node, tail: list[torch.fx.Node]) -> list[torch.fx.Node]:
+    """The tensors that a tail reads besides what was gathered."""
+    return [n for before, node in zip([entry, *tail], tail) for n in node.all_input_nodes if n is not before]
+
+
+def _scales_are_equal(work: Work, gather: Collective, scales: list[torch.fx.Node]) -> None:
+    """Refuse unless all ranks scale alike, by numbers that are there before the gather is."""
+    if not scales:
+        return
+    equal = equal_values(work, gather.group.ranks, implied=False)
+    for scale in scales:
+        if scale not in equal:
+            refuse(Reason.DATA_DEPENDENCY, f"nothing shows that ranks scale by the same {scale.name}")
+        if not scale < gather.start:
+            refuse(Reason.DATA_DEPENDENCY, f"{scale.name} is not known before the gather")
+    work.never_written(*scales)
 
 
 def _itemsize(node: torch.fx.Node) -> int:

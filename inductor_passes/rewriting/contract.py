@@ -235,6 +235,7 @@ class Outcome:
         insist: the setting with which the result would be kept although the graph plans no faster.
         again: run this on the graph as it was; nothing of this outcome is kept.
         otherwise: run this on the graph as it was when the result is above the cap or plans slower.
+        notes: sentences that nobody who reads the report should miss.
     """
 
     report: PassReport
@@ -253,6 +254,7 @@ class Outcome:
     insist: str = ""
     again: Pass | None = None
     otherwise: Pass | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Pass(Protocol):
