@@ -89,7 +89,7 @@ class Separation:
 
     def _shrunk(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward within a budget that may be below what they need as they come."""
-        base = self._split(copy.deepcopy(gm), joint_inputs, kwargs)
+        base = self._split(shrinking.copied(gm), joint_inputs, kwargs)
         if self.inner is not None:
             said = PassReport(recompute.NAME, rolled_back=Reason.UNSUPPORTED, detail=_OWN_PARTITIONER)
             done = shrinking.Shrunk(base, said)
@@ -103,8 +103,8 @@ class Separation:
                 settings = self.settings
                 profile = identity.load_profile(settings)
 
-                def split(copied: torch.fx.GraphModule) -> Split:
-                    return self._split(copied, joint_inputs, kwargs)
+                def split(another: torch.fx.GraphModule) -> Split:
+                    return self._split(another, joint_inputs, kwargs)
 
                 try:
                     done = shrinking.Shrinking(gm, split, kwargs["num_fwd_outputs"], settings, profile).run(base)

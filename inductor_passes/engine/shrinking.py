@@ -8,7 +8,6 @@ last word on what is saved. Where that is above the budget the next state that n
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +35,16 @@ _TRIES = 3
 def views_of(both: Split) -> Views:
     """A look at forward and at backward."""
     return GraphView(both[0].graph), GraphView(both[1].graph)
+
+
+def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A joint graph of its own with the same tensors: deep copies of constants and of fake tensors fail."""
+    graph, twin = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    for node in gm.graph.nodes:
+        twin[node] = graph.node_copy(node, twin.__getitem__)
+    result = torch.fx.GraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return result
 
 
 def problems(views: Views, settings: PassConfig, profile: CostProfile) -> tuple[FxProblem, FxProblem]:
@@ -154,7 +163,7 @@ class Shrinking:
         """Forward and backward of a state."""
         if not point.recomputed and not point.kept:
             return base
-        gm = copy.deepcopy(self.gm)
+        gm = copied(self.gm)
         keep.keep(keep.marked(gm.graph), {g.start for g in gathered[: point.kept]})
         if point.recomputed:
             again = {name for i in point.recomputed for name in found.step.candidates[i].nodes}
