@@ -210,10 +210,12 @@ class Separation:
                 else:
                     step_peak = None
         with guarded(what, "forward and backward are budgeted one by one", lambda: self.settings):
-            again, notes = (None, ()) if shrunk is None else (shrunk.recompute, shrunk.notes)
-            facts = StepFacts(peaks[0], max(peaks) if step_peak is None else step_peak, report, again, notes)
+            higher = max(peaks) if step_peak is None else step_peak
+            facts = StepFacts(peaks[0], higher, report)
+            if shrunk is not None:
+                facts = replace(facts, recompute=shrunk.recompute, notes=shrunk.notes, curve=shrunk.curve)
             facts.attach(both[0])
-            replace(facts, own_peak_bytes=peaks[1], keep=None, recompute=None, notes=()).attach(both[1])
+            StepFacts(peaks[1], higher, curve=facts.curve).attach(both[1])
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class Shrunk:
         recompute, keep: reports; None where there was nothing to choose.
         step_peak_bytes: of the step as Inductor would run it; None where it is not known.
         notes: for the report.
+        curve: (peak in bytes, planned step in ns) of what is possible, by memory.
     """
 
     both: Split
@@ -81,6 +82,7 @@ class Shrunk:
     keep: PassReport | None = None
     step_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    curve: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,12 +152,13 @@ class Shrinking:
         fastest = recompute.saved_ns(possible)
         said = recompute.report(found.step, point, fastest, limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
+        curve = recompute.curve(possible)
         lines = (
             *picture.made(found.step, point, fastest),
-            *picture.curve(recompute.curve(possible), peak, limit),
+            *picture.curve(curve, peak, limit),
             *picture.at_peak(*(one.problem for one in problems(views_of(both), self.settings, self.profile))),
         )
-        return Shrunk(both, said, kept, peak, lines)
+        return Shrunk(both, said, kept, peak, lines, tuple((p.peak_bytes, p.step_ns) for p in curve))
 
     def _made(
         self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], point: Point
