@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import inductor_passes
 from inductor_passes.cli.main import COMMANDS, app
 from inductor_passes.config import FIELDS
+from inductor_passes.schedule.curve import with_curve
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import simulate
@@ -109,6 +110,21 @@ def test_simulate_sweeps_all_combinations(problem_file: Path) -> None:
     assert cases[0]["makespan_before_ns"] == simulate(problem).makespan_ns
     assert cases[2]["makespan_after_ns"] == plan(problem, None).makespan_ns
     assert cases[1]["makespan_before_ns"] == simulate(problem).makespan_ns - 6 * 50_000
+
+
+def test_simulate_shows_the_curve_of_the_step(tmp_path: Path) -> None:
+    curve = [(700, 40_000), (1000, 30_000)]
+    problem = with_curve(fsdp_problem(3), curve)
+    assert problem.digest() == fsdp_problem(3).digest() and with_curve(problem, ()) is problem
+    path = tmp_path / "problem.json"
+    path.write_text(json.dumps(problem.to_json()))
+    done = run(app, ["simulate", str(path), "--budget", "0", "--json"])
+    assert json.loads(done.output)["step_curve"] == [list(point) for point in curve]
+    done = run(app, ["simulate", str(path), "--budget", "0"])
+    assert "the whole step over its peak" in done.output and "+33.3%" in done.output
+    path.write_text(json.dumps({**problem.to_json(), "meta": {"step_curve": "700:40000,much"}}))
+    done = run(app, ["simulate", str(path)])
+    assert done.exit_code == 2 and "meta step_curve is no curve; expected bytes:ns" in done.output
 
 
 def test_simulate_prints_a_table_and_writes_chart_and_timeline(problem_file: Path, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def simulate(
     count = math.prod(len(values) for values in swept)
     if count > MAX_CASES:
         raise CommandError(f"the options make {count} combinations; expected at most {MAX_CASES}")
-    problem = _load(problem_file)
+    problem, curve = _load(problem_file)
     cases = [Case(*values) for values in itertools.product(*swept)]
     answers = [(case, changed, _plan(changed, case, effort)) for case in cases for changed in [_change(problem, case)]]
     # Files first: whoever reads the text may stop reading (`| head`), which ends us.
@@ -95,24 +95,28 @@ def simulate(
     if as_json:
         from inductor_passes.trace.payload import dumps
 
-        print(dumps({"schema_version": 1, "problem": problem.name, "cases": list(map(_record, answers))}, indent=1))
+        record = {"schema_version": 1, "problem": problem.name, "cases": list(map(_record, answers))}
+        print(dumps({**record, **({"step_curve": curve} if curve else {})}, indent=1))
     else:
         _print_table(problem, answers)
+        _print_curve(curve)
     for path in wrote:
         terminal.say(f"wrote {path}", err=as_json)
 
 
-def _load(path: Path) -> Problem:
+def _load(path: Path) -> tuple[Problem, list[tuple[int, int]]]:
+    """A problem, and the curve of its step where it has one."""
     from inductor_passes.records.json_text import RecordError, read
+    from inductor_passes.schedule.curve import curve_of
     from inductor_passes.schedule.problem import Problem, ProblemError
 
     try:
         problem = Problem.from_json(read(path, "a problem"))
         if len(problem) > MAX_TASKS:
             raise ProblemError(f"{len(problem)} tasks are too many; expected at most {MAX_TASKS}")
+        return problem, curve_of(problem)
     except RecordError as error:
         raise CommandError(f"{path}: {error}") from error
-    return problem
 
 
 def _values(option: str, text: str, parse: Callable[[str], T]) -> list[T]:
@@ -255,6 +259,21 @@ def _print_table(problem: Problem, answers: list[Answer]) -> None:
             percent(plan.gap),
             plan.method,
         )
+    terminal.console(150).print(table)
+
+
+def _print_curve(curve: list[tuple[int, int]]) -> None:
+    """The step over its peak, as it was found when the problem was written: for both graphs and the links it had."""
+    if not curve:
+        return
+    from inductor_passes.trace.table import PlainTable
+    from inductor_passes.trace.units import change, duration, size
+
+    table = PlainTable(title="the whole step over its peak, as compiled")
+    for head in ("step's peak", "planned step", "against the fastest"):
+        table.add_column(head, justify="right")
+    for peak, ns in curve:
+        table.add_row(size(peak), duration(ns), change(curve[-1][1], ns))
     terminal.console(150).print(table)
 
 

@@ -52,11 +52,14 @@ def of_step(peak_bytes: int, step: StepFacts | None, config: PassConfig) -> int:
     """What a budget is relative to, given the graph's own peak: forward may use what backward's peak leaves.
 
     What fusion saves is known of one graph only, so "0" stays with each graph's own peak, unless that includes
-    parameters kept for backward: these come out of the step's budget.
+    parameters kept for backward: these come out of the step's budget. Where a step has to need less than it did, fusion
+    that needs more does not raise what it may need.
     """
     if step is None or not step.own_peak_bytes:
         return peak_bytes
     scaled = peak_bytes * step.step_peak_bytes // step.own_peak_bytes
+    if config.budget.shrinks:
+        return min(scaled, step.step_peak_bytes)
     return min(peak_bytes, scaled) if config.budget.fraction == 0 else scaled
 
 

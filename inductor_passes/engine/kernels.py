@@ -24,6 +24,7 @@ from inductor_passes.problems.record import schedule_report
 from inductor_passes.replay import order_check
 from inductor_passes.replay.ordering import Ordered, order
 from inductor_passes.report import PassReport, Reason
+from inductor_passes.schedule.curve import with_curve
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace import cached
 from inductor_passes.trace.verdict import explain
@@ -60,7 +61,8 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     graph.notes += _raised(ordered.least_bytes, compilation)
     _record(ordered, limit, compilation, report)
     if config.dump_problem:
-        write_problem(built.problem, graph, config.dump_problem)
+        curve = () if compilation.known.step is None else compilation.known.step.curve
+        write_problem(with_curve(built.problem, curve), graph, config.dump_problem)
     report.duration_ns = time.perf_counter_ns() - began
     planned = [nodes[i] for i in ordered.plan.order]
     _watch(planned, ordered, compilation)

@@ -89,7 +89,7 @@ class Separation:
 
     def _shrunk(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward within a budget that may be below what they need as they come."""
-        base = self._split(copy.deepcopy(gm), joint_inputs, kwargs)
+        base = self._split(shrinking.copied(gm), joint_inputs, kwargs)
         if self.inner is not None:
             said = PassReport(recompute.NAME, rolled_back=Reason.UNSUPPORTED, detail=_OWN_PARTITIONER)
             done = shrinking.Shrunk(base, said)
@@ -103,8 +103,8 @@ class Separation:
                 settings = self.settings
                 profile = identity.load_profile(settings)
 
-                def split(copied: torch.fx.GraphModule) -> Split:
-                    return self._split(copied, joint_inputs, kwargs)
+                def split(another: torch.fx.GraphModule) -> Split:
+                    return self._split(another, joint_inputs, kwargs)
 
                 try:
                     done = shrinking.Shrinking(gm, split, kwargs["num_fwd_outputs"], settings, profile).run(base)
@@ -210,10 +210,12 @@ class Separation:
                 else:
                     step_peak = None
         with guarded(what, "forward and backward are budgeted one by one", lambda: self.settings):
-            again, notes = (None, ()) if shrunk is None else (shrunk.recompute, shrunk.notes)
-            facts = StepFacts(peaks[0], max(peaks) if step_peak is None else step_peak, report, again, notes)
+            higher = max(peaks) if step_peak is None else step_peak
+            facts = StepFacts(peaks[0], higher, report)
+            if shrunk is not None:
+                facts = replace(facts, recompute=shrunk.recompute, notes=shrunk.notes, curve=shrunk.curve)
             facts.attach(both[0])
-            replace(facts, own_peak_bytes=peaks[1], keep=None, recompute=None, notes=()).attach(both[1])
+            StepFacts(peaks[1], higher, curve=facts.curve).attach(both[1])
 
 
 @dataclass(frozen=True)

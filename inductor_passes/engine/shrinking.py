@@ -8,7 +8,6 @@ last word on what is saved. Where that is above the budget the next state that n
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -38,6 +37,16 @@ def views_of(both: Split) -> Views:
     return GraphView(both[0].graph), GraphView(both[1].graph)
 
 
+def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A joint graph of its own with the same tensors: deep copies of constants and of fake tensors fail."""
+    graph, twin = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    for node in gm.graph.nodes:
+        twin[node] = graph.node_copy(node, twin.__getitem__)
+    result = torch.fx.GraphModule(gm, graph)
+    result.meta.update(gm.meta)
+    return result
+
+
 def problems(views: Views, settings: PassConfig, profile: CostProfile) -> tuple[FxProblem, FxProblem]:
     """The problems of forward and backward.
 
@@ -65,6 +74,7 @@ class Shrunk:
         recompute, keep: reports; None where there was nothing to choose.
         step_peak_bytes: of the step as Inductor would run it; None where it is not known.
         notes: for the report.
+        curve: (peak in bytes, planned step in ns) of what is possible, by memory.
     """
 
     both: Split
@@ -72,6 +82,7 @@ class Shrunk:
     keep: PassReport | None = None
     step_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
+    curve: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,12 +152,13 @@ class Shrinking:
         fastest = recompute.saved_ns(possible)
         said = recompute.report(found.step, point, fastest, limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
+        curve = recompute.curve(possible)
         lines = (
             *picture.made(found.step, point, fastest),
-            *picture.curve(recompute.curve(possible), peak, limit),
+            *picture.curve(curve, peak, limit),
             *picture.at_peak(*(one.problem for one in problems(views_of(both), self.settings, self.profile))),
         )
-        return Shrunk(both, said, kept, peak, lines)
+        return Shrunk(both, said, kept, peak, lines, tuple((p.peak_bytes, p.step_ns) for p in curve))
 
     def _made(
         self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], point: Point
@@ -154,7 +166,7 @@ class Shrinking:
         """Forward and backward of a state."""
         if not point.recomputed and not point.kept:
             return base
-        gm = copy.deepcopy(self.gm)
+        gm = copied(self.gm)
         keep.keep(keep.marked(gm.graph), {g.start for g in gathered[: point.kept]})
         if point.recomputed:
             again = {name for i in point.recomputed for name in found.step.candidates[i].nodes}

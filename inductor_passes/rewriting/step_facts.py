@@ -28,6 +28,8 @@ class StepFacts:
         recompute: what became of the choice which activations backward computes again, see ``step.recompute``; None
             where the budget asks for none. Does not survive pickling.
         notes: about both, for the report. Do not survive pickling.
+        curve: (peak in bytes, planned step in ns) of what is possible, by memory; empty where the budget asks for no
+            choice. Does not survive pickling.
 
     Both peaks are those of ``reorder.problem``: equal on ranks whose shards are of unequal size.
     """
@@ -37,6 +39,7 @@ class StepFacts:
     keep: PassReport | None = None
     recompute: PassReport | None = None
     notes: tuple[str, ...] = ()
+    curve: tuple[tuple[int, int], ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepFacts:
         return self

@@ -60,6 +60,7 @@ class Contender:
         wrapped: its model is wrapped by torch (FSDP2, DDP), not by ``simple_fsdp``.
         adopted: and then given to ``adopt``.
         regional: each block is compiled by itself.
+        saved: torch's ``activation_memory_budget``: the share of what it would save that it may save.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Contender:
     wrapped: bool = False
     adopted: bool = False
     regional: bool = False
+    saved: float = 1.0
 
     @property
     def planned(self) -> bool:
@@ -115,6 +117,12 @@ CONTENDERS = {
         Contender("ours-auto", 'ours, "auto"', "ours", reshard="auto"),
         Contender("ours-auto-25", 'ours, "auto", "+25%"', "ours", None, {"memory_budget": "+25%"}, reshard="auto"),
         Contender("ours-auto-100", 'ours, "auto", "+100%"', "ours", None, {"memory_budget": "+100%"}, reshard="auto"),
+        Contender("half", "default Inductor, half saved", "inductor", {}, saved=0.5),
+        Contender("reorder-half", "in-tree reorder, half saved", "in-tree", _IN_TREE_ORDER, saved=0.5),
+        Contender("ours-half", "ours, half saved", "ours", saved=0.5),
+        Contender("ours-less-10", 'ours, "auto", "-10%"', "ours", None, {"memory_budget": "-10%"}, reshard="auto"),
+        Contender("ours-less-20", 'ours, "auto", "-20%"', "ours", None, {"memory_budget": "-20%"}, reshard="auto"),
+        Contender("ours-less-30", 'ours, "auto", "-30%"', "ours", None, {"memory_budget": "-30%"}, reshard="auto"),
         Contender("ours-all", "ours, everything on", "ours", None, {"redistribute": "reassociate", "async_tp": "auto"}),
     )
 }
@@ -163,7 +171,8 @@ class Trial:
             options = None
         # Hooks break graphs.
         whole = contender.adopted or not contender.wrapped
-        self._step = step if options is None else torch.compile(step, options=options, fullgraph=whole)
+        compiled = step if options is None else torch.compile(step, options=options, fullgraph=whole)
+        self._step = compiled if contender.saved == 1 else _saving(compiled, contender.saved)
 
     def timed_step(self) -> StepTime:
         """One training step whose forward and backward are timed; all ranks together."""
@@ -214,6 +223,17 @@ class Trial:
             with open(path, encoding="utf-8") as file:
                 events = json.load(file)["traceEvents"]
         return peak_of_events(events)
+
+
+def _saving(step: Callable[..., torch.Tensor], share: float) -> Callable[..., torch.Tensor]:
+    """``step``, compiled under torch's ``activation_memory_budget``."""
+    from torch._functorch import config
+
+    def limited(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with config.patch(activation_memory_budget=share, unsafe_treat_script_objects_as_zero_size=True):
+            return step(tokens, targets)
+
+    return limited
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
