@@ -113,11 +113,13 @@ def means(standings: Iterable[Standing]) -> str:
     """The geometric means over busy links as a sentence, with how many rows they are of."""
     busy = [one for one in standings if one.rate in BUSY]
     in_tree = [one.in_tree for one in busy if one.in_tree is not None]
-    return (
+    said = (
         f"Geometric mean over {' and '.join(BUSY)}: {geometric_mean(one.default for one in busy):.3f} times default "
-        f"Inductor's speed ({len(busy)} rows), {geometric_mean(in_tree):.3f} times the best in-tree setting's "
-        f"({len(in_tree)} rows)."
+        f"Inductor's speed ({len(busy)} rows)"
     )
+    if not in_tree:
+        return f"{said}; no in-tree setting was run."
+    return f"{said}, {geometric_mean(in_tree):.3f} times the best in-tree setting's ({len(in_tree)} rows)."
 
 
 def missing(
