@@ -42,7 +42,7 @@ _UNITS = {
     "TIB": 2**40,
 }
 # Numbers of thousands of digits are no sizes, and converting them raises errors of other kinds.
-_PERCENT = re.compile(r"\+\s*(\d{1,15}(?:\.\d{1,15})?)\s*%", re.ASCII)
+_PERCENT = re.compile(r"([+-])\s*(\d{1,15}(?:\.\d{1,15})?)\s*%", re.ASCII)
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]+)", re.ASCII)
 
 
@@ -62,21 +62,30 @@ class ConfigError(MeantError, ValueError):
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """How far the peak of a plan may go above what its input needs.
+    """How far the peak of a plan may go above what its input needs, or how far it has to stay below.
 
-    Exactly one of the forms is set: ``fraction`` of that on top of it ("0" is the fraction 0), ``extra_bytes`` on top
-    of it ("2GiB"), or ``unlimited``.
+    Exactly one of the forms is set: ``fraction`` of that on top of it ("0" is the fraction 0, "-30%" is -3/10),
+    ``extra_bytes`` on top of it ("2GiB"), ``absolute_bytes`` in all ("=12GiB"), or ``unlimited``.
     """
 
     fraction: Fraction | None = None
     extra_bytes: int | None = None
     unlimited: bool = False
+    absolute_bytes: int | None = None
 
-    ALLOWED = '"0", "+5%" (of the input\'s peak), "2GiB" (on top of it) or "unlimited"'
+    ALLOWED = (
+        '"0", "+5%" (of the input\'s peak), "2GiB" (on top of it), "unlimited", "-30%" (below the step\'s peak; less '
+        'than 100%) or "=12GiB" (the step\'s peak)'
+    )
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether the step may have to need less than as it came: then activations are computed again."""
+        return self.absolute_bytes is not None or (self.fraction is not None and self.fraction < 0)
 
     @staticmethod
     def parse(value: object, key: str = "memory_budget") -> MemoryBudget:
-        """Parse "0", "+5%", "512MiB", "2GiB" or "unlimited".
+        """Parse "0", "+5%", "512MiB", "2GiB", "unlimited", "-30%" or "=12GiB".
 
         Raises:
             ConfigError: anything else; a bare number other than 0 has no unit and is refused.
@@ -87,15 +96,21 @@ class MemoryBudget:
         if text.lower() == "unlimited":
             return MemoryBudget(unlimited=True)
         if match := _PERCENT.fullmatch(text):
-            return MemoryBudget(fraction=Fraction(match[1]) / 100)
-        if (match := _BYTES.fullmatch(text.removeprefix("+"))) and match[2].upper() in _UNITS:
-            return MemoryBudget(extra_bytes=int(Fraction(match[1]) * _UNITS[match[2].upper()]))
+            share = Fraction(match[1] + match[2]) / 100
+            if share > -1:
+                return MemoryBudget(fraction=share)
+        sign = text[0] if text.startswith(("+", "=")) else ""
+        if (match := _BYTES.fullmatch(text.removeprefix(sign).strip())) and match[2].upper() in _UNITS:
+            size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
+            return MemoryBudget(absolute_bytes=size) if sign == "=" else MemoryBudget(extra_bytes=size)
         raise ConfigError(key, value, MemoryBudget.ALLOWED)
 
     def limit_bytes(self, least_peak_bytes: int) -> int | None:
         """The cap on the peak in bytes for a program that needs ``least_peak_bytes``."""
         if self.unlimited:
             return None
+        if self.absolute_bytes is not None:
+            return self.absolute_bytes
         if self.extra_bytes is not None:
             return least_peak_bytes + self.extra_bytes
         assert self.fraction is not None
@@ -310,7 +325,9 @@ class PassConfig:
     memory_budget: str = _doc(
         "Cap on the peak memory of a planned graph, relative to what the original graph needs, in its own order or one "
         'that needs less: "0" (never above it), "+5%", "2GiB" (on top of it) or "unlimited". A plan above the cap is '
-        "not used.",
+        'not used. "-30%" (below the peak of the step as Inductor would save and gather for it) and "=12GiB" (the peak '
+        "of the step, whatever it was) also compute activations again in backward where that is needed. See "
+        "[tuning](tuning.md#less-memory-than-before).",
         "+5%",
     )
     schedule: Switch = _doc("Reorder collectives around compute on the FX graph.", "on")
@@ -321,7 +338,8 @@ class PassConfig:
         "exact",
     )
     effort: Effort = _doc(
-        'How long the planner searches for an order: "high" searches eight times longer, "exact" then also solves '
+        'How long the planner searches for an order: "high" searches eight times longer, and plans graphs of up to '
+        '24,000 nodes (instead of 1200) again with less memory and without single passes; "exact" then also solves '
         "parts of the order by constraint programming. That takes up to half a minute each time that a graph is "
         "planned (on FX and on fused kernels) and needs OR-Tools of the same version on every rank. More effort never "
         "gives a slower plan.",
@@ -475,6 +493,9 @@ class PassConfig:
         object.__setattr__(self, "compress", _as_text(self.compress))
         for f in dataclasses.fields(self):
             check_value(f.name, getattr(self, f.name))
+        if self.plan and self.budget.shrinks:
+            beside = f'beside memory_budget="{self.memory_budget}"'
+            raise ConfigError("plan", self.plan, f"nothing {beside}: a plan file does not say what is computed again")
 
     @property
     def budget(self) -> MemoryBudget:

@@ -1,7 +1,14 @@
 """How torch.compile finds us: options and the backend entry point (``switch`` and ``engine/process.py``: the process).
 
-Every way ends in the same objects among Inductor's options: a graph pass after Inductor's own rewrites, and a hook at
-the end of scheduling. They are part of Inductor's cache key by what they depend on (see ``identity``).
+Every way ends in the same objects among Inductor's options:
+
+- a graph pass after Inductor's own rewrites (``GraphPass``),
+- a hook before fusion, for graphs with messages between two ranks (``FusionHook``),
+- a hook at the end of scheduling (``SchedulerHook``),
+- a partitioner, which decides which gathered parameters are kept for backward (``StepPartitioner``),
+- where rewrites may reassociate sums, a pass on the joint graph, before backward is separated (``JointPass``).
+
+They are part of Inductor's cache key by what they depend on (see ``identity``).
 """
 
 from __future__ import annotations

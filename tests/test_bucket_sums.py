@@ -97,7 +97,7 @@ def step(rank: int, world: int, seed: int, settings: dict[str, str] | None) -> t
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_gradients_keep_their_bits(seed: int, two_ranks: Ranks) -> None:
     """Found: a tied table of 96 columns, read by its rows in a LayerNorm, changed bits of every gradient.
-    By a stranger: weights of rows of unit length, and those that a ``tanh`` is taken of, did too."""
+    Weights of rows of unit length, and those that a ``tanh`` is taken of, did too."""
     plain = two_ranks.run(step, seed, None)
     ours = two_ranks.run(step, seed, {"memory_budget": "unlimited"})
     for (before, _), (after, merged) in zip(plain, ours, strict=True):

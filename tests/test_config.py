@@ -25,16 +25,35 @@ from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
         ("+512MiB", 0, 512 * 2**20),
         ("1.5 GB", 10, 10 + 1_500_000_000),
         ("unlimited", 1000, None),
+        ("-30%", 1000, 700),
+        ("- 12.5 %", 1000, 875),
+        ("=12GiB", 1000, 12 * 2**30),
+        ("= 700 B", 1000, 700),
     ],
 )
 def test_budgets(text: str, peak: int, limit: int | None) -> None:
     assert MemoryBudget.parse(text).limit_bytes(peak) == limit
 
 
-@pytest.mark.parametrize("bad", ["5", "5%", "-5%", "2 gigs", "", "+", "GiB", "nan%", "1e3MB", None, 5, True, -1])
+@pytest.mark.parametrize(
+    "bad",
+    ["5", "5%", "-100%", "-2GiB", "=5%", "=unlimited", "+=1MB", "=0", "2 gigs", "", "+", "GiB", "nan%", "1e3MB", None,
+     5, True, -1],
+)
 def test_bad_budgets_are_refused(bad: object) -> None:
     with pytest.raises(ConfigError, match="memory_budget="):
         MemoryBudget.parse(bad)
+
+
+@pytest.mark.parametrize(("text", "shrinks"), [("0", False), ("+5%", False), ("2GiB", False), ("unlimited", False),
+                                               ("-0%", False), ("-1%", True), ("=2GiB", True)])
+def test_which_budgets_shrink_a_step(text: str, shrinks: bool) -> None:
+    assert MemoryBudget.parse(text).shrinks == shrinks
+
+
+def test_a_plan_file_does_not_go_with_a_budget_that_shrinks() -> None:
+    with pytest.raises(ConfigError, match=r"plan='plan.json'.*nothing beside memory_budget"):
+        PassConfig(memory_budget="-30%", plan="plan.json")
 
 
 @given(st.integers(0, 10**15), st.integers(0, 10**4))

@@ -224,6 +224,18 @@ def test_passes_beside_messages_and_empty_messages(
     assert judging.judge(case, groups)[0] == ""
 
 
+def test_a_member_of_a_coalesced_collective_is_written_to(groups: tuple[str, ...]) -> None:
+    """Found by a random program: it was taken apart, and the proof could not tell whose memory was written to."""
+    case = cases.Case(
+        parsed(
+            "pointwise 63 55 15, reduce_scatter_coalesced 55 32 42, wait 19 55 49, update 61 63 55, "
+            "all_gather 30 54 34, all_gather_coalesced 55 9 43"
+        ),
+        settings={"memory_budget": "0", "bucket": "off", "schedule": "off", "redistribute": "exact"},
+    )
+    assert judging.judge(case, groups) == ("", 1)
+
+
 def test_command_line() -> None:
     def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "tools.fuzzing.passes", *arguments]

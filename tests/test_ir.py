@@ -111,7 +111,7 @@ def test_an_unknown_operator_is_a_fence() -> None:
 
 
 def test_a_pointwise_reader_stays_behind_the_one_that_needs_the_value_in_memory() -> None:
-    """Found by a stranger: in front of it Inductor computes the value anew, and operands stay: 2.2 times the peak."""
+    """In front of it Inductor computes the value anew, and operands stay: 2.2 times the peak."""
     b = GraphBuilder()
     x, w = b.placeholder("x", 8, 8), b.placeholder("w", 8, 8)
     value = b.call(aten.sin.default, b.call(aten.mm.default, x, w))

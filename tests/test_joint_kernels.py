@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.async_compile import AsyncCompile
 
-from tests.support.joint_kernels import kernels_together
+from tests.support.joint_kernels import folder, kernels_together
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -32,7 +31,7 @@ def trained(joint: bool) -> list[torch.Tensor]:
 
 def libraries() -> dict[str, str]:
     """Kernel -> the library that has it."""
-    return {path.name: json.loads(path.read_text()) for path in Path(cache_dir(), "joint_kernels").glob("*")}
+    return {path.name: json.loads(path.read_text()) for path in folder().glob("*")}
 
 
 def test_the_same_bits_from_few_libraries_that_are_found_again() -> None:
@@ -45,3 +44,13 @@ def test_the_same_bits_from_few_libraries_that_are_found_again() -> None:
     for one, *others in zip(together, again, alone):
         assert all(torch.equal(one, other) for other in others)
     assert libraries() == {**before, **new}
+
+
+def test_kernels_that_do_not_fit_into_one_file_are_compiled_alone() -> None:
+    source = 'static float own() { return %d; }\nextern "C" void kernel(float* out) { out[0] = own(); }'
+    out = torch.zeros(1)
+    with kernels_together():
+        one, two = (AsyncCompile().cpp_pybinding(["float*"], source % number) for number in (1, 2))
+        for kernel, expected in ((one, 1.0), (two, 2.0)):
+            kernel(out)
+            assert out.item() == expected

@@ -95,6 +95,19 @@ def test_more_memory_is_not_slower(seed: int) -> None:
         assert more <= less
 
 
+def test_more_effort_plans_larger_graphs_again_with_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is normal for small graphs only is done for larger ones with ``effort="high"``."""
+    monkeypatch.setattr(pipeline, "ALTERNATIVES_NODES", pipeline.ALTERNATIVES_NODES // pipeline.PATIENT)
+    normal, high = [], []
+    with mesh_world((2, 4)) as mesh:
+        for found, effort in ((normal, "normal"), (high, "high")):
+            for budget in BUDGETS[:2]:
+                _, after = compiled(random_layers(5, mesh), memory_budget=budget, effort=effort)
+                found.append(after.makespan_ns)
+    assert high == sorted(high, reverse=True)
+    assert all(more <= less for more, less in zip(high, normal)) and high != normal
+
+
 @settings(max_examples=12, deadline=None)
 @given(st.integers(0, 10**6), st.booleans())
 @example(28, True)  # what prepares a bucket's message was counted until the wait

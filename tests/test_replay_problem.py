@@ -127,7 +127,7 @@ class Scaled(nn.Module):
 
 
 def test_a_fused_kernel_comes_after_the_waits_of_all_that_it_reads() -> None:
-    """Found by a stranger: the order of the kernels was undone (read-before-wait).
+    """The order of the kernels was undone (read-before-wait).
 
     Inductor forgets that a kernel depends on a wait when C++ kernels of [n, 1] and [n, n] elements are fused.
     """
@@ -160,7 +160,7 @@ class Parallel(nn.Module):
 
 @pytest.mark.parametrize("budget", ["0", "unlimited"])
 def test_the_report_says_where_fusion_raised_the_memory(budget: str) -> None:
-    """Found by a stranger: 2.5 times the memory of default Inductor at "0", and nothing said so."""
+    """It took 2.5 times the memory of default Inductor at "0", and nothing said so."""
     torch._dynamo.reset()
     with fake_world(4), without_kernels():
         model = simple_fsdp(Parallel(24, 256), init_device_mesh("cpu", (4,)))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import pickle
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +34,7 @@ from inductor_passes.schedule.simulate import replay_time, value
 from inductor_passes.schedule.slack import as_progress, latest_issue
 from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.schedule.window import improve_window
+from tests.support.processes import LIMIT_S
 from tests.support.schedule_graphs import random_problem
 from tests.test_schedule_simulate import random_order
 
@@ -230,6 +236,51 @@ def test_the_variable_is_checked() -> None:
 def test_it_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     first = native._built()
-    time = first.stat().st_mtime_ns
-    assert native._built() == first and first.stat().st_mtime_ns == time
-    assert [p.name for p in first.parent.iterdir()] == [first.name]
+    written = first.stat().st_mtime_ns
+    assert native._built() == first and first.stat().st_mtime_ns == written
+    assert {p.name for p in first.parent.iterdir()} == {first.name, first.with_suffix(".lock").name}
+
+
+def test_processes_that_start_together_build_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them (a lock is that of an open file): the second waits, and finds what the first has built."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    built: list[Path] = []
+    began, go_on = threading.Event(), threading.Event()
+
+    def build(compiler: str, path: Path) -> None:
+        built.append(path)
+        began.set()
+        if len(built) == 1:
+            assert go_on.wait(LIMIT_S)
+        path.touch()
+        go_on.set()
+
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        go_on.set()
+
+    monkeypatch.setattr(native, "_build", build)
+    monkeypatch.setattr(native, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(native._built)
+        assert began.wait(LIMIT_S)
+        second = pool.submit(native._built)
+        assert first.result(LIMIT_S) == second.result(LIMIT_S)
+    assert len(built) == 1 and waits
+
+
+@pytest.mark.parametrize("why", ["no locks", "held for ever", "no such module"])
+def test_a_lock_that_cannot_be_had_does_not_keep_it_from_being_built(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(native, "_build", lambda compiler, path: path.touch())
+    if why == "no such module":
+        monkeypatch.setattr(native, "fcntl", None)
+    else:
+        error = OSError("no locks available") if why == "no locks" else BlockingIOError()
+        monkeypatch.setattr(native.fcntl, "flock", mock.Mock(side_effect=error))
+        monkeypatch.setattr(native, "_BUILD_S", 0.05)
+    assert native._built().exists()

@@ -6,13 +6,17 @@ import dataclasses
 import functools
 import operator
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.fx
 from expecttest import TestCase
+from torch._decomp import core_aten_decompositions
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_passes import verify
 from inductor_passes.async_tp.pass_ import AsyncTpPass
@@ -209,6 +213,38 @@ all_gather_into_tensor [8, 6]
 view [2, 4, 6]
 view [8, 6]
 mm [8, 5]""")
+
+
+def unit(h: torch.Tensor) -> torch.Tensor:
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def sequence_first(h: torch.Tensor) -> torch.Tensor:
+    return unit(h.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+def columns_first(h: torch.Tensor) -> torch.Tensor:
+    return h.reshape(h.shape[0], h.shape[2], h.shape[1]).tanh().reshape(h.shape)
+
+
+@pytest.mark.parametrize("mixed", [sequence_first, columns_first])
+def test_what_every_rank_computes_whole_is_read_in_rows(mixed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A mean of a value that all ranks compute alike is proven where a rank reads its own rows of it."""
+    slow_sum = [CollectiveCost(k, 1.0, 1000.0 if k == "all_reduce" else 1.0, 1.0, 0.0) for k in KINDS]
+    group = GroupCost(GroupLayout(2, 1, 2), "test", "wire", tuple(slow_sum))
+    profile = CostProfile("test", "cpu", True, 2, memory_bytes_per_s=1e9, kernel_ns=1.0, groups=(group,))
+
+    def model(x: torch.Tensor, wide: torch.Tensor, narrow: torch.Tensor) -> torch.Tensor:
+        h = mixed(funcol.all_reduce(x @ wide, "sum", world))
+        h = h + funcol.all_reduce(torch.tanh(unit(h) @ narrow) @ wide, "sum", world)
+        return unit(h) @ narrow
+
+    with fake_world(2) as world:
+        gm = make_fx(model, tracing_mode="fake", decomposition_table=core_aten_decompositions())(
+            torch.randn(2, 12, 16), torch.randn(16, 32), torch.randn(32, 16)
+        )
+        assert rewritten(gm, 2, config=settings("proven"), profile=profile).changed
+        assert counts(gm)[0] == 1
 
 
 def refusal(gm: torch.fx.GraphModule, **how: object) -> tuple[Reason, str]:

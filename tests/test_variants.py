@@ -170,7 +170,7 @@ def checkpointed_graphs(tokens: int, dynamic: bool) -> list[torch.fx.GraphModule
 def test_a_variant_that_comes_in_another_order_sends_the_same_in_the_same_order() -> None:
     """With checkpointing torch gives a backward for symbolic sizes another order than one for fixed sizes.
 
-    Found by somebody who trained with batches of several lengths: what the ranks sent did not meet.
+    In training with batches of several lengths, what the ranks sent did not meet.
     """
     settings, agreement = PassConfig(verify="strict"), Agreement(True, "", "", ())
 
@@ -392,7 +392,7 @@ def model_of_layers(wrap: str, dropout: float = 0.0) -> Any:
 def one_rank_elsewhere(rank: int, world_size: int, wrap: str, case: str) -> tuple[list[float], list[float], int]:
     """Losses without and with us of a program in which rank 1 alone compiles something, and buckets.
 
-    The cases are those of a helper who had the documents only; all of them aborted.
+    Each of these programs aborted when variants were not remembered.
     """
     one = rank == 1
 
@@ -460,7 +460,7 @@ def warm(rank: int, world_size: int, folder: str, rows: list[tuple[int, int]]) -
 
     use_cache(f"{folder}/{rank}")
     torch.manual_seed(0)
-    plain = Net()
+    plain = Net(blocks=1)
     reference, ours = sharded(copy.deepcopy(plain)), adopt(sharded(copy.deepcopy(plain)))
     options = inductor_passes.options(memory_budget="unlimited", rank_agreement="3s")
     counters.clear()

@@ -93,6 +93,21 @@ def allow_saving(node: torch.fx.Node) -> None:
         node.meta.pop(key, None)
 
 
+def is_tagged(node: torch.fx.Node) -> bool:
+    """Whether activation checkpointing has said of a node whether it is saved, or has it in a region."""
+    return "recompute" in node.meta or "ac_graph_id" in node.meta
+
+
+def compute_again(node: torch.fx.Node, again: bool) -> None:
+    """Have torch's partitioner run a node again in backward, or keep it from doing so (``again=False``).
+
+    Not as part of a region of activation checkpointing: such a tag turns no neighbour into a saved boundary.
+    """
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
+
+
 def stored_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
     """A module's parameter without attribute access, which a subclass may have redirected."""
     return module._parameters[name]

@@ -9,7 +9,7 @@ judge the winner.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -46,6 +46,10 @@ FIRST_FIT_TASKS = 6000
 QUICK_TASKS = 500
 
 
+#: Buckets of names of starts.
+Proposal = tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True)
 class Choice:
     """What came of it.
@@ -56,7 +60,6 @@ class Choice:
         before, after: plans of the graph as it is and of the chosen (or, refused, of the best other) partition.
         objection: why nothing is merged although ``tried`` is not empty, else None.
         problem, plan: of what was decided, merged or not.
-        partition: that proposed ``buckets``.
     """
 
     buckets: list[list[Candidate]]
@@ -65,7 +68,6 @@ class Choice:
     problem: Problem
     after: Plan | None = None
     objection: Reason | None = None
-    partition: Partition | None = None
 
     @property
     def plan(self) -> Plan:
@@ -84,12 +86,14 @@ def choose(
     effort: int = 0,
     start: Solved | None = None,
     generated: Capped | None = None,
+    dropped: Collection[Proposal] = (),
 ) -> Choice:
     """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring.
 
     Args:
         generated: the memory of generated code; what is merged has to fit its cap too.
         start: a plan of ``problem`` that is known already: what is compared with is no worse.
+        dropped: what is not to be proposed again.
     """
     thorough = len(problem) <= QUICK_TASKS
     known = start.plan if start is not None and start.problem is problem else None
@@ -99,48 +103,71 @@ def choose(
         return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
 
     before = of_input(thorough)
-    peak = peak_bytes(problem)
-    others = (None, None) if generated is None else (generated.tight(), generated.room())
-    tight = Room(problem, peak if limit_bytes is None else min(limit_bytes, peak), others[0])
-    room = Room(problem, limit_bytes, others[1]) if limit_bytes is not None else None
+    room, tight = _rooms(problem, limit_bytes, generated)
     question = Question(problem, before, found, dependencies, costs, limit_bytes, room, tight)
     trials: list[list[list[Candidate]]] = []
-    chosen: tuple[Plan, list[list[Candidate]], Problem, Partition] | None = None
+    chosen: tuple[Plan, list[list[Candidate]], Problem] | None = None
     refused: tuple[Plan, Reason] | None = None
-    for partition in partitions:
-        buckets = partition(question)
-        if not buckets or buckets in trials:
-            continue
+    for buckets in _proposed(partitions, question, dropped):
         trials.append(buckets)
         other = merged(problem, buckets, costs)
         after = plan(other, limit_bytes, effort=effort, thorough=thorough)
-        objection = _objection(before, after)
-        if (
-            objection is None
-            and generated is not None
-            and not generated.fits(merged(generated.problem, buckets, costs), after.order)
-        ):
-            objection = Reason.OVER_BUDGET
+        objection = _objection(before, after) or _over(generated, buckets, costs, after)
         if objection is not None:
             if refused is None or after.makespan_ns < refused[0].makespan_ns:
                 refused = after, objection
         elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
-            chosen = after, buckets, other, partition
+            chosen = after, buckets, other
             if len(problem) > FIRST_FIT_TASKS:
                 break
     if chosen is not None and not thorough and len(problem) <= SMALL:
-        before = of_input()
-        after = plan(chosen[2], limit_bytes, effort=effort)
+        # A thorough plan goes other ways than a quick one; it can end at a slower order.
+        before = min(of_input(), before, key=_standing)
+        after = min(plan(chosen[2], limit_bytes, effort=effort), chosen[0], key=_standing)
         objection = _objection(before, after)
         if objection is not None:
             return Choice([], trials[0], before, problem, after, objection)
         chosen = after, *chosen[1:]
     if chosen is not None:
-        return Choice(chosen[1], trials[0], before, chosen[2], chosen[0], partition=chosen[3])
+        return Choice(chosen[1], trials[0], before, chosen[2], chosen[0])
     if not trials:
         return Choice([], [], before, problem)
     assert refused is not None
     return Choice([], trials[0], before, problem, *refused)
+
+
+def _proposed(
+    partitions: Sequence[Partition], question: Question, dropped: Collection[Proposal]
+) -> Iterator[list[list[Candidate]]]:
+    """What partitions answer, each answer once; not what was dropped, nor that nothing is merged."""
+    seen: list[list[list[Candidate]]] = []
+    for partition in partitions:
+        buckets = partition(question)
+        if buckets and buckets not in seen and proposal(buckets) not in dropped:
+            seen.append(buckets)
+            yield buckets
+
+
+def proposal(buckets: Sequence[Sequence[Candidate]]) -> Proposal:
+    """The buckets by the names of their members' starts: these outlive the graph's nodes."""
+    return tuple(tuple(member.collective.start.name for member in bucket) for bucket in buckets)
+
+
+def _rooms(problem: Problem, limit_bytes: int | None, generated: Capped | None) -> tuple[Room | None, Room]:
+    """The memory that buckets may take, None when it is unlimited, and the least that there is."""
+    peak = peak_bytes(problem)
+    others = (None, None) if generated is None else (generated.tight(), generated.room())
+    tight = Room(problem, peak if limit_bytes is None else min(limit_bytes, peak), others[0])
+    return Room(problem, limit_bytes, others[1]) if limit_bytes is not None else None, tight
+
+
+def _over(
+    generated: Capped | None, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts, after: Plan
+) -> Reason | None:
+    """``OVER_BUDGET`` where the code that is generated for a plan with ``buckets`` does not keep within its cap."""
+    if generated is None or generated.fits(merged(generated.problem, buckets, costs), after.order):
+        return None
+    return Reason.OVER_BUDGET
 
 
 def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts) -> Problem:
@@ -195,6 +222,10 @@ def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -
     return partition_bound(problem, share_ns)
 
 
+def _standing(plan: Plan) -> tuple[bool, int, int, int]:
+    return plan.value
+
+
 def _objection(before: Plan, after: Plan) -> Reason | None:
     """Why the merged graph must not be kept, None when it may."""
     if before.feasible and not after.feasible:
@@ -204,4 +235,5 @@ def _objection(before: Plan, after: Plan) -> Reason | None:
     if after.makespan_ns >= before.makespan_ns:
         return Reason.SLOWER
     # A bucket ties its members' times together: what it saves by the estimates it must not lose when they are wrong.
-    return Reason.FRAGILE if after.disturbed_ns > before.disturbed_ns else None
+    lost_ns = after.disturbed_ns - before.disturbed_ns
+    return Reason.FRAGILE if lost_ns > before.makespan_ns - after.makespan_ns else None

@@ -23,7 +23,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.bucket.candidates import SUBJECT, Candidate, GroupKey, candidates, refusal
-from inductor_passes.bucket.choose import PARTITIONS, Choice, bound_ns, choose
+from inductor_passes.bucket.choose import PARTITIONS, Choice, Proposal, bound_ns, choose, proposal
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.question import Partition
@@ -56,6 +56,7 @@ class BucketPass:
         effort: of the planner that judges, see ``schedule.plan.plan``.
         exact: copies that Inductor's code would read in a sum, and add in another order, are made apart.
         given_up: why buckets that a plan file pins are not made, "" to make them.
+        dropped: proposals that the merged graph did not keep.
     """
 
     kinds: tuple[str, ...] = KINDS
@@ -65,6 +66,7 @@ class BucketPass:
     effort: int = 0
     exact: bool = True
     given_up: str = ""
+    dropped: tuple[Proposal, ...] = ()
     name: str = "bucket"
     #: What was not merged keeps its order unless a merge forces another, then the same one on every rank.
     group_order: ClassVar[GroupOrder] = "any"
@@ -114,6 +116,7 @@ class BucketPass:
             effort=self.effort,
             start=facts.solved,
             generated=generated,
+            dropped=self.dropped,
         )
         other = None if generated is None else generated.room()
         room = None if limit is None else Room(fx.problem, limit, other)
@@ -128,8 +131,7 @@ class BucketPass:
         merged = merge(graph, view, groups, forms=forms, keep_sums=self.exact)
         report.changed = True
         # What is planned here is a forecast: where the merged graph keeps less of it, the other proposals are left.
-        others = tuple(p for p in self.partitions if p is not choice.partition)
-        otherwise = replace(self, partitions=others) if others else None
+        otherwise = replace(self, dropped=(*self.dropped, proposal(choice.buckets)))
         return replace(_merged(report, merged), before=choice.before, solved=solved, otherwise=otherwise)
 
     def _nothing(self, view: GraphView, reason: Reason, detail: str) -> Outcome:

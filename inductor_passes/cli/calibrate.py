@@ -56,21 +56,7 @@ def calibrate(
         torch.set_num_threads(1)
     elif place.type != "cpu":
         torch.accelerator.set_device_index(place.index or 0)
-    per_host = timed = None
-    try:
-        if backend == "emulated":
-            from inductor_passes.emulation import link as emulated_link
-
-            emulated_link.register()
-            per_host, timed = emulated_link.ranks_per_host(), emulated_link.timed
-        _check_backend(backend)
-        dist.init_process_group(backend or None, timeout=TIMEOUT)
-    except (ValueError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
-        wanted = f"--backend {backend}" if backend else "the default backend"
-        raise CommandError(
-            f"no process group can be made with {wanted}: {_first_line(error)}; expected a backend of this torch, and "
-            "torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
-        ) from error
+    per_host, timed = _join(backend)
     try:
         _check_world(shape, dist.get_world_size())
         profile = measure(
@@ -90,6 +76,32 @@ def calibrate(
         raise CommandError(f"calibration failed: {_first_line(error)}; all ranks must run to the end") from error
     finally:
         dist.destroy_process_group()
+
+
+def _join(backend: str) -> tuple[Any, Any]:
+    """Make the default process group; ranks per host and a stopwatch where the backend has its own, else None.
+
+    Raises:
+        CommandError: there is no such backend, or ranks do not meet.
+    """
+    import torch.distributed as dist
+
+    per_host = timed = None
+    try:
+        if backend == "emulated":
+            from inductor_passes.emulation import link as emulated_link
+
+            emulated_link.register()
+            per_host, timed = emulated_link.ranks_per_host(), emulated_link.timed
+        _check_backend(backend)
+        dist.init_process_group(backend or None, timeout=TIMEOUT)
+    except (ValueError, RuntimeError, TypeError, AttributeError, AssertionError) as error:
+        wanted = f"--backend {backend}" if backend else "the default backend"
+        raise CommandError(
+            f"no process group can be made with {wanted}: {_first_line(error)}; expected a backend of this torch, and "
+            "torchrun's variables RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"
+        ) from error
+    return per_host, timed
 
 
 def _check_backend(backend: str) -> None:

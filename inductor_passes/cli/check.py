@@ -49,7 +49,6 @@ def check(
 
     Exit status: 0 nothing found, 1 findings, 2 a file cannot be read.
     """
-    from inductor_passes.verify import certify, snapshot
     from inductor_passes.verify import check as verify
 
     before = _load(reference).graph if reference is not None else None
@@ -73,19 +72,33 @@ def check(
         _print(str(path), found)
         count += len(found)
         if ranks and not any(f.rule == "topology" for f in found):
-            try:
-                events = snapshot(file.graph).events
-            except ValueError as error:
-                raise CommandError(f"{path}: {error}") from error
-            programs.append(tuple(dataclasses.replace(e, ranks=file.groups.get(e.group, e.ranks)) for e in events))
+            programs.append(_program(path, file))
     if ranks and len(programs) == len(graphs):
-        certification = certify(programs, max_in_flight=max_in_flight or None)
-        _print("between ranks", list(certification.findings))
-        for what, lines in (("proven", certification.proven), ("assumed", certification.assumed)):
-            for line in lines:
-                say(f"  {what}: {printable(line)}")
-        count += len(certification.findings)
+        count += _between_ranks(programs, max_in_flight or None)
     raise typer.Exit(1 if count else 0)
+
+
+def _between_ranks(programs: Sequence[tuple[Event, ...]], max_in_flight: int | None) -> int:
+    """Say whether the graphs of all ranks fit together; the number of findings."""
+    from inductor_passes.verify import certify
+
+    certification = certify(programs, max_in_flight=max_in_flight)
+    _print("between ranks", list(certification.findings))
+    for what, lines in (("proven", certification.proven), ("assumed", certification.assumed)):
+        for line in lines:
+            say(f"  {what}: {printable(line)}")
+    return len(certification.findings)
+
+
+def _program(path: Path, file: GraphFile) -> tuple[Event, ...]:
+    """What a graph communicates, with the ranks of its groups as the file has them."""
+    from inductor_passes.verify import snapshot
+
+    try:
+        events = snapshot(file.graph).events
+    except ValueError as error:
+        raise CommandError(f"{path}: {error}") from error
+    return tuple(dataclasses.replace(e, ranks=file.groups.get(e.group, e.ranks)) for e in events)
 
 
 def _check_donated(names: Sequence[str], files: Sequence[GraphFile]) -> None:

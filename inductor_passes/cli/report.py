@@ -79,24 +79,10 @@ def show(
         raise CommandError("--write-cost-profile needs --profile: there is nothing to correct a cost profile by")
     measured = _match(trace, profile) if profile else []
     # The files first: whoever reads the text may stop reading (`| head`), which ends us.
-    wrote = []
-    if write_cost_profile is not None:
-        _correct(measured, write_cost_profile)
-        wrote.append(str(write_cost_profile))
+    wrote = [] if write_cost_profile is None else [_correct(measured, write_cost_profile)]
     wrote += _write_files(trace, trace_dir, output, perfetto, tlparse, plans, measured)
     if as_json:
-        from inductor_passes.records.convert import plain
-        from inductor_passes.trace.payload import dumps
-
-        # With --json the output is JSON and nothing else.
-        reports = [graph.report.to_json() for graph in trace.graphs if graph.report is not None]
-        found: dict[str, Any] = {"schema_version": 1, "graphs": reports, "notes": trace.notes}
-        if measured:
-            found["measured"] = [
-                {"graph": one.graph.title, "rank": one.graph.rank, "steps": one.steps, "pairs": plain(one.pairs)}
-                for one in measured
-            ]
-        print(dumps(found, indent=1))
+        _print_json(trace, measured)
     elif measured:
         _print_measured(measured)
     elif not wrote:
@@ -137,8 +123,8 @@ def _match(trace: Trace, profiles: list[Path]) -> list[Measured]:
         raise CommandError(str(error)) from error
 
 
-def _correct(measured: Sequence[Measured], output: Path) -> None:
-    """Write the cost profile of the run, corrected by what was measured."""
+def _correct(measured: Sequence[Measured], output: Path) -> str:
+    """Write the cost profile of the run, corrected by what was measured; what to tell the user about the file."""
     from inductor_passes.cost.profile import CostProfile
     from inductor_passes.trace.reprofile import updated_profile
 
@@ -156,6 +142,22 @@ def _correct(measured: Sequence[Measured], output: Path) -> None:
             corrected.save(output)
     except RecordError as error:
         raise CommandError(str(error)) from error
+    return str(output)
+
+
+def _print_json(trace: Trace, measured: Sequence[Measured]) -> None:
+    """Print the reports, and what was measured, as JSON and nothing else."""
+    from inductor_passes.records.convert import plain
+    from inductor_passes.trace.payload import dumps
+
+    reports = [graph.report.to_json() for graph in trace.graphs if graph.report is not None]
+    found: dict[str, Any] = {"schema_version": 1, "graphs": reports, "notes": trace.notes}
+    if measured:
+        found["measured"] = [
+            {"graph": one.graph.title, "rank": one.graph.rank, "steps": one.steps, "pairs": plain(one.pairs)}
+            for one in measured
+        ]
+    print(dumps(found, indent=1))
 
 
 def _print_measured(measured: Sequence[Measured]) -> None:

@@ -65,14 +65,40 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     profile = identity.load_profile(settings)
     phase, step = phase_of(graph, is_inference), facts_of(graph)
     report = new_report(graph, phase, settings, profile)
-    if step is not None and step.keep is not None:
-        report.passes.append(step.keep)
+    if step is not None:
+        report.passes.extend(one for one in (step.recompute, step.keep) if one is not None)
     if phase != "backward":
         report.passes.extend(joint.REPORTS.take())
     collectives = pins.described(view)
     agreed = agreeing.reach(view, settings, profile, phase, step)
-    about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     job = alike.Job(graph, settings, profile, Known(phase, agreed=agreed.agreed, step=step), agreed, report.passes)
+    pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
+    about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
+    compilation = _decide(job, view, about, pinned)
+    report = compilation.report
+    report.notes.extend(() if step is None else step.notes)
+    naming.enter(report, graph, names, settings)
+    with guarded("making gathers safe on gloo", "they stay as they are", settings):
+        if said := gloo.respell(graph, settings):
+            report.notes.append(said)
+    compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
+    with guarded("writing down the plan", "the report has none", settings):
+        report.plan = _plan(compilation, collectives, names)
+    note_pins(compilation)
+    audit.close(report, settings)
+    _look_at(graph, compilation)
+    _hand_on(graph, compilation)
+    return compilation
+
+
+def _decide(job: alike.Job, view: GraphView, about: variants.About, pinned: pins.Pins | None) -> Compilation:
+    """Run the passes, as an earlier variant or as the first rank where one has to; remember what is sent then.
+
+    Args:
+        view: of the job's graph.
+        about: which variant of which function it is.
+    """
+    graph, agreed = job.graph, job.agreed
     came, any_order = messages(view), in_any_order(view)
     kind = variants.kind_of(came, any_order)
     # Under "trust" nobody was asked, and nobody knows who is here.
@@ -91,8 +117,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         # Whether graphs of a function fit together is looked at where there are two with the same collectives.
         asked = agreeing.report_of(agreed if earlier is None else replace(agreed, mixed=False))
         if asked is not None:
-            report.passes.append(asked)
-        pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
+            job.begun.append(asked)
         job = replace(job, known=replace(job.known, pins=pinned))
         # What was tried and taken back may have put equal nodes in place of those that the view holds.
         untouched = agreed.agreed and earlier is None
@@ -101,20 +126,16 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         alike.warn_of_limit(about)
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
         buckets = variants.places(view.collectives, compilation.buckets)
-        variant = variants.Variant(came, sent, buckets, rewritten, phase, agreed.digest, any_order)
+        variant = variants.Variant(came, sent, buckets, rewritten, job.known.phase, agreed.digest, any_order)
         agreeing.leave(graph, variants.statement(about, variant, alone=conforms, agreed=agreed.agreed))
         if not conforms or earlier is None:
             variants.remember(about, variant)
-    report = compilation.report
-    naming.enter(report, graph, names, settings)
-    with guarded("making gathers safe on gloo", "they stay as they are", settings):
-        if said := gloo.respell(graph, settings):
-            report.notes.append(said)
-    compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
-    with guarded("writing down the plan", "the report has none", settings):
-        report.plan = _plan(compilation, collectives, names)
-    note_pins(compilation)
-    audit.close(report, settings)
+    return compilation
+
+
+def _look_at(graph: torch.fx.Graph, compilation: Compilation) -> None:
+    """Compare the finished graph with other ranks', if that is wished, and say in the report what holds for it."""
+    settings, report = compilation.config, compilation.report
     if settings.rank_check != "off":
         compilation.rank_steps = rank_check.check(graph, report.phase, settings)
     with guarded("stating what was verified", "the report does not say", settings):
@@ -123,8 +144,6 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
         report.notes += regions.notes(graph)
     with guarded("saying for which sizes the plan holds", "the report does not say", settings):
         report.notes += ranges.notes(graph)
-    _hand_on(graph, compilation)
-    return compilation
 
 
 def _readable(graph: torch.fx.Graph) -> str:

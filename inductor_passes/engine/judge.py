@@ -60,6 +60,18 @@ def of_step(peak_bytes: int, step: StepFacts | None, config: PassConfig) -> int:
     return min(peak_bytes, scaled) if config.budget.fraction == 0 else scaled
 
 
+def limit_bytes(least_peak_bytes: int, step: StepFacts | None, config: PassConfig) -> int | None:
+    """The cap of a graph that needs ``least_peak_bytes``.
+
+    A budget below the step's peak asks what a step computes again. Where that was not chosen (inference, a step whose
+    memory is not known), a graph keeps to the least that it needs.
+    """
+    limit = config.budget.limit_bytes(of_step(least_peak_bytes, step, config))
+    if limit is not None and config.budget.shrinks and (step is None or not step.own_peak_bytes):
+        return max(limit, least_peak_bytes)
+    return limit
+
+
 def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = None) -> Cap:
     """The cap of a graph, from a look at it as it came in and the step that it belongs to.
 
@@ -75,7 +87,7 @@ def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = No
         return Cap()
 
     def limit(least: int) -> int | None:
-        return look.config.budget.limit_bytes(of_step(least, step, look.config))
+        return limit_bytes(least, step, look.config)
 
     generated_limit = None if generated is None else limit(generated)
     return Cap(peak, least, limit(least), verified_peak_bytes, generated, generated_limit)
@@ -116,8 +128,7 @@ def fused_limit_bytes(compilation: Compilation, least_peak_bytes: int) -> int | 
     cap, after = compilation.cap, compilation.least_peak_bytes
     if cap.least_peak_bytes is not None and after is not None and after > cap.least_peak_bytes:
         least_peak_bytes = least_peak_bytes * cap.least_peak_bytes // after
-    budget = compilation.config.budget
-    return budget.limit_bytes(of_step(least_peak_bytes, compilation.known.step, compilation.config))
+    return limit_bytes(least_peak_bytes, compilation.known.step, compilation.config)
 
 
 def look_before(facts: Facts) -> None:

@@ -10,25 +10,24 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
-from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, checkpointing, garbage, identity, naming
+from inductor_passes.engine import checkpointing, garbage, identity, naming, shrinking
 from inductor_passes.engine.barrier import guarded
-from inductor_passes.ir.view import GraphView
+from inductor_passes.engine.complain import warn_once
 from inductor_passes.pin import pins
-from inductor_passes.problems.fx import FxProblem, NoHintError, build
+from inductor_passes.problems.fx import FxProblem, NoHintError
 from inductor_passes.problems.graph_memory import mark_views_of_inputs
 from inductor_passes.records.errors import MeantError
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewriting.step_facts import StepFacts
 from inductor_passes.schedule.memory import peak_bytes
-from inductor_passes.step import keep
+from inductor_passes.step import keep, recompute
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 
@@ -53,6 +52,11 @@ class Separation:
     def run(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward graph of a joint one."""
         naming.note(gm.graph, lambda: self.settings)
+        shrinks = False
+        with guarded("reading the memory budget", "nothing is computed again", lambda: self.settings):
+            shrinks = self.settings.budget.shrinks
+        if shrinks:
+            return self._shrunk(gm, joint_inputs, kwargs)
         marked: list[torch.fx.Node] = []
         with guarded("looking for gathers to keep", "everything is gathered again", lambda: self.settings):
             marked = keep.marked(gm.graph)
@@ -83,6 +87,33 @@ class Separation:
             self._attach(again, decided.report, decided.step_peak_bytes)
         return again
 
+    def _shrunk(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
+        """Forward and backward within a budget that may be below what they need as they come."""
+        base = self._split(copy.deepcopy(gm), joint_inputs, kwargs)
+        if self.inner is not None:
+            said = PassReport(recompute.NAME, rolled_back=Reason.UNSUPPORTED, detail=_OWN_PARTITIONER)
+            done = shrinking.Shrunk(base, said)
+            warn_once(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {_OWN_PARTITIONER}")
+        else:
+            done = shrinking.Shrunk(base)
+            with (
+                guarded("choosing what to compute again", "everything is saved", lambda: self.settings),
+                garbage.paused(),
+            ):
+                settings = self.settings
+                profile = identity.load_profile(settings)
+
+                def split(copied: torch.fx.GraphModule) -> Split:
+                    return self._split(copied, joint_inputs, kwargs)
+
+                try:
+                    done = shrinking.Shrinking(gm, split, kwargs["num_fwd_outputs"], settings, profile).run(base)
+                except NoHintError as error:
+                    said = PassReport(recompute.NAME, rolled_back=Reason.NO_HINT, detail=str(error))
+                    done = shrinking.Shrunk(base, said)
+        self._attach(done.both, done.keep, done.step_peak_bytes, done)
+        return done.both
+
     def _split(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """What the inner partitioner makes of a joint graph."""
         both: Split = (self.inner or _torch.default_partitioner())(gm, joint_inputs, **kwargs)
@@ -104,16 +135,16 @@ class Separation:
         """
         settings = self.settings
         profile = identity.load_profile(settings)
-        views = GraphView(again[0].graph), GraphView(again[1].graph)
+        views = shrinking.views_of(again)
         try:
-            forward, backward = _problems(views, settings)
+            forward, backward = shrinking.problems(views, settings, profile)
         except NoHintError as error:
             return _Decided(PassReport(keep.NAME, rolled_back=Reason.NO_HINT, detail=str(error)))
         step_peak = max(peak_bytes(fx.problem) for fx in (forward, backward))
         found = keep.candidates(*views, profile)
         if not found:
             return _Decided(None, step_peak)
-        if not (forward.ranks_agree and backward.ranks_agree and _agreed(views, settings, profile)):
+        if not (forward.ranks_agree and backward.ranks_agree and shrinking.agreed(views, settings, profile)):
             return _Decided(keep.refused(found))
         names = naming.names(again[0].graph, settings)
         choice = self._pinned(forward, backward, found, names, step_peak) or keep.choose_kept(
@@ -153,7 +184,13 @@ class Separation:
         except pins.GivenUp:
             return None
 
-    def _attach(self, both: Split, report: PassReport | None, step_peak: int | None) -> None:
+    def _attach(
+        self,
+        both: Split,
+        report: PassReport | None,
+        step_peak: int | None,
+        shrunk: shrinking.Shrunk | None = None,
+    ) -> None:
         """Tell both graphs what the step takes, where that matters to them."""
         peaks = [0, 0]
         what = "looking at the memory of the step"
@@ -165,16 +202,18 @@ class Separation:
             budget = self.settings.budget
             if report is None and (budget.unlimited or budget.fraction == 0):
                 return
-            views = GraphView(both[0].graph), GraphView(both[1].graph)
+            views = shrinking.views_of(both)
             if any(v.collectives for v in views):
-                found = _problems(views, self.settings)
+                found = shrinking.problems(views, self.settings, identity.load_profile(self.settings))
                 if all(fx.ranks_agree for fx in found):
                     peaks = [peak_bytes(fx.problem) for fx in found]
                 else:
                     step_peak = None
         with guarded(what, "forward and backward are budgeted one by one", lambda: self.settings):
-            for module, peak, told in zip(both, peaks, (report, None)):
-                StepFacts(peak, max(peaks) if step_peak is None else step_peak, told).attach(module)
+            again, notes = (None, ()) if shrunk is None else (shrunk.recompute, shrunk.notes)
+            facts = StepFacts(peaks[0], max(peaks) if step_peak is None else step_peak, report, again, notes)
+            facts.attach(both[0])
+            replace(facts, own_peak_bytes=peaks[1], keep=None, recompute=None, notes=()).attach(both[1])
 
 
 @dataclass(frozen=True)
@@ -192,15 +231,4 @@ class _Decided:
     kept: frozenset[str] = frozenset()
 
 
-def _agreed(views: tuple[GraphView, GraphView], settings: PassConfig, profile: CostProfile) -> bool:
-    """Whether ranks compile the same forward and the same backward."""
-    verdicts = [agreeing.reach(v, settings, profile, name) for v, name in zip(views, ("step forward", "step backward"))]
-    for one in verdicts:
-        agreeing.remember(one)
-    return all(one.agreed for one in verdicts)
-
-
-def _problems(views: tuple[GraphView, GraphView], settings: PassConfig) -> tuple[FxProblem, FxProblem]:
-    profile = identity.load_profile(settings)
-    forward, backward = (build(view, profile, estimator=settings.estimator) for view in views)
-    return forward, backward
+_OWN_PARTITIONER = "a partitioner of your own decides what is saved: a memory budget below the peak needs torch's"

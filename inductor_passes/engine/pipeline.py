@@ -41,6 +41,8 @@ log = logging.getLogger("inductor_passes")
 #: How many nodes may be planned in all while alternatives are tried: 8 times a graph of 150 nodes, none above 1200.
 #: On larger graphs each try doubles the time of planning, and on models it finds nothing.
 ALTERNATIVES_NODES = 1200
+#: The same where the user wants more effort: everything below the budget up to 6000 nodes, one try up to 24,000.
+PATIENT = 20
 #: How often one pass may ask to be run again on the graph as it was.
 MAX_ATTEMPTS = 64
 
@@ -75,7 +77,8 @@ def run_passes(
     report = report or new_report(graph, known.phase, config, profile)
     compilation = Compilation(config, profile, report, known, pins=known.pins)
     view = view or GraphView(graph)
-    tries = ALTERNATIVES_NODES // max(1, len(view.nodes)) if known.pins is None and known.agreed else 0
+    nodes = ALTERNATIVES_NODES * (1 if config.effort == "normal" else PATIENT)
+    tries = nodes // max(1, len(view.nodes)) if known.pins is None and known.agreed else 0
     came = _copied(graph) if tries else None
     run = _Run(graph, compilation, view, passes)
     run.rest()

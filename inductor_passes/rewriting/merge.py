@@ -107,16 +107,24 @@ def merge(
     starts = [c.start for bucket in buckets for c in bucket.collectives]
     if len({*starts}) != len(starts):
         raise MergeError("a collective is in two groups")
-    by_stage: dict[Stage, _Bucket] = {}
-    for bucket in buckets:
-        by_stage[bucket.start_stage] = bucket
-        by_stage[bucket.wait_stage] = bucket
+    by_stage = {stage: bucket for bucket in buckets for stage in (bucket.start_stage, bucket.wait_stage)}
     try:
         order = repaired_order(view, list(by_stage))
     except ValueError as error:
         raise MergeError(str(error)) from error
+    _rewrite(graph, view, buckets, order, reads(view) if keep_sums else {})
+    return [_finish(graph, bucket) for bucket in buckets]
 
-    read = reads(view) if keep_sums else {}
+
+def _rewrite(
+    graph: torch.fx.Graph,
+    view: GraphView,
+    buckets: Sequence[_Bucket],
+    order: Sequence[torch.fx.Node | Stage],
+    read: Mapping[torch.fx.Node, Read],
+) -> None:
+    """Put the graph's nodes into ``order``, with the start and the wait of each bucket where its stages are."""
+    by_stage = {stage: bucket for bucket in buckets for stage in (bucket.start_stage, bucket.wait_stage)}
     emit = Emitter(graph, view.nodes[0].prev)
     now: dict[torch.fx.Node, torch.fx.Node] = {}
     sizes = {u: bucket for bucket in buckets for slot in bucket.slots for u in slot.result.users if reads_size(u)}
@@ -143,7 +151,6 @@ def merge(
                     wait.replace_all_uses_with(result)
                     now[wait] = result
         bucket.added += tuple(emit.made[made:])
-    return [_finish(graph, bucket) for bucket in buckets]
 
 
 def _bucket(view: GraphView, group: Sequence[Collective], form: Form, number: int) -> _Bucket:

@@ -50,8 +50,16 @@ class Split:
 
 
 def splittable(view: GraphView) -> list[Collective]:
-    """The functional coalesced collectives of which every result is waited for and read in no other way."""
-    return [c for c in view.collectives if _torch.op_name(c.start.target) in _SINGLE and _results(c) is not None]
+    """The functional coalesced collectives whose results are all waited for, read in no other way and not written to.
+
+    A member that somebody writes to is compared by its memory, which a single collective would not have.
+    """
+    return [c for c in view.collectives if _torch.op_name(c.start.target) in _SINGLE and _untouched(view, c)]
+
+
+def _untouched(view: GraphView, collective: Collective) -> bool:
+    results = _results(collective)
+    return results is not None and not any(s.writers for result in results for s in view.storages.of(result))
 
 
 def _results(collective: Collective) -> list[torch.fx.Node] | None:

@@ -25,6 +25,9 @@ class StepFacts:
         step_peak_bytes: the higher one of the two graphs' peaks, all parameters gathered again in backward.
         keep: what became of the choice which gathered parameters backward reuses, see ``step.keep``; None when there
             was none to make. Does not survive pickling.
+        recompute: what became of the choice which activations backward computes again, see ``step.recompute``; None
+            where the budget asks for none. Does not survive pickling.
+        notes: about both, for the report. Do not survive pickling.
 
     Both peaks are those of ``reorder.problem``: equal on ranks whose shards are of unequal size.
     """
@@ -32,6 +35,8 @@ class StepFacts:
     own_peak_bytes: int
     step_peak_bytes: int
     keep: PassReport | None = None
+    recompute: PassReport | None = None
+    notes: tuple[str, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepFacts:
         return self

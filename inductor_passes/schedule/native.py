@@ -19,8 +19,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ from inductor_passes.records.words import NATIVE
 from inductor_passes.schedule.problem import ProblemError
 from inductor_passes.schedule.tables import Tables
 from inductor_passes.schedule.window import Place
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 #: Up to this many tasks Python is done before a compiler would be.
 WORTH_BUILDING = 96
@@ -44,6 +50,8 @@ _FUNCTIONS = (
     *("waits_down", "starts_up", "makespans"),
 )
 _BUILD_S = 120
+#: How often a process looks whether another one has built it.
+_LOOK_S = 0.02
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC")
 _SOURCE = Path(__file__).with_name("planner.cpp")
 
@@ -347,19 +355,44 @@ def _built() -> Path:
     path = folder / f"planner-{name}.so"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        # Ranks that start together may all build it; each puts a whole file in place.
-        descriptor, temporary = tempfile.mkstemp(suffix=".so", dir=folder)
-        os.close(descriptor)
-        try:
-            subprocess.run(
-                [compiler, *_FLAGS, "-o", temporary, str(_SOURCE)], check=True, capture_output=True, timeout=_BUILD_S
-            )
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
-            raise
+        with _alone(path.with_suffix(".lock")):
+            # Ranks start together: whoever waited for the first finds it built.
+            if not path.exists():
+                _build(compiler, path)
     return path
+
+
+def _build(compiler: str, path: Path) -> None:
+    """Compile into ``path``, whose folder is there: nobody finds half a file, even where files cannot be locked."""
+    descriptor, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(descriptor)
+    try:
+        subprocess.run(
+            [compiler, *_FLAGS, "-o", temporary, str(_SOURCE)], check=True, capture_output=True, timeout=_BUILD_S
+        )
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process at a time; together with others where files cannot be locked, or one takes ``_BUILD_S``."""
+    with open(lock, "a") as file:
+        if fcntl is not None:
+            # A network's file system may have no locks; a process that was stopped would keep its lock for ever.
+            until = time.monotonic() + _BUILD_S
+            while time.monotonic() < until:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(_LOOK_S)
+                except OSError:
+                    break
+        yield
 
 
 def _folder() -> Path:

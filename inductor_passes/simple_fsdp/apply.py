@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -86,23 +86,10 @@ def simple_fsdp(
             The module is unchanged then.
     """
     settings, policy = Settings.of(mesh, mode, mp_policy, reshard_after_forward, shard_dim)
-    if not isinstance(module, nn.Module):
-        raise SimpleFSDPError(f"module={type(module).__name__}; expected a torch.nn.Module")
-    if _is_covered(module):
-        raise SimpleFSDPError(
-            f"simple_fsdp was already applied to this {type(module).__name__}; apply it once, to parts first and to "
-            "the whole last"
-        )
+    _check(module)
     owners, replacement = _distribute_all(module, mesh, settings)
     for part, owned in owners:
-        for name, parameter in owned:
-            setattr(parameter, _REPLACED, True)
-            part.register_parameter(name, replacement[id(parameter)])
-        managed = tuple(
-            Managed(name, Unsharding(_local_shape(replacement[id(parameter)]), settings)) for name, parameter in owned
-        )
-        if needs_class(type(part), managed):
-            part.__class__ = managed_class(type(part), managed, settings)
+        _manage(part, owned, replacement, settings)
     cast_at_the_border(module, policy)
     cover(module)
     return module
@@ -126,6 +113,33 @@ def applications() -> list[nn.Module]:
 
 #: A part of a module and its own parameters by name.
 _Owner = tuple[nn.Module, list[tuple[str, nn.Parameter]]]
+
+
+def _check(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise SimpleFSDPError(f"module={type(module).__name__}; expected a torch.nn.Module")
+    if _is_covered(module):
+        raise SimpleFSDPError(
+            f"simple_fsdp was already applied to this {type(module).__name__}; apply it once, to parts first and to "
+            "the whole last"
+        )
+
+
+def _manage(
+    part: nn.Module,
+    owned: Sequence[tuple[str, nn.Parameter]],
+    replacement: Mapping[int, nn.Parameter],
+    settings: Settings,
+) -> None:
+    """Put distributed parameters in place of a part's own, and give it the class that gathers them when read."""
+    for name, parameter in owned:
+        setattr(parameter, _REPLACED, True)
+        part.register_parameter(name, replacement[id(parameter)])
+    managed = tuple(
+        Managed(name, Unsharding(_local_shape(replacement[id(parameter)]), settings)) for name, parameter in owned
+    )
+    if needs_class(type(part), managed):
+        part.__class__ = managed_class(type(part), managed, settings)
 
 
 def _distribute_all(

@@ -193,6 +193,29 @@ def refused(found: Sequence[Gathered]) -> PassReport:
     )
 
 
+def jointly(found: Sequence[Gathered], kept: int, limit: int) -> PassReport:
+    """The report where the first ``kept`` of ``found`` were chosen together with what is computed again."""
+    decisions = [
+        Decision(
+            NAME,
+            g.start,
+            Verdict.APPLIED if i < kept else Verdict.REFUSED,
+            Reason.PROFITABLE if i < kept else Reason.MEMORY_BUDGET,
+            f"{g.held_bytes} bytes held or {g.link_ns} ns on the link, within {limit} bytes",
+            source=g.source,
+            group=g.group,
+            setting="" if i < kept else "memory_budget",
+        )
+        for i, g in enumerate(found)
+    ]
+    metrics: dict[str, float] = {
+        "kept": kept,
+        "kept_bytes": sum(g.held_bytes for g in found[:kept]),
+        "gathered_again": len(found) - kept,
+    }
+    return PassReport(NAME, changed=kept > 0, decisions=decisions, metrics=metrics)
+
+
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
     """A number for which ``holds`` while not for the next, given that it does for ``low`` and not for ``high``."""
     while high - low > 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inductor_passes.config import MemoryBudget
 from inductor_passes.operators import KIND_OF_LABEL
@@ -75,34 +75,43 @@ def explain(
         advice = advise(problem, groups, step, least, budget_bytes, setting=setting, effort=effort)
     reports = []
     for i in (i for i in order if problem.tasks[i].kind is Kind.START):
-        task = problem.tasks[i]
         reason, detail = reasons.get(i, (Reason.HIDDEN, ""))
         hint = advice.get(reason, Advice())
-        lane = problem.lanes[task.lane].name
-        members = (buckets or {}).get(task.name, ())
+        one = _timed(problem, i, charges.exposed_ns[i], before.exposed_ns[i])
+        members = (buckets or {}).get(one.name, ())
         reports.append(
-            CollectiveReport(
-                name=task.name,
-                label=task.label or task.name,
-                kind=KIND_OF_LABEL.get(family(task), family(task)),
-                lane=lane,
-                ranks=(ranks or {}).get(lane, ()),
-                size_bytes=task.size_bytes,
-                duration_ns=task.duration_ns,
-                hidden_ns=task.duration_ns - charges.exposed_ns[i],
-                exposed_ns=charges.exposed_ns[i],
-                exposed_before_ns=before.exposed_ns[i],
+            replace(
+                one,
+                ranks=(ranks or {}).get(one.lane, ()),
                 reason=reason,
                 detail="; ".join(filter(None, (detail, hint.detail))),
                 setting=hint.setting,
                 gain_ns=hint.gain_ns,
-                source=task.source,
                 bucket=f"bucket of {len(members)}" if members else "",
                 members=members,
-                parameters=(parameters or {}).get(task.name, ()),
+                parameters=(parameters or {}).get(one.name, ()),
             )
         )
     return reports
+
+
+def _timed(problem: Problem, start: int, exposed_ns: int, exposed_before_ns: int) -> CollectiveReport:
+    """What the problem says of a collective, and its exposed times; as if it were hidden otherwise."""
+    task = problem.tasks[start]
+    return CollectiveReport(
+        name=task.name,
+        label=task.label or task.name,
+        kind=KIND_OF_LABEL.get(family(task), family(task)),
+        lane=problem.lanes[task.lane].name,
+        ranks=(),
+        size_bytes=task.size_bytes,
+        duration_ns=task.duration_ns,
+        hidden_ns=task.duration_ns - exposed_ns,
+        exposed_ns=exposed_ns,
+        exposed_before_ns=exposed_before_ns,
+        reason=Reason.HIDDEN,
+        source=task.source,
+    )
 
 
 def _by_reason(reasons: Mapping[int, tuple[Reason, str]]) -> dict[Reason, list[int]]:

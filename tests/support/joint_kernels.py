@@ -1,8 +1,8 @@
 """Inductor's C++ kernels compiled together: a file for all that are needed at once, instead of one for each.
 
 Compiling a small kernel takes three quarters of a second of a processor, nearly all of it the same for every file; a
-model has sixty. Sources and flags are Inductor's own, so what a kernel computes is the same. For tests of whole models;
-what is about compiling leaves Inductor alone.
+model has sixty. Sources and flags are Inductor's own, so what a kernel computes is the same, and so is the code that
+calls it. All ranks work like this (``ranks``), and tests of whole models; elsewhere Inductor is left alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
+from torch._inductor.exc import CppCompileError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 #: What generated wrappers pass besides pointers.
@@ -67,10 +68,23 @@ def _compile(pending: dict[str, _Kernel]) -> None:
             missing.append(kernel)
     if not missing:
         return
+    try:
+        _compile_together(missing)
+    except CppCompileError:
+        # Kernels from templates have functions of their own, which may have one name in two of them.
+        if len(missing) == 1:
+            raise
+        for kernel in missing:
+            _compile_together([kernel])
+
+
+def _compile_together(missing: list[_Kernel]) -> None:
+    """One file and one library."""
     # Ranks with equal kernels make equal files, whatever the order in which they came to need them.
     sources = [f"#define kernel {k.name}\n{k.source}\n#undef kernel\n" for k in sorted(missing, key=lambda k: k.name)]
     whole = "\n".join([*sources, 'extern "C" void kernel() {}\n'])
-    entry = CppPythonBindingsCodeCache.load_pybinding([], whole)
+    with mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder().parent)):
+        entry = CppPythonBindingsCodeCache.load_pybinding([], whole)
     library = entry.__self__.__file__
     for kernel in missing:
         kernel.load(library)
@@ -81,11 +95,20 @@ def _compile(pending: dict[str, _Kernel]) -> None:
         temporary.replace(place)
 
 
+def folder() -> Path:
+    """Where it is kept which library has a kernel.
+
+    One place for the whole run, wherever a test keeps torch's caches: a file is known by all of its source, so another
+    place would have the same kernels, compiled once more.
+    """
+    return Path(os.environ.get("PASSES_TEST_CACHE") or cache_dir(), "joint_kernels")
+
+
 def _place(kernel: _Kernel) -> Path:
     """The file that names the library of a kernel."""
-    folder = Path(cache_dir(), "joint_kernels")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / kernel.name
+    place = folder()
+    place.mkdir(parents=True, exist_ok=True)
+    return place / kernel.name
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ module-level function of an importable module, and its arguments and results mus
 Unless unusual variables are asked for, the processes are forked with torch imported (``forked``). Starting one
 still costs more than running a check: a test file that has several checks keeps one :class:`Ranks` open (a
 module-scoped fixture) and calls :meth:`Ranks.run` per check. A pool that lost a rank to an error or a timeout starts
-again on the next call, so that one failing test does not take the others with it.
+again on the next call, so that one failing test does not take the others with it. Ranks compile their C++ kernels
+together (``joint_kernels``).
 """
 
 from __future__ import annotations
@@ -229,6 +230,15 @@ def serve(descriptor: int) -> None:
     dist.init_process_group(
         backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=COLLECTIVE_LIMIT
     )
+    from tests.support.joint_kernels import kernels_together
+
+    with kernels_together():
+        _answer(pipe, rank, world_size)
+
+
+def _answer(pipe: multiprocessing.connection.Connection, rank: int, world_size: int) -> None:
+    import torch
+
     while True:
         try:
             request = pipe.recv_bytes()

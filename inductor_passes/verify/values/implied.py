@@ -32,17 +32,35 @@ _PICKS = frozenset(f"aten::{name}" for name in _PICKING)
 def implied(program: Program, groups: Groups) -> dict[str, set[Replicas]]:
     """Names of the operands that are implied to be equal -> the groups on whose ranks; O(nodes + edges) per group."""
     found: dict[str, set[Replicas]] = {}
-    common: dict[Replicas, set[str]] = {}
-    for record in program.records.values():
-        if record.called in _COMMON:
-            common.setdefault(groups.of(record), set()).add(record.name)
-    for group, names in common.items():
+    for group, names in _common(program, groups).items():
         _spread(program, names, group, found)
     return found
 
 
-def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str, set[Replicas]]) -> None:
-    """Follow what is equal along one group through the program."""
+def computed(program: Program, groups: Groups) -> dict[str, set[Replicas]]:
+    """Names of the values that are made of equal ones alone -> the groups on whose ranks; O(nodes + edges) per group.
+
+    Nothing is taken for granted: a place to look at, where the same is to be proven.
+    """
+    found: dict[str, set[Replicas]] = {}
+    for group, names in _common(program, groups).items():
+        _spread(program, names, group, None)
+        for name in names:
+            found.setdefault(name, set()).add(group)
+    return found
+
+
+def _common(program: Program, groups: Groups) -> dict[Replicas, set[str]]:
+    """What collectives leave the same on every rank of their group."""
+    common: dict[Replicas, set[str]] = {}
+    for record in program.records.values():
+        if record.called in _COMMON:
+            common.setdefault(groups.of(record), set()).add(record.name)
+    return common
+
+
+def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str, set[Replicas]] | None) -> None:
+    """Follow what is equal along one group through the program; with ``found`` also what is implied to be."""
     for record in program.records.values():
         if record.op != "call_function" or program.memory.is_written(record.name):
             continue
@@ -55,7 +73,7 @@ def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str,
             continue
         if all(o.name in equal for o in operands):
             equal.add(record.name)
-        elif _torch.is_pointwise(record.target) and _implies(record, equal):
+        elif found is not None and _torch.is_pointwise(record.target) and _implies(record, equal):
             for operand in tensors(record):
                 if operand.name not in equal:
                     equal.add(operand.name)

@@ -22,7 +22,7 @@ from inductor_passes.verify.values.communication import Groups, NewCoordinateErr
 from inductor_passes.verify.values.definitions import ROUND_FREELY
 from inductor_passes.verify.values.differences import Unequal, changed, different, value
 from inductor_passes.verify.values.heads import Cast, Head, Resolver, position_of
-from inductor_passes.verify.values.implied import alike, implied
+from inductor_passes.verify.values.implied import alike, computed, implied
 from inductor_passes.verify.values.matching import Side, matched
 from inductor_passes.verify.values.memory import Root
 from inductor_passes.verify.values.operators import signature
@@ -69,8 +69,8 @@ class Proof:
         self._implied = replicas == "implied"
         self.new = Resolver(self.space, self.groups, self.memories[1], self.own_pieces, rounds)
         self._sides = (
-            Side(self.space, self.old, self._kept, self._holder),
-            Side(self.space, self.new, self.same, self._holder),
+            Side(self.space, self.old, self._kept, self._place),
+            Side(self.space, self.new, self.same, self._place),
         )
         self._flatteners = Flattener(self.space, self.old), Flattener(self.space, self.new)
         self._asked: set[object] = set()
@@ -201,6 +201,17 @@ class Proof:
         for group in self._replicated.get(name, ()):
             rank = group.base(self.space, rank)
         return rank
+
+    def _place(self, name: str, rank: Affine) -> Affine:
+        """The rank by which terms of a sum are recognised; that they are equal there is asked afterwards."""
+        rank = self._holder(name, rank)
+        for group in self._computed.get(name, ()):
+            rank = group.base(self.space, rank)
+        return rank
+
+    @cached_property
+    def _computed(self) -> dict[str, set[Replicas]]:
+        return computed(self._own.program, self.groups)
 
     @cached_property
     def _replicated(self) -> dict[str, set[Replicas]]:

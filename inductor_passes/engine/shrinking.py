@@ -1,0 +1,193 @@
+"""A step within a budget that may be below what it needs as it came: ``memory_budget="-30%"`` and ``"=12GiB"``.
+
+The joint graph is separated once as Inductor would. On the two problems of that, ``step.recompute`` chooses which
+saved activations backward computes again and which gathered parameters it keeps. The choice is made real by torch's own
+tags on a fresh copy of the joint graph. What then comes out is held against the budget: torch's partitioner has the
+last word on what is saved. Where that is above the budget the next state that needs less is taken.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import agreeing
+from inductor_passes.engine.complain import warn_once
+from inductor_passes.ir.view import GraphView
+from inductor_passes.problems.fx import FxProblem, build
+from inductor_passes.report import PassReport, Reason
+from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.plan import plan
+from inductor_passes.step import keep, picture, recompute, saved
+from inductor_passes.step.recompute import Point
+
+Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
+Views = tuple[GraphView, GraphView]
+#: How often a state that came out larger than planned is replaced by the next one that needs less.
+_TRIES = 3
+
+
+def views_of(both: Split) -> Views:
+    """A look at forward and at backward."""
+    return GraphView(both[0].graph), GraphView(both[1].graph)
+
+
+def problems(views: Views, settings: PassConfig, profile: CostProfile) -> tuple[FxProblem, FxProblem]:
+    """The problems of forward and backward.
+
+    Raises:
+        NoHintError: a size is not known.
+    """
+    forward, backward = (build(view, profile, estimator=settings.estimator) for view in views)
+    return forward, backward
+
+
+def agreed(views: Views, settings: PassConfig, profile: CostProfile) -> bool:
+    """Whether ranks compile the same forward and the same backward."""
+    verdicts = [agreeing.reach(v, settings, profile, name) for v, name in zip(views, ("step forward", "step backward"))]
+    for one in verdicts:
+        agreeing.remember(one)
+    return all(one.agreed for one in verdicts)
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What came of it.
+
+    Attributes:
+        both: forward and backward.
+        recompute, keep: reports; None where there was nothing to choose.
+        step_peak_bytes: of the step as Inductor would run it; None where it is not known.
+        notes: for the report.
+    """
+
+    both: Split
+    recompute: PassReport | None = None
+    keep: PassReport | None = None
+    step_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Shrinking:
+    """One joint graph and how it is separated.
+
+    Attributes:
+        gm: the joint graph, which is not changed.
+        split: separates a joint graph, which it may change.
+        outputs: how many results of forward are not saved values.
+    """
+
+    gm: torch.fx.GraphModule
+    split: Callable[[torch.fx.GraphModule], Split]
+    outputs: int
+    settings: PassConfig
+    profile: CostProfile
+
+    def run(self, base: Split) -> Shrunk:
+        """Choose and separate again.
+
+        Args:
+            base: forward and backward as Inductor would have them.
+
+        Raises:
+            NoHintError: a size is not known.
+        """
+        views = views_of(base)
+        if not any(view.collectives for view in views):
+            return Shrunk(base)
+        fx = problems(views, self.settings, self.profile)
+        if not (fx[0].ranks_agree and fx[1].ranks_agree and agreed(views, self.settings, self.profile)):
+            warn_once(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {_DIFFER}")
+            return Shrunk(base, PassReport(recompute.NAME, rolled_back=Reason.RANKS_DIFFER, detail=_DIFFER))
+        tagged = {n.name for n in self.gm.graph.nodes if _torch.is_tagged(n)}
+        found = saved.read(views, fx, self.outputs, tagged)
+        recompute.check(found.step)
+        gathered = keep.candidates(*views, self.profile)
+        possible = recompute.points(found.step, gathered)
+        return self._best(base, found, gathered, possible)
+
+    def _best(
+        self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], possible: Sequence[Point]
+    ) -> Shrunk:
+        """The fastest state that is within the budget when it has become two graphs."""
+        peak = recompute.peak_of(found.step)
+        limit = self.settings.budget.limit_bytes(peak)
+        assert limit is not None
+        wanted = limit
+        for _ in range(_TRIES):
+            point = recompute.best(possible, wanted)
+            if point is None:
+                break
+            both = self._made(base, found, gathered, point)
+            needs = self._least(both, limit)
+            if needs <= limit:
+                break
+            wanted = min(wanted, point.peak_bytes) - max(1, needs - limit)
+        else:
+            point = None
+        if point is None:
+            point = recompute.least(possible)
+            both = self._made(base, found, gathered, point)
+            needs = self._least(both, limit)
+            if needs > limit:
+                self._complain(needs, limit, peak)
+        fastest = recompute.saved_ns(possible)
+        said = recompute.report(found.step, point, fastest, limit, found.refused)
+        kept = keep.jointly(gathered, point.kept, limit) if gathered else None
+        lines = (
+            *picture.made(found.step, point, fastest),
+            *picture.curve(recompute.curve(possible), peak, limit),
+            *picture.at_peak(*(one.problem for one in problems(views_of(both), self.settings, self.profile))),
+        )
+        return Shrunk(both, said, kept, peak, lines)
+
+    def _made(
+        self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], point: Point
+    ) -> Split:
+        """Forward and backward of a state."""
+        if not point.recomputed and not point.kept:
+            return base
+        gm = copy.deepcopy(self.gm)
+        keep.keep(keep.marked(gm.graph), {g.start for g in gathered[: point.kept]})
+        if point.recomputed:
+            again = {name for i in point.recomputed for name in found.step.candidates[i].nodes}
+            _tag(gm.graph, again, found.names)
+        return self.split(gm)
+
+    def _least(self, both: Split, limit: int) -> int:
+        """What forward and backward need in an order that keeps the limit, where there is one."""
+        needs = 0
+        for one in problems(views_of(both), self.settings, self.profile):
+            peak = peak_bytes(one.problem)
+            if peak > limit:
+                peak = plan(one.problem, limit, effort=0, thorough=False, slack=False).peak_bytes
+            needs = max(needs, peak)
+        return needs
+
+    def _complain(self, needs: int, limit: int, peak: int) -> None:
+        warn_once(
+            f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {limit} bytes, and no plan "
+            f'was found that needs less than {needs} ("={needs}B", {needs * 100 // max(1, peak) - 100}% of what it '
+            "needs as it came): that one is used"
+        )
+
+
+_DIFFER = "what a rank saves and computes again has to be the same on all ranks, and they do not compile the same step"
+
+
+def _tag(graph: torch.fx.Graph, again: Collection[str], names: Collection[str]) -> None:
+    """Tell torch's partitioner what to run again, and to go on saving everything else that it saved."""
+    for node in graph.nodes:
+        if node.op != "call_function" or _torch.is_tagged(node):
+            continue
+        if node.name in again:
+            _torch.compute_again(node, again=True)
+        elif node.name in names:
+            _torch.compute_again(node, again=False)

@@ -1,0 +1,400 @@
+"""Which activations backward computes again instead of reading what forward saved, together with which parameters it
+keeps: one choice for the peak of the whole step.
+
+The problem is that of rematerialisation under a memory cap (Checkmate, Jain et al., 2020; MONeT, Shah et al., 2021),
+with communication: time is the simulated makespan of forward and backward, so work that runs while the link is busy
+anyway costs nothing, and bytes that are gone before the peak are worth nothing.
+
+A *state* is a set of saved values to compute again and a number of gathered parameters to keep. Both problems of a
+state are derived from those of the step as it came (:func:`derived`), without a graph. States are prefixes of two
+rankings: by time per byte, and from the first layer on (what forward saves first lives longest, and is computed again
+last, when most memory has been freed). Each state is planned within its own memory and within somewhat more. That gives
+points (peak, time), and none of them depends on the budget: so more budget never chooses a slower step, and the points
+are the curve of the step over the budget as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.schedule.bounds import tails
+from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
+from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.problem import INPUT, Problem, ProblemError, Storage, Task
+from inductor_passes.schedule.simulate import value
+from inductor_passes.schedule.tables import Tables, tables
+from inductor_passes.step import keep
+
+NAME = "recompute"
+#: Added to the names of tasks that run again in backward.
+AGAIN = ".again"
+#: Tasks that may be scheduled in all: how many states are tried follows from it.
+_SCHEDULED_TASKS = 150_000
+#: States per ranking, at most and at least.
+_MOST_STATES, _FEWEST_STATES = 16, 3
+#: Memory with which a state is planned: its own peak, and so many percent more.
+_APPETITES = (100, 110, 130, 200)
+#: Shares of the gathered parameters, in quarters, that a state may keep.
+_KEPT_QUARTERS = (0, 2, 4)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A block of memory that forward saves and backward could compute again.
+
+    Attributes:
+        name: of the saved value.
+        size_bytes: what it holds from forward to its last reader in backward.
+        chain: forward's tasks that would run again, in order; where they read another saved value they end.
+        forward_storage: index of the block among forward's storages.
+        backward_storages: indices of backward's inputs that are the block.
+        nodes: names of the FX nodes of ``chain``.
+        source: the user's ``file:line``, or "".
+    """
+
+    name: str
+    size_bytes: int
+    chain: tuple[int, ...]
+    forward_storage: int
+    backward_storages: tuple[int, ...]
+    nodes: tuple[str, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Both problems of a step as Inductor would separate it, and what backward could compute again.
+
+    Attributes:
+        forward, backward: everything that was saved is saved, every parameter is gathered again.
+        candidates: in the order in which forward makes them.
+        needs: forward's task -> tasks that are in backward already and that it needs there (gathers).
+        reads: forward's task -> storages that are in backward already and that it reads there.
+        callers: forward's inputs that backward does not have; chains that read them make it hold them.
+    """
+
+    forward: Problem
+    backward: Problem
+    candidates: tuple[Candidate, ...]
+    needs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    reads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    callers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Point:
+    """A state within some memory.
+
+    Attributes:
+        recomputed: numbers of the candidates that are computed again, ascending.
+        kept: how many of the gathered parameters are kept, best first.
+        peak_bytes, step_ns: of both graphs in a simple schedule; the passes plan them again.
+        spent_ns: of compute that is added.
+    """
+
+    recomputed: tuple[int, ...]
+    kept: int
+    peak_bytes: int
+    step_ns: int
+    spent_ns: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int, int, int, tuple[int, ...]]:
+        """Less is better. Of equally fast steps the one that adds least wins: its estimate relies on least."""
+        return self.step_ns, self.spent_ns, self.peak_bytes, self.kept, self.recomputed
+
+
+def derived(step: Step, again: Sequence[int]) -> tuple[Problem, Problem] | None:
+    """Forward and backward when the candidates ``again`` are not saved; None where no order of backward can do it.
+
+    Chains run directly before their first reader, as torch places them, and what they need is brought forward.
+    """
+    chosen = [step.candidates[i] for i in sorted(again)]
+    gone = {c.forward_storage for c in chosen}
+    forward = dataclasses.replace(
+        step.forward,
+        storages=tuple(
+            dataclasses.replace(s, pinned=False) if i in gone else s for i, s in enumerate(step.forward.storages)
+        ),
+    )
+    if not chosen:
+        return forward, step.backward
+    backward = _Backward(step, chosen)
+    order = backward.order()
+    return None if order is None else (forward, backward.problem(order))
+
+
+class _Backward:
+    """Backward's tasks and, with numbers above them, forward's tasks that run again."""
+
+    def __init__(self, step: Step, chosen: Sequence[Candidate]) -> None:
+        self.step = step
+        self.first = len(step.backward)
+        self.again = sorted({t for c in chosen for t in c.chain})
+        self.number = {t: self.first + k for k, t in enumerate(self.again)}
+        self.producer = {b: self._made_by(c) for c in chosen for b in c.backward_storages}
+        self.twin = {c.forward_storage for c in chosen}
+        self.preds = step.backward.edges() + [self._preds(t) for t in self.again]
+        for b, made_by in self.producer.items():
+            for reader in step.backward.storages[b].readers:
+                self.preds[reader].append(made_by)
+        self.readers: dict[int, list[int]] = {}
+        for t in self.again:
+            for b in step.reads.get(t, ()):
+                self.readers.setdefault(b, []).append(self.number[t])
+                if b in self.producer and self.producer[b] != self.number[t]:
+                    self.preds[self.number[t]].append(self.producer[b])
+
+    def _made_by(self, candidate: Candidate) -> int:
+        return self.number[self.step.forward.storages[candidate.forward_storage].producer]
+
+    def _preds(self, task: int) -> list[int]:
+        forward = self.step.forward
+        before = {self.number[p] for p in forward.preds[task] if p in self.number}
+        return sorted({*before, *self.step.needs.get(task, ())})
+
+    def order(self) -> list[int] | None:
+        """All tasks in backward's order, each chain as late as its first reader allows; None for a circle."""
+        done, result = [0] * len(self.preds), []
+        for root in range(self.first):
+            stack = [root]
+            while stack:
+                one = stack[-1]
+                if done[one] == 2:
+                    stack.pop()
+                    continue
+                waiting = [p for p in self.preds[one] if done[p] != 2]
+                if not waiting:
+                    done[one] = 2
+                    result.append(one)
+                    stack.pop()
+                    continue
+                if done[one] == 1 and any(done[p] == 1 for p in waiting):
+                    return None
+                done[one] = 1
+                # The last one pushed comes first.
+                stack.extend(sorted(set(waiting), reverse=True))
+        return result if len(result) == len(self.preds) else None
+
+    def problem(self, order: Sequence[int]) -> Problem:
+        """The problem with its tasks renumbered in ``order``."""
+        backward, forward = self.step.backward, self.step.forward
+        place = {one: k for k, one in enumerate(order)}
+        place[INPUT] = INPUT
+        preds = [*map(list, backward.preds), *(self.preds[n] for n in range(self.first, len(self.preds)))]
+        tasks = []
+        for one in order:
+            if one >= self.first:
+                task = forward.tasks[self.again[one - self.first]]
+                tasks.append(Task(task.name + AGAIN, task.kind, task.duration_ns, label=task.label, source=task.source))
+            else:
+                task = backward.tasks[one]
+                tasks.append(task if task.start < 0 else dataclasses.replace(task, start=place[task.start]))
+        storages = []
+        for b, s in enumerate(backward.storages):
+            producer = self.producer.get(b, s.producer)
+            readers = {*s.readers, *self.readers.get(b, ())} - {producer}
+            storages.append(
+                dataclasses.replace(
+                    s, producer=place[producer], readers=tuple(sorted(place[r] for r in readers))
+                )
+            )
+        storages += self._inside(place)
+        return dataclasses.replace(
+            backward,
+            tasks=tuple(tasks),
+            preds=tuple(tuple(sorted({place[p] for p in preds[one]})) for one in order),
+            storages=tuple(storages),
+        )
+
+    def _inside(self, place: Mapping[int, int]) -> list[Storage]:
+        """Memory that only the chains need."""
+        found = []
+        for i in self.step.callers:
+            s = self.step.forward.storages[i]
+            readers = tuple(sorted(place[self.number[r]] for r in s.readers if r in self.number))
+            if readers:
+                found.append(Storage(s.size_bytes, INPUT, readers, True, s.name))
+        for i, s in enumerate(self.step.forward.storages):
+            if s.producer not in self.number or i in self.twin:
+                continue
+            readers = tuple(sorted(place[self.number[r]] for r in s.readers if r in self.number))
+            name = s.name + AGAIN
+            found.append(Storage(s.size_bytes, place[self.number[s.producer]], readers, False, name))
+        return found
+
+
+def rankings(step: Step) -> tuple[tuple[int, ...], ...]:
+    """Two orders in which candidates are taken: by time per byte, the first layers first, and by position alone."""
+
+    def cost(i: int) -> int:
+        one = step.candidates[i]
+        spent = sum(step.forward.tasks[t].duration_ns for t in one.chain)
+        # Equal operators of other layers tie, so that position decides between them.
+        return (spent * 1024 // max(1, one.size_bytes)).bit_length()
+
+    numbers = range(len(step.candidates))
+    return tuple(sorted(numbers, key=lambda i: (cost(i), i))), tuple(numbers)
+
+
+def states(step: Step, most: int) -> list[tuple[int, ...]]:
+    """Sets of candidates, ascending within; at most ``most`` per ranking, none of them twice, nothing at all first."""
+    found: dict[tuple[int, ...], None] = {(): None}
+    for ranking in rankings(step):
+        total, taken, level = sum(step.candidates[i].size_bytes for i in ranking), 0, 1
+        for k, i in enumerate(ranking, 1):
+            taken += step.candidates[i].size_bytes
+            if taken * most >= total * level or k == len(ranking):
+                found[tuple(sorted(ranking[:k]))] = None
+                level = taken * most // total + 1 if total else level
+    return list(found)
+
+
+def points(step: Step, gathered: Sequence[keep.Gathered] = (), kept: Sequence[int] | None = None) -> list[Point]:
+    """What is possible: the states with what they take; the same for every budget.
+
+    Args:
+        gathered: parameters that could be kept, best first (:func:`keep.candidates`).
+        kept: how many of them may be kept; default: none, half, all.
+    """
+    counts = sorted({len(gathered) * q // 4 for q in _KEPT_QUARTERS}) if kept is None else list(kept)
+    size = max(1, len(step.forward) + len(step.backward))
+    most = max(_FEWEST_STATES, min(_MOST_STATES, _SCHEDULED_TASKS // (2 * len(counts) * size)))
+    found = []
+    for state in states(step, most):
+        both = derived(step, state)
+        if both is None:
+            continue
+        spent = sum(step.forward.tasks[t].duration_ns for t in {t for i in state for t in step.candidates[i].chain})
+        for count in counts:
+            names = {g.start for g in gathered[:count]}
+            problems = keep.holding(both[0], names), keep.without_gathers(both[1], names)
+            found += _within(state, count, spent, problems, _APPETITES)
+    return _no_faster(found)
+
+
+def _within(
+    state: tuple[int, ...], kept: int, spent_ns: int, both: tuple[Problem, Problem], appetites: Sequence[int]
+) -> list[Point]:
+    """The points of a state: those of more memory only where that makes the step shorter."""
+    flat = [tables(p) for p in both]
+    came = [value(t, range(t.n)) for t in flat]
+    peak = max(own for _, own in came)
+    result = [Point(state, kept, peak, sum(ns for ns, _ in came), spent_ns)]
+    for percent in appetites:
+        cap = peak * percent // 100
+        found = [min((own, *_quick(t, cap))) for t, own in zip(flat, came)]
+        point = Point(state, kept, max(own for _, own in found), sum(ns for ns, _ in found), spent_ns)
+        if point.step_ns < result[-1].step_ns:
+            result.append(point)
+    return result
+
+
+def _quick(t: Tables, cap_bytes: int) -> list[tuple[int, int]]:
+    """(makespan, peak) of a few list schedules within a cap that the input order keeps: cheap where many are asked."""
+    by_tail = [-q for q in tails(t)[0]]
+    position = range(t.n)
+    rules = (
+        PriorityRule("list/input", position, position),
+        PriorityRule("list/input-compute", position, by_tail, strict=True),
+        PriorityRule("list/critical-path", by_tail, by_tail),
+    )
+    orders = (list_schedule(t, rule, Reach(position, cap_bytes)) for rule in rules)
+    return [(ns, peak) for ns, peak in (value(t, order) for order in orders) if peak <= cap_bytes]
+
+
+def _no_faster(found: Sequence[Point]) -> list[Point]:
+    """The same points, none faster than the step as it came: what is added to a step does not make it faster.
+
+    Where a schedule says so, the schedules of the step as it came were not the best ones.
+    """
+    saved: dict[int, int] = {}
+    for p in found:
+        if not p.recomputed:
+            saved[p.kept] = min(p.step_ns, saved.get(p.kept, p.step_ns))
+    return [dataclasses.replace(p, step_ns=max(p.step_ns, saved[p.kept])) for p in found]
+
+
+def peak_of(step: Step) -> int:
+    """The peak of the step as it came: what a budget is relative to."""
+    return max(peak_bytes(step.forward), peak_bytes(step.backward))
+
+
+def saved_ns(found: Sequence[Point]) -> int:
+    """The fastest step in which everything is saved and gathered again, whatever it needs."""
+    return min(p.step_ns for p in found if not p.recomputed and not p.kept)
+
+
+def best(found: Sequence[Point], limit: int | None) -> Point | None:
+    """The fastest point within ``limit``; None where there is none."""
+    return min((p for p in found if limit is None or p.peak_bytes <= limit), key=lambda p: p.rank, default=None)
+
+
+def least(found: Sequence[Point]) -> Point:
+    """The point that needs least; the fastest of several."""
+    return min(found, key=lambda p: (p.peak_bytes, *p.rank))
+
+
+def curve(found: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in both memory and time, by memory."""
+    result: list[Point] = []
+    for one in sorted(found, key=lambda p: (p.peak_bytes, *p.rank)):
+        if not result or one.step_ns < result[-1].step_ns:
+            result.append(one)
+    return result
+
+
+def report(step: Step, point: Point, fastest_ns: int, limit: int | None, refused: Mapping[str, str]) -> PassReport:
+    """What is computed again, and what is not.
+
+    Args:
+        fastest_ns: see :func:`saved_ns`.
+        refused: saved values that cannot be computed again -> why.
+    """
+    chosen = set(point.recomputed)
+    decisions = []
+    for i, one in enumerate(step.candidates):
+        spent = sum(step.forward.tasks[t].duration_ns for t in one.chain)
+        detail = f"{one.size_bytes} bytes from forward to backward, or {spent} ns of compute in backward"
+        applied = i in chosen
+        decisions.append(
+            Decision(
+                NAME,
+                one.name,
+                Verdict.APPLIED if applied else Verdict.REFUSED,
+                Reason.PROFITABLE if applied else Reason.NOT_PROFITABLE,
+                detail if applied else f"saved: {detail}; the planned step fits without it, or is faster so",
+                source=one.source,
+                setting="" if applied else "memory_budget",
+            )
+        )
+    decisions += [
+        Decision(NAME, name, Verdict.REFUSED, Reason.UNSUPPORTED, why) for name, why in sorted(refused.items())
+    ]
+    again = {t for i in chosen for t in step.candidates[i].chain}
+    metrics: dict[str, float] = {
+        "recomputed": len(chosen),
+        "recomputed_bytes": sum(step.candidates[i].size_bytes for i in chosen),
+        "recomputed_ns": sum(step.forward.tasks[t].duration_ns for t in again),
+        "step_saved_ns": fastest_ns,
+        "step_ns": point.step_ns,
+        "peak_saved_bytes": peak_of(step),
+        "peak_bytes": point.peak_bytes,
+    }
+    if limit is not None:
+        metrics["limit_bytes"] = limit
+    return PassReport(NAME, changed=bool(chosen), decisions=decisions, metrics=metrics)
+
+
+def check(step: Step) -> None:
+    """Raise :class:`ProblemError` unless the numbers in ``step`` are numbers of its tasks and storages."""
+    for one in step.candidates:
+        producer = step.forward.storages[one.forward_storage].producer
+        if producer not in one.chain:
+            raise ProblemError(f"{step.forward.name}: the chain of {one.name} does not make it")
+        for b in one.backward_storages:
+            if step.backward.storages[b].producer != INPUT:
+                raise ProblemError(f"{step.backward.name}: {step.backward.storages[b].name} is not saved")

@@ -1,0 +1,224 @@
+"""What forward saves for backward and backward could compute again: from two FX graphs to a ``recompute.Step``.
+
+A saved value is computed again by a *chain*: the nodes that make it, back to what backward has anyway (inputs, other
+saved values, gathered parameters). A chain may not draw random numbers, communicate, or read or write memory that
+somebody writes to: it would not give the same bits, or do something twice. What activation checkpointing has tagged is
+the user's to decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.ir import ops
+from inductor_passes.ir.ops import Role
+from inductor_passes.ir.storages import FxStorage
+from inductor_passes.ir.view import GraphView
+from inductor_passes.problems.fx import FxProblem
+from inductor_passes.step.recompute import Candidate, Step
+
+#: Values below this share of all that is saved are not worth a decision each.
+_SMALLEST_SHARE = 2000
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A step, and what its problems do not show.
+
+    Attributes:
+        step: with its candidates.
+        refused: saved values that cannot be computed again -> why.
+        names: of all values that are saved, parameters and other inputs left out.
+    """
+
+    step: Step
+    refused: Mapping[str, str]
+    names: frozenset[str]
+
+
+class _Chain:
+    """The nodes that make one saved block again."""
+
+    def __init__(self, reader: _Reader, block: FxStorage) -> None:
+        self.reader = reader
+        self.mine = {n for n in block.members if n.name in reader.saved}
+        self.nodes: set[torch.fx.Node] = set()
+        self.refusal = ""
+        stack = list(self.mine)
+        while stack and not self.refusal:
+            node = stack.pop()
+            if node in self.nodes or (node not in self.mine and reader.in_backward(node)):
+                continue
+            if node.op in ("placeholder", "get_attr") or not _is_tensor(node):
+                continue
+            self.refusal = reader.refusal(node)
+            self.nodes.add(node)
+            stack.extend(node.all_input_nodes)
+
+
+def _is_tensor(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool))
+
+
+class _Reader:
+    def __init__(
+        self,
+        views: tuple[GraphView, GraphView],
+        problems: tuple[FxProblem, FxProblem],
+        outputs: int,
+        tagged: Collection[str],
+    ) -> None:
+        self.view, self.back = views
+        self.forward, self.backward = problems
+        self.tagged = tagged
+        results = self.view.graph.output_node().args[0]
+        assert isinstance(results, (tuple, list))
+        self.results = {n for n in results[:outputs] if isinstance(n, torch.fx.Node)}
+        self.again = {n.name: n for n in self.back.nodes if n.op == "call_function"}
+        self.inputs = {str(n.target): n for n in self.back.nodes if n.op == "placeholder"}
+        self.saved = {
+            n.name
+            for n in results[outputs:]
+            if isinstance(n, torch.fx.Node) and n.op == "call_function" and n.name in self.inputs and _is_tensor(n)
+        }
+        self.task = _tasks(self.forward)
+        self.back_task = _tasks(self.backward)
+        self.storage, self.back_storage = _indices(self.view, self.forward), _indices(self.back, self.backward)
+        self.written = {m for s in self.view.storages.all if s.writers for m in s.members}
+
+    def in_backward(self, node: torch.fx.Node) -> bool:
+        """Whether backward has the value of a forward node anyway."""
+        return node.name in self.saved or node.name in self.again
+
+    def refusal(self, node: torch.fx.Node) -> str:
+        """Why a node may not run again, "" where it may."""
+        role, name = self.view.role(node), _torch.op_name(node.target)
+        if ops.effect_channel(node, role) == "random":
+            return f"{node.name} draws random numbers"
+        if role in (Role.START, Role.WAIT):
+            return f"{node.name} communicates"
+        if role not in (Role.COMPUTE, Role.FREE) or name.startswith("higher_order::") or ops.effect_channel(node, role):
+            return f"it is not known whether {node.name} can run twice"
+        if node in self.written or any(i in self.written for i in node.all_input_nodes) or ops.mutated_inputs(node):
+            return f"{node.name} uses memory that is written to"
+        if node.name in self.tagged:
+            return f"activation checkpointing decides about {node.name}"
+        return ""
+
+    def read(self) -> Saved:
+        """Candidates, and why others are none."""
+        blocks = [s for s in self.view.storages.all if any(m.name in self.saved for m in s.members)]
+        total = sum(s.size_bytes or 0 for s in blocks)
+        found, refused = [], {}
+        chains: list[_Chain] = []
+        for block in blocks:
+            if (block.size_bytes or 0) * _SMALLEST_SHARE <= total:
+                continue
+            one = self._candidate(block)
+            if isinstance(one, str):
+                refused[block.producer.name] = one
+            else:
+                found.append(one[0])
+                chains.append(one[1])
+        needs, reads = self._links({n for chain in chains for n in chain.nodes})
+        callers = tuple(
+            i
+            for s in self.view.storages.all
+            if s.producer.op in ("placeholder", "get_attr") and s.producer.name not in self.inputs
+            for i in self.storage.get(s, ())
+        )
+        step = Step(self.forward.problem, self.backward.problem, tuple(found), needs, reads, callers)
+        return Saved(step, refused, frozenset(self.saved))
+
+    def _candidate(self, block: FxStorage) -> tuple[Candidate, _Chain] | str:
+        mine = self.storage.get(block, ())
+        if any(m in self.results for m in block.members):
+            return "it is a result of the model"
+        if block.producer not in self.task or len(mine) != 1:
+            return "it is memory that forward does not allocate by itself"
+        if any(len(self.view.storages.of(m)) != 1 for m in block.members if m.name in self.saved):
+            return "it may be memory of several values"
+        chain = _Chain(self, block)
+        if chain.refusal:
+            return chain.refusal
+        if block.producer not in chain.nodes:
+            return "what allocates it is not part of what makes it"
+        inputs = [self.inputs[m.name] for m in block.members if m.name in self.saved]
+        theirs = tuple(i for n in inputs for s in self.back.storages.of(n) for i in self.back_storage.get(s, ()))
+        if not theirs or any(self.backward.problem.storages[i].pinned for i in theirs):
+            return "backward does not free it"
+        one = Candidate(
+            name=block.producer.name,
+            size_bytes=self.forward.problem.storages[mine[0]].size_bytes,
+            chain=tuple(sorted({self.task[n] for n in chain.nodes if n in self.task})),
+            forward_storage=mine[0],
+            backward_storages=theirs,
+            nodes=tuple(n.name for n in self.view.nodes if n in chain.nodes),
+            source=ops.source_line(block.producer),
+        )
+        return one, chain
+
+    def _links(
+        self, nodes: set[torch.fx.Node]
+    ) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """What the tasks of chains need and read of what is in backward already."""
+        needs: dict[int, set[int]] = {}
+        reads: dict[int, set[int]] = {}
+        for node in self.view.nodes:
+            if node not in nodes or node not in self.task:
+                continue
+            for source in node.all_input_nodes:
+                twin = self.inputs.get(source.name) or self.again.get(source.name)
+                if twin is None:
+                    continue
+                if twin in self.back_task:
+                    needs.setdefault(self.task[node], set()).add(self.back_task[twin])
+                for storage in self.back.storages.of(twin):
+                    reads.setdefault(self.task[node], set()).update(self.back_storage.get(storage, ()))
+        return ({t: tuple(sorted(v)) for t, v in needs.items()}, {t: tuple(sorted(v)) for t, v in reads.items()})
+
+
+def read(
+    views: tuple[GraphView, GraphView], problems: tuple[FxProblem, FxProblem], outputs: int, tagged: Collection[str]
+) -> Saved:
+    """What backward could compute again; O(nodes and edges of all chains).
+
+    Args:
+        views, problems: of forward and backward.
+        outputs: how many results of forward are not saved values.
+        tagged: names of nodes about which activation checkpointing has decided.
+    """
+    return _Reader(views, problems, outputs, tagged).read()
+
+
+def _tasks(fx: FxProblem) -> dict[torch.fx.Node, int]:
+    return {node: task for task, members in enumerate(fx.members) for node in members}
+
+
+def _indices(view: GraphView, fx: FxProblem) -> dict[FxStorage, tuple[int, ...]]:
+    """Block of memory -> its number among the problem's storages; without those that cannot be told apart."""
+    by_name: dict[str, list[int]] = {}
+    for i, s in enumerate(fx.problem.storages):
+        by_name.setdefault(s.name, []).append(i)
+    blocks: dict[str, list[FxStorage]] = {}
+    for block in view.storages.all:
+        if block.size_bytes:
+            blocks.setdefault(block.producer.name, []).append(block)
+    return dict(_paired(blocks, by_name))
+
+
+def _paired(
+    blocks: Mapping[str, list[FxStorage]], by_name: Mapping[str, list[int]]
+) -> Iterator[tuple[FxStorage, tuple[int, ...]]]:
+    for name, ones in blocks.items():
+        numbers = by_name.get(name, [])
+        if len(numbers) == len(ones):
+            yield from ((block, (number,)) for block, number in zip(ones, numbers))
+
+

@@ -1,0 +1,273 @@
+"""What backward computes again: the choice on small steps, and whole models within budgets below their peak."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from inductor_passes.report import GraphReport, PassReport, Verdict
+from inductor_passes.schedule.memory import peak_bytes, profile
+from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
+from inductor_passes.schedule.simulate import simulate
+from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.step import recompute
+from inductor_passes.step.recompute import Candidate, Step
+from inductor_passes.trace.collector import collect
+from tests.support.compiled import compiled_reports, dotted, save_profile
+from tests.support.models import LlamaConfig, cross_entropy, llama, llama_batch
+from tests.support.parity import share
+from tests.support.ranks import Ranks
+from tests.support.world import fake_world
+
+#: Activations are most of what it needs.
+HEAVY = LlamaConfig(layers=2, dim=64, hidden=176, vocab=256, batch=8, seq=64)
+
+
+def layers(costs: list[tuple[int, int]], gather_ns: int = 0) -> Step:
+    """Layers of (duration, saved bytes) in a row; each result is saved, backward reads them from the last to the first.
+
+    With ``gather_ns`` backward gathers a parameter of 10 bytes per layer, which the layer's chain needs, too.
+    """
+    n = len(costs)
+    forward = Problem(
+        tasks=tuple(Task(f"f{i}", Kind.COMPUTE, ns) for i, (ns, _) in enumerate(costs)),
+        preds=tuple((i - 1,) if i else () for i in range(n)),
+        storages=tuple(Storage(s, i, (i + 1,) if i + 1 < n else (), True, f"f{i}") for i, (_, s) in enumerate(costs)),
+        name="forward",
+    )
+    tasks: list[Task] = []
+    preds: list[tuple[int, ...]] = []
+    storages: list[Storage] = []
+    needs: dict[int, tuple[int, ...]] = {}
+    reads: dict[int, set[int]] = {i: set() for i in range(n)}
+    saved = [0] * n
+    for i in reversed(range(n)):
+        before = (len(tasks) - 1,) if tasks else ()
+        gathered: tuple[int, ...] = ()
+        if gather_ns:
+            start = len(tasks)
+            tasks += [
+                Task(f"gather{i}", Kind.START, gather_ns, lane=0, issue_ns=1),
+                Task(f"wait{i}", Kind.WAIT, lane=0, start=start),
+            ]
+            preds += [(), (start,)]
+            gathered = (start + 1,)
+            storages.append(Storage(10, start, (start + 1, start + 2), False, f"gather{i}"))
+            needs[i] = gathered
+            reads[i].add(len(storages) - 1)
+        place = len(tasks)
+        tasks.append(Task(f"b{i}", Kind.COMPUTE, costs[i][0]))
+        preds.append((*before, *gathered))
+        saved[i] = len(storages)
+        storages.append(Storage(costs[i][1], INPUT, (place,), False, f"f{i}"))
+    for i in range(1, n):
+        reads[i].add(saved[i - 1])
+    backward = Problem(
+        tasks=tuple(tasks),
+        preds=tuple(tuple(sorted(p)) for p in preds),
+        lanes=(Lane("dp", "link"),) if gather_ns else (),
+        storages=tuple(storages),
+        name="backward",
+    )
+    candidates = tuple(Candidate(f"f{i}", size, (i,), i, (saved[i],)) for i, (_, size) in enumerate(costs))
+    return Step(forward, backward, candidates, needs, {i: tuple(sorted(r)) for i, r in reads.items()})
+
+
+def test_a_value_is_made_again_before_its_first_reader() -> None:
+    step = layers([(5, 100), (5, 100), (5, 100)])
+    both = recompute.derived(step, (0, 1))
+    assert both is not None
+    forward, backward = both
+    assert [t.name for t in backward.tasks] == ["b2", "f0.again", "f1.again", "b1", "b0"]
+    # b1 needs what f1 makes, and f0's result stays for b0: one chain for both.
+    assert profile(forward) == [100, 200, 200]
+    assert profile(backward) == [100, 100, 200, 200, 100]
+    assert profile(step.backward) == [300, 200, 100]
+    assert simulate(backward).makespan_ns == simulate(step.backward).makespan_ns + 10
+    assert recompute.derived(step, ()) == (step.forward, step.backward)
+
+
+def test_gathers_come_before_what_is_made_again() -> None:
+    step = layers([(50, 100), (50, 100)], gather_ns=20)
+    both = recompute.derived(step, (0,))
+    assert both is not None
+    names = [t.name for t in both[1].tasks]
+    assert names == ["gather1", "wait1", "b1", "gather0", "wait0", "f0.again", "b0"]
+    both[1].check_order(both[1].input_order)
+    # f0 and f1 again for b1: the gather for f0 moves in front of b1 and its result stays for b0.
+    both = recompute.derived(step, (0, 1))
+    assert both is not None
+    names = [t.name for t in both[1].tasks]
+    assert names == ["gather1", "wait1", "gather0", "wait0", "f0.again", "f1.again", "b1", "b0"]
+    gathered = next(s for s in both[1].storages if s.name == "gather0")
+    assert gathered.readers == (3, 4, 7)
+
+
+def test_what_no_order_can_do_is_no_state() -> None:
+    step = layers([(5, 100), (5, 100)])
+    # What f1 needs comes out of b1 itself.
+    impossible = Step(step.forward, step.backward, step.candidates, {1: (0,)}, step.reads)
+    assert recompute.derived(impossible, (1,)) is None
+    assert {p.recomputed for p in recompute.points(impossible)} <= {(), (0,)}
+
+
+def test_work_that_hides_behind_the_link_costs_nothing() -> None:
+    for gather_ns, shown_ns in ((500, 0), (0, 20)):
+        whole = layers([(10, 1000)] * 4, gather_ns)
+        # Behind the last gather there is nothing to hide the first layer's chain behind.
+        found = recompute.points(dataclasses.replace(whole, candidates=whole.candidates[1:3]))
+        shorter = min(p.step_ns for p in found if p.recomputed == (0, 1))
+        assert shorter - recompute.saved_ns(found) == shown_ns
+
+
+def test_first_layers_go_first_among_equal_ones() -> None:
+    step = layers([(10, 100)] * 6)
+    assert recompute.rankings(step) == ((0, 1, 2, 3, 4, 5),) * 2
+    dear = layers([(1000, 100), (10, 100), (10, 100)])
+    assert recompute.rankings(dear)[0] == (1, 2, 0)
+
+
+STEPS = st.builds(
+    layers,
+    st.lists(st.tuples(st.integers(1, 50), st.integers(1, 1000)), min_size=1, max_size=8),
+    st.sampled_from([0, 3, 40, 400]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS, st.lists(st.integers(0, 120), min_size=2, max_size=6))
+def test_more_memory_never_chooses_a_slower_step(step: Step, percents: list[int]) -> None:
+    found = recompute.points(step)
+    assert found == recompute.points(step)
+    peak = recompute.peak_of(step)
+    last = None
+    for percent in sorted(percents):
+        limit = peak * percent // 100
+        point = recompute.best(found, limit)
+        # The least is what a warning names.
+        assert (point is None) == (limit < recompute.least(found).peak_bytes)
+        if point is None:
+            assert last is None
+            continue
+        assert point.peak_bytes <= limit and (last is None or point.step_ns <= last)
+        last = point.step_ns
+    times = [p.step_ns for p in recompute.curve(found)]
+    assert times == sorted(times, reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(STEPS, st.data())
+def test_every_derived_problem_is_one(step: Step, data: st.DataObject) -> None:
+    again = data.draw(st.sets(st.integers(0, len(step.candidates) - 1)))
+    both = recompute.derived(step, sorted(again))
+    assert both is not None
+    forward, backward = both
+    backward.check_order(backward.input_order)
+    assert len(backward) == len(step.backward) + len(again)
+    assert peak_bytes(forward) <= peak_bytes(step.forward)
+    live = sum(c.size_bytes for i, c in enumerate(step.candidates) if i not in again)
+    assert sum(s.size_bytes for s in backward.storages if s.producer == INPUT) == live
+
+
+def heavy(config: LlamaConfig = HEAVY, reshard: Any = True) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    return simple_fsdp(llama(config), mesh, reshard_after_forward=reshard)
+
+
+def again(reports: list[GraphReport]) -> PassReport:
+    return next(p for r in reports for p in r.passes if p.name == recompute.NAME)
+
+
+def peak_of(reports: list[GraphReport]) -> int:
+    return max(r.schedules[-1].peak_after_bytes for r in reports)
+
+
+@pytest.fixture(scope="module")
+def slow_link(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Communication takes about as long as compute."""
+    return save_profile(tmp_path_factory.mktemp("profile") / "slow.json", 100_000, 10.0, 5_000, 0.1)
+
+
+def test_a_model_within_less_than_it_needs(slow_link: str) -> None:
+    tokens = llama_batch(HEAVY)[0]
+    with fake_world(2):
+        plain = compiled_reports(heavy(), tokens, memory_budget="0", cost_profile=slow_link, bucket="off")
+        assert not any(p.name == recompute.NAME for r in plain for p in r.passes)
+        base = max(r.schedules[0].peak_before_bytes for r in plain)
+        for budget, limit in (("-30%", base * 7 // 10), ("=1TiB", 2**40)):
+            reports = compiled_reports(heavy(), tokens, memory_budget=budget, cost_profile=slow_link, bucket="off")
+            choice = again(reports)
+            assert choice.rolled_back is None and choice.metrics["limit_bytes"] in (limit, limit + 1)
+            assert peak_of(reports) <= limit
+            applied = [d for d in choice.decisions if d.verdict is Verdict.APPLIED]
+            assert len(applied) == choice.metrics["recomputed"] and all(d.source for d in applied)
+            assert bool(applied) == (limit < base)
+            notes = "\n".join(reports[0].notes)
+            assert "the planned step over its peak" in notes and "5% more" in notes and "at the peak of" in notes
+            # Attention counts as random on a CPU.
+            assert any("random" in d.detail for d in choice.decisions if d.verdict is Verdict.REFUSED)
+
+
+def test_the_least_that_is_possible_is_named(slow_link: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = llama_batch(HEAVY)[0]
+    with fake_world(2):
+        reports = compiled_reports(heavy(), tokens, memory_budget="-99%", cost_profile=slow_link, bucket="off")
+    assert again(reports).metrics["recomputed"] > 0
+    (said,) = [r.getMessage() for r in caplog.records if "no plan was found" in r.getMessage()]
+    assert "memory_budget='-99%'" in said and "needs less than" in said
+
+
+def train(rank: int, world_size: int, cost_profile: str) -> list[dict[str, torch.Tensor]]:
+    """Losses and gradients of two steps with everything saved and within less than that."""
+    reference = llama(HEAVY)
+    inputs, targets = share(llama_batch(HEAVY, batch=8), rank, world_size)
+    found = []
+    for reshard, budget in ((True, "+5%"), ("auto", "-30%")):
+        model = simple_fsdp(
+            copy.deepcopy(reference),
+            init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)),
+            reshard_after_forward=reshard,
+        )
+        torch._dynamo.reset()
+        options = dotted(memory_budget=budget, cost_profile=cost_profile, bucket="off", codegen="inductor")
+        one: dict[str, torch.Tensor] = {}
+        compiled = torch.compile(model, fullgraph=True, backend="inductor_passes", options=options)
+        with collect(what_if=False) as reports:
+            for number in range(2):
+                loss = cross_entropy(compiled(inputs), targets)
+                loss.backward()
+                one[f"loss{number}"] = loss.detach().clone()
+                for parameter in model.parameters():
+                    with torch.no_grad():
+                        parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
+                    parameter.grad = None
+        one |= {name: p.to_local().detach().clone() for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+        choice = next((p for r in reports for p in r.passes if p.name == recompute.NAME), None)
+        one["again"] = torch.tensor(0 if choice is None else int(choice.metrics["recomputed"]))
+        one["peak"] = torch.tensor(max(r.schedules[0].peak_after_bytes for r in reports))
+        one["saved"] = torch.tensor(0 if choice is None else int(choice.metrics["peak_saved_bytes"]))
+        found.append(one)
+    return found
+
+
+@pytest.mark.ranks
+def test_numbers_are_the_same_bit_for_bit(two_ranks: Ranks, slow_link: str) -> None:
+    answers = two_ranks.run(train, slow_link)
+    extras = [[{k: int(one.pop(k)) for k in ("again", "peak", "saved")} for one in rank] for rank in answers]
+    assert extras[0] == extras[1]
+    plain, less = extras[0]
+    assert plain["again"] == 0 < less["again"]
+    assert less["peak"] <= less["saved"] * 7 // 10 < plain["peak"]
+    for rank in answers:
+        for one in rank[1:]:
+            assert list(one) == list(rank[0])
+            for name, value in rank[0].items():
+                assert torch.equal(value, one[name]), name
