@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
+from inductor_passes.engine import shrinking
 from inductor_passes.report import GraphReport, PassReport, Verdict
 from inductor_passes.schedule.memory import peak_bytes, profile
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
@@ -271,3 +274,42 @@ def test_numbers_are_the_same_bit_for_bit(two_ranks: Ranks, slow_link: str) -> N
             assert list(one) == list(rank[0])
             for name, value in rank[0].items():
                 assert torch.equal(value, one[name]), name
+
+
+class Dropped(nn.Module):
+    """Layers with dropout, the second one checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(64, 256, bias=False), nn.Linear(256, 64, bias=False)
+        self.first, self.second, self.third = (nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = self.narrow(self.wide(x).exp())
+        y = checkpoint(self.second[0], self.first(x).exp(), use_reentrant=False)
+        return self.third(y.sin()).exp()  # type: ignore[no-any-return]
+
+
+def test_random_operators_run_once_and_checkpoints_stay(slow_link: str) -> None:
+    calls: list[list[str]] = []
+
+    def watch(graph: torch.fx.Graph) -> list[str]:
+        return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+
+    original = shrinking.Shrinking.run
+
+    def run(self: shrinking.Shrinking, base: shrinking.Split) -> shrinking.Shrunk:
+        done = original(self, base)
+        calls.extend(watch(module.graph) for module in done.both)
+        return done
+
+    with fake_world(2), mock.patch.object(shrinking.Shrinking, "run", run):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = simple_fsdp(Dropped(), mesh)
+        x = torch.randn(512, 64)
+        choice = again(compiled_reports(model, x, memory_budget="-15%", cost_profile=slow_link, bucket="off"))
+    forward, backward = calls
+    assert choice.rolled_back is None and choice.metrics["recomputed"] > 0
+    assert sum("rand" in target or "bernoulli" in target or "dropout" in target for target in forward) == 2
+    assert not any("rand" in target or "bernoulli" in target for target in backward)

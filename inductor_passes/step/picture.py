@@ -15,7 +15,7 @@ _NAMED, _POINTS = 3, 8
 def made(step: Step, point: Point, fastest_ns: int) -> list[str]:
     """What is computed again and what that costs, against the fastest step in which everything is saved."""
     if not point.recomputed:
-        return ["memory: the step fits without computing activations again"]
+        return ["memory: nothing is computed again but what Inductor does by itself"]
     chosen = [step.candidates[i] for i in point.recomputed]
     spent = sum(step.forward.tasks[t].duration_ns for t in sorted({t for c in chosen for t in c.chain}))
     added = max(0, point.step_ns - fastest_ns)

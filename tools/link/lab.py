@@ -119,7 +119,6 @@ CONTENDERS = {
         Contender("ours-auto-100", 'ours, "auto", "+100%"', "ours", None, {"memory_budget": "+100%"}, reshard="auto"),
         Contender("half", "default Inductor, half saved", "inductor", {}, saved=0.5),
         Contender("reorder-half", "in-tree reorder, half saved", "in-tree", _IN_TREE_ORDER, saved=0.5),
-        Contender("ours-half", "ours, half saved", "ours", saved=0.5),
         Contender("ours-less-10", 'ours, "auto", "-10%"', "ours", None, {"memory_budget": "-10%"}, reshard="auto"),
         Contender("ours-less-20", 'ours, "auto", "-20%"', "ours", None, {"memory_budget": "-20%"}, reshard="auto"),
         Contender("ours-less-30", 'ours, "auto", "-30%"', "ours", None, {"memory_budget": "-30%"}, reshard="auto"),
