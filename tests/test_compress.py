@@ -20,6 +20,7 @@ from inductor_passes.compress.pass_ import CompressPass
 from inductor_passes.config import Narrowing
 from inductor_passes.cost.communication import KINDS, GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
+from inductor_passes.engine import complain
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Reason, Verdict
@@ -609,3 +610,36 @@ def test_narrowing_is_what_the_settings_say() -> None:
     assert chosen.dtypes == ("bf16", "int8")
     assert chosen.error == Fraction(1, 100)
     assert not chosen.is_off
+
+
+def test_a_result_that_is_waited_for_again_stays() -> None:
+    """Its memory has to be a collective's; the other collective of the graph is narrowed all the same."""
+    with fake_world(2) as group:
+        p = Program()
+        again, other = p.input(64, 32), p.input(64, 16)
+        gm = p.done(p.wait(p.collective("all_gather", again, group)), p.collective("all_gather", other, group))
+        report = run(gm, config("*=int8"), link(2, 10.0))
+    assert [d.verdict for d in report.decisions] == [Verdict.REFUSED, Verdict.APPLIED]
+    assert report.decisions[0].reason is Reason.UNSUPPORTED
+
+
+def summed(group: str) -> torch.fx.GraphModule:
+    """A sum that every rank reads as it is: codes and scales are memory on top of it."""
+    p = Program()
+    x = p.call(aten.mul.Tensor, p.input(900, 10), 1)
+    return p.done(p.call(aten.mul.Tensor, p.collective("all_reduce", x, group), 1))
+
+
+def test_what_is_asked_for_is_kept_although_less_memory_plans_faster_without(caplog: pytest.LogCaptureFixture) -> None:
+    complain._warned.clear()
+    slow = link(2, 0.001)
+    with fake_world(2) as group:
+        for budget, narrowed in (("unlimited", True), ("2GiB", True), ("0", False)):
+            chosen = config("*=int8", memory_budget=budget)
+            gm = summed(group)
+            done = run_passes(gm.graph, passes_of(chosen), chosen, slow)
+            (report,) = [one for one in done.report.passes if one.name == "compress"]
+            assert report.changed and (report.rolled_back is None) == narrowed, budget
+            said = [r.message for r in caplog.records if "although a setting asks for it" in r.message]
+            assert bool(said) != narrowed
+    assert "raise memory_budget" in said[0]

@@ -15,6 +15,7 @@ from inductor_passes.compress.form import Form, form_of
 from inductor_passes.config import Narrowing
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.canonical import UNEQUAL
+from inductor_passes.ir.ops import Role
 from inductor_passes.ir.parameters import names_of
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
@@ -152,7 +153,8 @@ def _check_form(collective: Collective, facts: Facts) -> None:
     if start.name in facts.apart:
         raise RefusedError(Reason.UNSUPPORTED, "one of the parts of a collective that was cut to overlap")
     single = len(collective.inputs) == 1 and len(collective.waits) == 1 and list(start.users) == [*collective.waits]
-    if collective.in_place or not single or any(s.writers for s in storages.of(start)):
+    waited = {m for s in storages.of(start) for m in s.members if facts.view.role(m) is Role.WAIT}
+    if collective.in_place or not single or len(waited) > 1 or any(s.writers for s in storages.of(start)):
         raise RefusedError(Reason.UNSUPPORTED, "not one functional call with one wait")
     if collective.dtypes[0] not in WIDE:
         raise RefusedError(Reason.UNSUPPORTED, f"elements of {_short(collective.dtypes[0])} are not narrowed")

@@ -24,7 +24,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import judge
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
-from inductor_passes.engine.complain import VerificationError, complain
+from inductor_passes.engine.complain import VerificationError, complain, warn_once
 from inductor_passes.engine.snapshot import Snapshot
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.file import PlanFileError
@@ -88,6 +88,11 @@ def run_passes(
     compilation.cap, compilation.least_peak_bytes = run.cap, run.least_peak_bytes()
     for step in run.steps:
         report.passes.append(step.report)
+        if step.asked and step.report.rolled_back in judge.BY_COST:
+            warn_once(
+                f"inductor_passes: pass {step.report.name!r} was undone in the {report.phase} graph although a setting "
+                f"asks for it: {step.report.detail}; raise memory_budget"
+            )
         if step.outcome is not None:
             compilation.enter(_of_cap(step.outcome, run.cap))
     return compilation
@@ -128,13 +133,14 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
     if done.scheduled() is None:
         return  # nothing says in which order the graph will run
     try:
-        best, least = done.tried, done.standing()
+        best, least, forced = done.tried, done.standing(), done.forced()
         # Buckets that fit into less memory can be the better ones, however close to its own bound the graph is.
         lower = list(judge.lower(run.cap, run.config))
         others = [(cap, frozenset[int]()) for cap in lower]
         others += [(cap, one) for cap in (run.cap, *lower) for one in _combinations(done)]
         for cap, left_out in others[:tries]:
-            if run.again(cap, left_out, least[1]) and run.standing() < least:
+            # What was asked for whatever it gains is not given up for a faster step.
+            if run.again(cap, left_out, least[1]) and run.forced() >= forced and run.standing() < least:
                 best, least = run.tried, run.standing()
     except NoHintError:
         return
@@ -174,13 +180,17 @@ def _settle(run: _Run) -> None:
 
 @dataclass
 class _Step:
-    """One pass that was run: what it got, and what it did if that was kept."""
+    """One pass that was run: what it got, and what it did if that was kept.
+
+    ``asked``: it was undone although a setting asks for it whatever it gains.
+    """
 
     one: Pass
     facts: Facts
     snapshot: Snapshot
     report: PassReport
     outcome: Outcome | None = None
+    asked: bool = False
 
     @property
     def changed(self) -> bool:
@@ -268,8 +278,12 @@ class _Run:
             self.steps.append(self._timed(step.outcome.otherwise))
         else:
             report = judge.refused(step.outcome, judge.Judgement(self.facts, reason, detail))
-            self.steps.append(_Step(step.one, self.facts, self._snapshot(), report))
+            self.steps.append(_Step(step.one, self.facts, self._snapshot(), report, asked=step.outcome.forced))
         self.rest()
+
+    def forced(self) -> set[int]:
+        """The passes whose changes the settings ask for whatever they gain."""
+        return {k for k, s in enumerate(self.steps) if s.outcome is not None and s.changed and s.outcome.forced}
 
     def scheduled(self) -> Scheduled | None:
         """The order that the graph has; None when nothing ordered it since it was changed last."""
@@ -316,7 +330,7 @@ class _Run:
                 self._restore(snapshot, facts)
                 one = outcome.otherwise
                 continue
-            return self._undone(one, judge.refused(outcome, judgement), snapshot, None)
+            return self._undone(one, judge.refused(outcome, judgement), snapshot, None, asked=outcome.forced)
         raise AssertionError(f"pass {one.name!r} asked to be run more than {MAX_ATTEMPTS} times")
 
     def _unpinned(self, one: Pass, outcome: Outcome, detail: str) -> Pass:
@@ -351,14 +365,16 @@ class _Run:
         snapshot.restore()
         self.facts = facts.of(self.graph, solved=facts.solved)
 
-    def _undone(self, one: Pass, report: PassReport, snapshot: Snapshot, error: BaseException | None) -> _Step:
+    def _undone(
+        self, one: Pass, report: PassReport, snapshot: Snapshot, error: BaseException | None, asked: bool = False
+    ) -> _Step:
         emit_failure(self.about, report, lambda: str(self.graph))
         before = self.facts
         self._restore(snapshot, before)
         if report.rolled_back in (Reason.VERIFIER, Reason.EXCEPTION):
             what = f"pass {report.name!r} was undone in the {self.about.phase} graph"
             complain(what, report, self.config, error)
-        return _Step(one, before, snapshot, report)
+        return _Step(one, before, snapshot, report, asked=asked)
 
     def _kept(self, one: Pass, outcome: Outcome, judgement: judge.Judgement, snapshot: Snapshot) -> _Step:
         before = self.facts
