@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 #: busy while the others have nothing left to do. Only that depends on this list.
 _LONG = (
     *("end_to_end", "environment_variable", "bucket_sums", "hugging_face", "agreement_ranks", "operator_memory"),
+    *("variants", "step_recompute", "step_keep", "sequence_parallel_ranks", "compress", "memory_cap", "uneven_ranks"),
     *("frameworks_trainer", "soak", "failures", "verify_mutations", "barrier", "bench", "trace_artifacts", "fuzz"),
 )
 
