@@ -236,6 +236,29 @@ all_reduce[4] amax mul clamp convert_element_type view all_gather_into_tensor[4]
             narrow = program.call(torch.ops.prims.convert_element_type.default, scaled, torch.bfloat16)
             assert refusals(rewrite("R7"), program.output(narrow), [(4, 6)] * 2) == [Reason.DATA_DEPENDENCY]
 
+    def test_r7_leaves_the_rounding_to_the_gather(self):
+        """Inductor keeps 16 bits in float32 inside of a kernel: what is sent is rounded, what is cast there is not."""
+        cast = torch.ops.prims.convert_element_type.default
+
+        def graph(dtype, computed, *steps):
+            program = Program((4, 6), dtype=dtype)
+            x = program.call(torch.ops.aten.mul.Tensor, program.inputs[0], 0.37) if computed else program.inputs[0]
+            x = program.collective("all_gather_into_tensor", x, 4, groups[(1,)])
+            for target, *args in steps:
+                x = program.call(target, x, *args)
+            return program.output(program.call(cast, x, torch.float32) if x.meta["val"].itemsize == 1 else x)
+
+        low, e4m3, scale = torch.bfloat16, (cast, torch.float8_e4m3fn), (torch.ops.aten.mul.Tensor, 0.5)
+        with world() as groups:
+            for dtype, steps in ((low, [e4m3]), (low, [scale, e4m3]), (torch.float32, [scale, (cast, low)])):
+                for computed in (False, True):
+                    gm = graph(dtype, computed, *steps)
+                    _, _, report = apply(rewrite("R7"), gm, [(4, 6)], dtype)
+                    assert report.changed != computed, (dtype, steps)
+                    assert not computed or [d.reason for d in report.decisions] == [Reason.NUMERICS]
+            gm = graph(torch.float32, True, (cast, low))
+            assert apply(rewrite("R7"), gm, [(4, 6)], torch.float32)[2].changed
+
     def test_r14(self):
         with world() as groups:
             program = Program((4, 6))

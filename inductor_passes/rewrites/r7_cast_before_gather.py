@@ -15,7 +15,8 @@ after::
 Matches, in the first form, a gather whose every reader, through whatever only moves elements (views, slices, splits,
 cats, copies), is a cast to one dtype of fewer bytes; in the second a gather of a widening cast. A cast acts on every
 element alone, and gathering moves elements, so the two commute bit for bit; reductions are never crossed. Scaling,
-clamping and rounding on the way to the cast move with it, by numbers that are written down or equal on all ranks.
+clamping and rounding on the way to the cast move with it, by numbers that are written down or equal on all ranks. What
+Inductor computes in 16 bits, or would scale in the kernel that computes it, stays: the gather is what rounds it.
 Saves the share of the gather's bytes by which the dtype shrinks (half for fp32 to bf16).
 """
 
@@ -88,6 +89,8 @@ class CastBeforeGather:
             refuse(Reason.DATA_DEPENDENCY, "the gathered tensor is scaled in several ways")
         steps = [node for tail in tails for node in tail]
         _scales_are_equal(work, gather, _scales(entries[0], tails[0]))
+        if (before.itemsize < 4 or len(tails[0]) > 1) and _fuses(work, gather.inputs[0]):
+            refuse(Reason.NUMERICS, f"{gather.inputs[0].name} would be narrowed before it is rounded to {before}")
         work.unwritten(gather.inputs[0], gather.start, wait)
         work.never_written(wait, *region, *steps)
 
@@ -115,6 +118,8 @@ class CastBeforeGather:
         before, after = wide.meta["val"].dtype, narrow.meta["val"].dtype
         if not narrow.meta["val"].is_contiguous():
             refuse(Reason.UNSUPPORTED, "the narrow tensor is not dense")
+        if before.is_floating_point and after.itemsize > 1 and _fuses(work, narrow):
+            refuse(Reason.NUMERICS, f"{narrow.name} is widened before it is rounded to {after}")
         work.unwritten(narrow, wide, wait)
         # What is written to the result has to reach the memory of a gather, not that of a cast.
         work.never_written(wide, wait)
@@ -136,6 +141,17 @@ class CastBeforeGather:
 
 #: Operators on each element alone whose result is the same bits whatever code computes it.
 _EXACT = frozenset(f"aten::{name}" for name in ("mul", "div", "add", "sub", "clamp", "clamp_min", "clamp_max", "round"))
+
+
+def _fuses(work: Work, node: torch.fx.Node) -> bool:
+    """Whether Inductor may narrow a value in the kernel that computes it.
+
+    It keeps 16-bit numbers in float32 inside of a kernel, and may contract a product and a sum. What is sent as it is
+    has been rounded in memory.
+    """
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return work.facts.config.codegen == "inductor" and node.op == "call_function" and not work.is_wait(node)
 
 
 def _tail(node: torch.fx.Node, wait: torch.fx.Node) -> list[torch.fx.Node]:
