@@ -224,6 +224,20 @@ def test_passes_beside_messages_and_empty_messages(
     assert judging.judge(case, groups)[0] == ""
 
 
+def test_buckets_keep_the_order_that_messages_demand(groups: tuple[str, ...]) -> None:
+    """Found: a gather that stays last before a message was merged with one that another gather needs before it."""
+    case = cases.Case(
+        parsed(
+            "all_gather_out 40 61 59, draw 3 7 33, exchange 26 44 26, wait 11 54 18, wait 39 35 61, exchange 16 39 6, "
+            "cast 29 13 43, twins 34 56 56, nested_gather 16 33 20, matmul_chain 45 63 10, wait 57 2 55, "
+            "matmul_chain 46 23 0, wait 14 56 30"
+        ),
+        settings={"memory_budget": "+5%", "bucket": "on", "schedule": "off", "redistribute": "exact"},
+        ranks_per_host=8,
+    )
+    assert judging.judge(case, groups)[0] == ""
+
+
 def test_a_member_of_a_coalesced_collective_is_written_to(groups: tuple[str, ...]) -> None:
     """Found by a random program: it was taken apart, and the proof could not tell whose memory was written to."""
     case = cases.Case(

@@ -20,11 +20,14 @@ from inductor_passes.ir.view import Collective, GraphView
 class Dependencies:
     """Transitive dependencies between the collectives of a graph, under a growing set of merges.
 
+    Args:
+        kept: further pairs (before, after) of starts and waits, in graph order, that stay in order.
+
     Attributes:
         visits: edges looked at while building; the measure of work for tests.
     """
 
-    def __init__(self, view: GraphView) -> None:
+    def __init__(self, view: GraphView, kept: Iterable[tuple[torch.fx.Node, torch.fx.Node]] = ()) -> None:
         # Of collectives as they came. Merged ones have what they depend on, and all that is merged with it, by group.
         self._ancestors = [0] * len(view.collectives)
         self._groups: dict[int, tuple[int, int]] = {}
@@ -32,7 +35,7 @@ class Dependencies:
         self._merged = self._next = 0
         self.visits = 0
         extra: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-        for before, after in view.ordering_edges():
+        for before, after in (*view.ordering_edges(), *kept):
             extra.setdefault(after, []).append(before)
         last_reader: dict[torch.fx.Node, int] = {}
         for position, node in enumerate(view.nodes):

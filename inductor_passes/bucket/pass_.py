@@ -104,7 +104,7 @@ class BucketPass:
             return self._nothing(view, Reason.RANKS_DIFFER, UNEQUAL if facts.agreed else NOT_AGREED)
         coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
         costs = BucketCosts(view, facts.profile, coalesced, facts.shards.owner)
-        dependencies = Dependencies(view)
+        dependencies = Dependencies(view, fx.kept)
         generated = _generated(facts)
         choice = choose(
             fx.problem,

@@ -42,6 +42,8 @@ class FxProblem:
         suffix: the output node.
         ranks_agree: all ranks solve this problem alike, see ``canonical.Shards``.
         memory: for :attr:`generated`.
+        kept: starts and waits (before, after) that stay in order for what other ranks may do, see ``transfers``. The
+            view's ``ordering_edges`` are about this rank's data and memory, and say nothing of it.
     """
 
     problem: Problem
@@ -50,6 +52,7 @@ class FxProblem:
     suffix: tuple[torch.fx.Node, ...]
     ranks_agree: bool = True
     memory: Callable[[], tuple[Storage, ...]] | None = None
+    kept: tuple[tuple[torch.fx.Node, torch.fx.Node], ...] = ()
 
     @cached_property
     def generated(self) -> Problem | None:
@@ -119,6 +122,7 @@ class _Reader:
         self.members: list[list[torch.fx.Node]] = []
         self.prefix: list[torch.fx.Node] = []
         self.suffix: list[torch.fx.Node] = []
+        self.kept: list[tuple[torch.fx.Node, torch.fx.Node]] = []
 
     def read(self) -> FxProblem:
         waiting: dict[torch.fx.Node, list[torch.fx.Node]] = {}
@@ -132,7 +136,9 @@ class _Reader:
         memory = self._memory()
         members = tuple(tuple(m) for m in self.members)
         prefix, suffix = tuple(self.prefix), tuple(self.suffix)
-        return FxProblem(self.builder.problem(), members, prefix, suffix, self.ranks_agree, memory)
+        return FxProblem(
+            self.builder.problem(), members, prefix, suffix, self.ranks_agree, memory, tuple(self.kept)
+        )
 
     def _place(self, node: torch.fx.Node, preparation: list[torch.fx.Node]) -> None:
         role = self.view.role(node)
@@ -211,21 +217,25 @@ class _Reader:
                 self.builder.require(b, a)
         if self.view.transfers or not self.ranks_agree:
             # Whatever durations and peaks each rank sees, all issue their collectives in the order that came in.
-            for b, a in kept_order(self._events(), agreed=self.ranks_agree):
+            events = dict(self._events())
+            node_of = {event.task: node for node, event in events.items()}
+            for b, a in kept_order(events.values(), agreed=self.ranks_agree):
                 self.builder.require(b, a)
+                self.kept.append((node_of[b], node_of[a]))
         sends = {self.task_of[node] for node, found in self.view.transfers.items() if found.input_bytes}
         self.builder.keep_sends_early(sends)
 
-    def _events(self) -> Iterator[Event]:
+    def _events(self) -> Iterator[tuple[torch.fx.Node, Event]]:
         """The graph's starts and waits, in order."""
         alone = all(transfers.ONE not in transfers.queues(node) for node in self.view.transfers)
         for node in self.view.nodes:
             if self.view.role(node) is Role.START:
-                yield Event(self.task_of[node], (COLLECTIVES if alone else transfers.ONE,))
+                yield node, Event(self.task_of[node], (COLLECTIVES if alone else transfers.ONE,))
             elif node in self.view.transfers:
-                yield Event(self.task_of[node], transfers.queues(node) if alone else (transfers.ONE,), transfer=True)
+                queues = transfers.queues(node) if alone else (transfers.ONE,)
+                yield node, Event(self.task_of[node], queues, transfer=True)
             elif self.view.role(node) is Role.WAIT and self._awaited(node):
-                yield Event(self.first_wait[node], transfer=node in self.view.transfers_of_wait)
+                yield node, Event(self.first_wait[node], transfer=node in self.view.transfers_of_wait)
 
     def _memory(self) -> Callable[[], tuple[Storage, ...]] | None:
         """Enter the memory of the graph; a function for that of generated code."""
