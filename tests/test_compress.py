@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -12,6 +13,7 @@ import torch
 import torch.fx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.utils import run_and_get_code
 
 from inductor_passes import ConfigError, PassConfig, verify
 from inductor_passes.bucket.pass_ import BucketPass
@@ -199,6 +201,23 @@ def test_generated_code_keeps_the_bounds() -> None:
         assert bool(((found - rows).abs() <= allowed)[finite].all()), form.name
         assert not bool(found[~rows.isfinite()].isfinite().any()), form.name
         assert form.name == "bf16" or not bool(found[~finite].isfinite().any())
+
+
+@pytest.mark.parametrize("shape", [(64, 512), (50, 272)], ids=["whole", "padded"])
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_generated_code_has_vectors(kind: str, shape: tuple[int, int]) -> None:
+    """On a CPU: wide elements are read in vectors, codes too where blocks are whole; scales call no function."""
+    torch._dynamo.reset()
+    with fake_world(2) as group:
+        p = Program()
+        gm = p.done(p.call(aten.neg.default, p.collective(kind, p.input(*shape), group)))
+        assert run(gm, config({"*": "int8"}), link(2, 1.0)).changed
+        _, (code,) = run_and_get_code(torch.compile(gm), torch.randn(*shape))
+    assert "exp2" not in code and "log2" not in code
+    narrows, *_, widens = code.split("async_compile.cpp_pybinding")[1:]
+    one_by_one = re.compile(r"auto tmp\d+ = in_ptr0\[")
+    assert "Vectorized<float>::loadu(in_ptr0" in narrows and not one_by_one.search(narrows)
+    assert shape[0] == 50 or "Vectorized<uint8_t>::loadu(in_ptr0" in widens
 
 
 def test_rounding_is_to_even() -> None:
@@ -473,12 +492,12 @@ def another_share(made: Narrow) -> None:
 
 
 def another_step(made: Narrow) -> None:
-    put(made.calls(aten.exp2.default)[-1].args[0], 1, 255.0)  # type: ignore[arg-type]
+    put(made.calls(aten.bitwise_left_shift.Tensor_Scalar)[-1], 1, 15)
 
 
 def another_base(made: Narrow) -> None:
-    adds = [n for n in made.calls(aten.mul.Tensor) if n.args[1] == 256.0]
-    put(adds[-1], 1, 255.0)
+    shifts = [n for n in made.calls(aten.bitwise_left_shift.Tensor_Scalar) if n.args[1] == 8]
+    put(shifts[-1], 1, 7)
 
 
 def digits_swapped(made: Narrow) -> None:
@@ -527,7 +546,8 @@ def rounded_down(made: Narrow) -> None:
 
 
 def level_rounded_down(made: Narrow) -> None:
-    made.calls(aten.ceil.default)[0].target = aten.floor.default
+    up, *_ = [n for n in made.calls(aten.add.Tensor) if n.args[1] == 0xFFFF]
+    put(up, 1, 0)
 
 
 def another_zero(made: Narrow) -> None:

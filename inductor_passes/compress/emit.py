@@ -136,12 +136,21 @@ def _rows(emit: Emitter, source: torch.fx.Node, pieces: int, form: Form) -> torc
     filled = form.blocks(each) * form.block
     flat = emit.view(dense(emit, source), [elements])
     if each * pieces != elements:
-        flat = emit.call(aten.constant_pad_nd.default, flat, [0, filled * pieces - elements], 0.0)
+        flat = _filled(emit, flat, filled * pieces - elements)
     elif filled != each:
-        flat = emit.view(flat, [pieces, each])
-        flat = emit.call(aten.constant_pad_nd.default, flat, [0, filled - each], 0.0)
+        flat = _filled(emit, emit.view(flat, [pieces, each]), filled - each)
     rows = emit.view(flat, [pieces * filled // form.block, form.block])
     return rows if value.dtype is torch.float32 else emit.call(_cast, rows, torch.float32)
+
+
+def _filled(emit: Emitter, source: torch.fx.Node, missing: int) -> torch.fx.Node:
+    """A tensor with so many zeros behind its last dimension.
+
+    Joined, not padded: Inductor asks of each element of a padded tensor whether it is one, without vectors.
+    """
+    value = source.meta["val"]
+    zeros = emit.call(aten.full.default, [*value.shape[:-1], missing], 0.0, dtype=value.dtype, device=value.device)
+    return emit.call(aten.cat.default, [source, zeros], value.dim() - 1)
 
 
 def _shaped(emit: Emitter, rows: torch.fx.Node, pieces: int, wait: torch.fx.Node) -> torch.fx.Node:
@@ -151,10 +160,11 @@ def _shaped(emit: Emitter, rows: torch.fx.Node, pieces: int, wait: torch.fx.Node
         rows = emit.call(_cast, rows, value.dtype)
     shape, filled = list(value.shape), math.prod(rows.meta["val"].shape) // pieces
     each = math.prod(shape) // pieces
-    flat = emit.view(rows, [pieces, filled])
-    if filled != each:
-        flat = emit.call(aten.slice.Tensor, flat, 1, 0, each)
-        flat = emit.call(aten.clone.default, flat, memory_format=torch.contiguous_format)
+    if filled == each:
+        # Without a view of pieces in between: Inductor would divide for the address of each element, without vectors.
+        return emit.view(rows, shape)
+    flat = emit.call(aten.slice.Tensor, emit.view(rows, [pieces, filled]), 1, 0, each)
+    flat = emit.call(aten.clone.default, flat, memory_format=torch.contiguous_format)
     return emit.view(flat, shape)
 
 

@@ -3,15 +3,16 @@
 bf16 casts each element. The others give each block (a row) one scale, and each element a code of one byte::
 
     peak    = amax(|x|), infinite where any element is not finite
-    level   = min(ceil(128 * (log2(max(peak * share, 2**-126)) + 256)), 65535)
-    scale   = exp2(level / 128 - 256)
+    level   = (bits(max(peak * share, 2**-126)) + 65535) >> 16
+    scale   = float32 of the bits level << 16
     code    = round(x / scale) + 128           or the bits of fp8(x / scale)
     message = [code ..., low digit of level, high digit]
 
-The level is the scale's logarithm in steps of 0.5%, rounded up, so codes do not overflow. It travels as two digits to
-base 256 behind the block's codes: a message is one tensor of bytes, whose parts are views. Everything is arithmetic in
-float32 that Inductor fuses on both sides and has vectors for; nothing is read at an address that has to be aligned.
-Powers of two and whole numbers are exact, so all ranks that read a message compute the same bits.
+The level is the upper half of a float32's bits, rounded up: the scale is the next bfloat16, at most 0.8% above, so
+codes do not overflow. It travels as two digits to base 256 behind the block's codes: a message is one tensor of bytes,
+whose parts are views. Kernels make the scale again for each vector of codes, so it is a shift, not a power, which
+compilers call a function for. Nothing is read at an address that has to be aligned. Whole numbers and bits are exact,
+so all ranks that read a message compute the same bits.
 
 A block with an element that is not finite has an infinite scale: no element of it arrives finite. A block of zeros gets
 the smallest scale, and zeros arrive.
@@ -72,17 +73,16 @@ class Form:
         infinite = emit.call(aten.full.default, [], math.inf, dtype=torch.float32, device=peak.meta["val"].device)
         share = emit.call(aten.mul.Tensor, emit.call(aten.where.self, finite, peak, infinite), self.share)
         least = emit.call(aten.clamp_min.default, share, 2.0**-126)
-        log = emit.call(aten.add.Tensor, emit.call(aten.log2.default, least), 256.0)
-        level = emit.call(aten.ceil.default, emit.call(aten.mul.Tensor, log, 128.0))
-        level = emit.call(aten.clamp_max.default, level, 65535.0)
+        bits = emit.call(aten.add.Tensor, emit.call(aten.view.dtype, least, torch.int32), 0xFFFF)
+        level = emit.call(aten.bitwise_right_shift.Tensor_Scalar, bits, 16)
         quotient = emit.call(aten.div.Tensor, rows, _scale(emit, level))
         if self.dtype is torch.uint8:
             whole = emit.call(aten.add.Tensor, emit.call(aten.round.default, quotient), 128.0)
             codes = emit.call(_cast, whole, torch.uint8)
         else:
             codes = emit.call(aten.view.dtype, emit.call(_cast, quotient, self.dtype), torch.uint8)
-        high = emit.call(aten.floor.default, emit.call(aten.mul.Tensor, level, 1 / 256))
-        low = emit.call(aten.sub.Tensor, level, emit.call(aten.mul.Tensor, high, 256.0))
+        low = emit.call(aten.bitwise_and.Scalar, level, 0xFF)
+        high = emit.call(aten.bitwise_right_shift.Tensor_Scalar, level, 8)
         digits = [emit.call(_cast, digit, torch.uint8) for digit in (low, high)]
         return emit.call(aten.cat.default, [codes, *digits], 1)
 
@@ -94,8 +94,8 @@ class Form:
             emit.call(aten.slice.Tensor, message, 1, first, first + width)
             for first, width in ((0, self.block), (self.block, 1), (self.block + 1, 1))
         )
-        upper = emit.call(aten.mul.Tensor, emit.call(_cast, high, torch.float32), 256.0)
-        scale = _scale(emit, emit.call(aten.add.Tensor, upper, emit.call(_cast, low, torch.float32)))
+        upper = emit.call(aten.bitwise_left_shift.Tensor_Scalar, emit.call(_cast, high, torch.int32), 8)
+        scale = _scale(emit, emit.call(aten.bitwise_or.Tensor, upper, emit.call(_cast, low, torch.int32)))
         if self.dtype is torch.uint8:
             numbers = emit.call(aten.sub.Tensor, emit.call(_cast, codes, torch.float32), 128.0)
         else:
@@ -104,8 +104,8 @@ class Form:
 
 
 def _scale(emit: Emitter, level: torch.fx.Node) -> torch.fx.Node:
-    part = emit.call(aten.mul.Tensor, level, 1 / 128)
-    return emit.call(aten.exp2.default, emit.call(aten.sub.Tensor, part, 256.0))
+    bits = emit.call(aten.bitwise_left_shift.Tensor_Scalar, level, 16)
+    return emit.call(aten.view.dtype, bits, torch.float32)
 
 
 def form_of(name: str, block: int) -> Form:

@@ -5,15 +5,16 @@ compute, from the node that widens what arrived, through the messages, to what w
 *cast* rounds each element to bfloat16. In a *block* (a row) numbers share a scale::
 
     peak    = the largest |x| of the row; infinite where it is not below infinity
-    level   = min(ceil(128 * (log2(max(peak * share, 2**-126)) + 256)), 65535)
-    scale   = exp2(level / 128 - 256)
+    level   = (the bits of max(peak * share, 2**-126) + 65535) >> 16
+    scale   = the float32 number of the bits level << 16
     code    = uint8(round(x / scale) + 128)          share = 1 / 127
     code    = the bits of fp8(x / scale)             share = 1 / the largest number of that type
     arrives = (code - 128) * scale   or   fp8(code) * scale
 
-The scale is sent as the two digits of its level to base 256. Codes and scale have to come from one row on one rank, and
-the scale from all of that row. Then the error is at most half a step of the code at the row's largest element. A row
-with an element that is not finite arrives without a finite element.
+The scale is the smallest bfloat16 number that is not below ``peak * share``, so less than 2**-7 of it above. It is
+sent as the two digits of its level to base 256. Codes and scale have to come from one row on one rank, and the scale
+from all of that row. Then the error is at most half a step of the code at the row's largest element. A row with an
+element that is not finite arrives without a finite element.
 
 Where the row's largest element is below 2**-119, the error is below 2**-126 instead. What is above bfloat16's largest
 number becomes infinite in a cast.
@@ -117,7 +118,7 @@ class _Reader:
         sent = self._sent_level(scale)
         kind, quotient = self._quotient(codes)
         x, divisor = self._operands(quotient, "aten::div", 2)
-        level = _level(self._exponent(divisor))
+        level = _level(self._bits_of(divisor))
         if level != sent:
             raise NotNarrowedError(f"{a.record.name}: codes and scale come from different rows")
         if level.rank != x.rank or level.row != (*x.indices[:-1], ZERO):
@@ -143,38 +144,49 @@ class _Reader:
 
     def _sent_level(self, scale: Access) -> _Level:
         """The level of which the digits of a scale arrived."""
-        product, low = self._operands(self._exponent(scale), "aten::add", 2)
-        (high,) = self._operands(product, "aten::mul", 1, 256.0)
+        shifted, low = self._operands(self._bits_of(scale), "aten::bitwise_or", 2, made=torch.int32)
+        (high,) = self._operands(shifted, "aten::bitwise_left_shift", 1, 8, made=torch.int32)
         level = self._of_digit(self._digit(high))
-        number, taken = self._operands(self._digit(low), "aten::sub", 2)
-        (digit,) = self._operands(taken, "aten::mul", 1, 256.0)
-        if not level == _level(number) == self._of_digit(digit):
+        (number,) = self._operands(self._digit(low), "aten::bitwise_and", 1, 0xFF, made=torch.int32)
+        if level != _level(number):
             raise NotNarrowedError(f"the digits of {scale.record.name} are not those of one scale")
         return level
 
     def _digit(self, wide: Access) -> Access:
-        return self._narrowed(self._widened(wide, torch.uint8), torch.uint8)
+        (arrived,) = self._operands(wide, _CONVERT, 1, made=torch.int32)
+        if arrived.dtype is not torch.uint8:
+            raise NotNarrowedError(f"{wide.record.name} widens {arrived.dtype}, not a digit")
+        return self._narrowed(arrived, torch.uint8, torch.int32)
 
     def _of_digit(self, high: Access) -> _Level:
-        """The level in ``floor(level / 256)``."""
-        (part,) = self._operands(high, "aten::floor", 1)
-        (number,) = self._operands(part, "aten::mul", 1, 1 / 256)
+        """The level in ``level >> 8``."""
+        (number,) = self._operands(high, "aten::bitwise_right_shift", 1, 8, made=torch.int32)
         return _level(number)
 
-    def _exponent(self, scale: Access) -> Access:
-        """The level in ``exp2(level / 128 - 256)``."""
-        (shifted,) = self._operands(scale, "aten::exp2", 1)
-        (part,) = self._operands(shifted, "aten::sub", 1, 256.0)
-        (level,) = self._operands(part, "aten::mul", 1, 1 / 128)
+    def _bits_of(self, scale: Access) -> Access:
+        """The level in the number of the bits ``level << 16``."""
+        shifted = self._same_bits(scale, torch.float32, torch.int32)
+        (level,) = self._operands(shifted, "aten::bitwise_left_shift", 1, 16, made=torch.int32)
         return level
+
+    def _same_bits(self, a: Access, made: torch.dtype, of: torch.dtype) -> Access:
+        """The element of type ``of`` whose bits a number of type ``made`` has."""
+        record = a.record
+        if record.called != "aten::view" or a.byte is not None or a.path or self._program.is_overwritten(a):
+            raise NotNarrowedError(f"{record.name} is {record.called or record.op} where bits are read as {made}")
+        source = record.arguments.get("self")
+        if not isinstance(source, Record) or record.arguments.get("dtype") is not made:
+            raise NotNarrowedError(f"{record.name} reads no bits as {made}")
+        if record.dtype() is not made or source.dtype() is not of or source.shape() != record.shape():
+            raise NotNarrowedError(f"{record.name} reads {source.dtype()} as {record.dtype()}")
+        return Access(source, (), a.rank, a.indices, None, a.reader and record)
 
     def _covers(self, kind: torch.dtype, level: _Level, x: Record) -> None:
         """A level is that of the largest element of each row of ``x``."""
-        (limited,) = self._operands(Access(level.record, (), level.rank, level.row), "aten::clamp_max", 1, 65535.0)
-        (grown,) = self._operands(limited, "aten::ceil", 1)
-        (total,) = self._operands(grown, "aten::mul", 1, 128.0)
-        (logarithm,) = self._operands(total, "aten::add", 1, 256.0)
-        (least,) = self._operands(logarithm, "aten::log2", 1)
+        up = Access(level.record, (), level.rank, level.row)
+        (grown,) = self._operands(up, "aten::bitwise_right_shift", 1, 16, made=torch.int32)
+        (bits,) = self._operands(grown, "aten::add", 1, 0xFFFF, made=torch.int32)
+        least = self._same_bits(bits, torch.int32, torch.float32)
         (share,) = self._operands(least, "aten::clamp_min", 1, 2.0**-126)
         (peak,) = self._operands(share, "aten::mul", 1, _SHARES[kind])
         finite, largest, otherwise = self._operands(peak, "aten::where", 3)
@@ -201,19 +213,21 @@ class _Reader:
             raise NotNarrowedError(f"{a.record.name} widens {found.dtype}, not {dtype}")
         return found
 
-    def _narrowed(self, arrived: Access, dtype: torch.dtype) -> Access:
-        """The float32 number that was rounded to ``dtype`` where it was sent."""
+    def _narrowed(self, arrived: Access, dtype: torch.dtype, of: torch.dtype = torch.float32) -> Access:
+        """The number of type ``of`` that was made ``dtype`` where it was sent."""
         found = self._program.cast_behind(arrived)
-        if found is None or found.dtype is not dtype or found.source.dtype is not torch.float32:
-            raise NotNarrowedError(f"what arrives as {arrived.record.name} is no float32 that was made {dtype}")
+        if found is None or found.dtype is not dtype or found.source.dtype is not of:
+            raise NotNarrowedError(f"what arrives as {arrived.record.name} is no {of} that was made {dtype}")
         return found.source
 
-    def _operands(self, a: Access, called: str, count: int, *numbers: float) -> list[Access]:
+    def _operands(
+        self, a: Access, called: str, count: int, *numbers: float, made: torch.dtype = torch.float32
+    ) -> list[Access]:
         """The reads of an operator's operands; these have to be its numbers."""
         record = a.record
         if record.called != called or a.byte is not None or a.path or self._program.is_overwritten(a):
             raise NotNarrowedError(f"{record.name} is {record.called or record.op} where {called} is expected")
-        if record.dtype() is not (torch.bool if called == "aten::lt" else torch.float32):
+        if record.dtype() is not (torch.bool if called == "aten::lt" else made):
             raise NotNarrowedError(f"{record.name} computes in {record.dtype()}")
         found = signature(a)
         if found is None or found.opaque or found.whole or found.summed or len(found.uses) != count:
