@@ -252,6 +252,20 @@ def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
     return "fence" if its_role is Role.FENCE else ""
 
 
+def draws_nothing(node: torch.fx.Node) -> bool:
+    """Whether a random operator is attention whose dropout is 0: run twice it gives the same bits.
+
+    It stays in the channel ``random``: where checkpointing runs it again torch saves the generator's state around it.
+    """
+    if node.op != "call_function" or not _torch.is_seeded_random(node.target):
+        return False
+    name = _torch.op_name(node.target)
+    if "attention" not in name or "backward" in name or "dropout_p" not in _torch.argument_names(node.target):
+        return False
+    dropped = _torch.op_arguments(node).get("dropout_p", 0.0)
+    return not isinstance(dropped, torch.fx.Node) and dropped == 0
+
+
 @functools.lru_cache(maxsize=4096)
 def _channel_of_target(target: object) -> str:
     """``random`` or ``assert`` for what always is in that channel, else ""."""

@@ -8,21 +8,22 @@ anyway costs nothing, and bytes that are gone before the peak are worth nothing.
 A *state* is a set of saved values to compute again and a number of gathered parameters to keep. Both problems of a
 state are derived from those of the step as it came (:func:`derived`), without a graph. States are prefixes of two
 rankings: by time per byte, and from the first layer on (what forward saves first lives longest, and is computed again
-last, when most memory has been freed). Each state is planned within its own memory and within somewhat more. That gives
-points (peak, time), and none of them depends on the budget: so more budget never chooses a slower step, and the points
-are the curve of the step over the budget as well.
+last, when most memory has been freed). A third series looks at the peak of each state and takes what is cheapest per
+byte of what would be gone there (:func:`from_peak_to_peak`). Each state is planned within its own memory and within
+somewhat more. That gives points (peak, time), and none of them depends on the budget: so more budget never chooses a
+slower step, and the points are the curve of the step over the budget as well.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.bounds import tails
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
-from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.memory import peak_bytes, profile
 from inductor_passes.schedule.problem import INPUT, Problem, ProblemError, Storage, Task
 from inductor_passes.schedule.simulate import value
 from inductor_passes.schedule.tables import Tables, tables
@@ -33,8 +34,12 @@ NAME = "recompute"
 AGAIN = ".again"
 #: Tasks that may be scheduled in all: how many states are tried follows from it.
 _SCHEDULED_TASKS = 150_000
-#: States per ranking, at most and at least.
+#: Series of states: two rankings, and what is in the way at the peak.
+_SERIES = 3
+#: States per series, at most and at least.
 _MOST_STATES, _FEWEST_STATES = 16, 3
+#: Sets that the third series may look at, per state.
+_TRIALS = 4
 #: Memory with which a state is planned: its own peak, and so many percent more.
 _APPETITES = (100, 110, 130, 200)
 #: Shares of the gathered parameters, in quarters, that a state may keep.
@@ -136,6 +141,8 @@ class _Backward:
         self.again = sorted({t for c in chosen for t in c.chain})
         self.number = {t: self.first + k for k, t in enumerate(self.again)}
         self.producer = {b: self._made_by(c) for c in chosen for b in c.backward_storages}
+        # Backward counts views of one saved block as inputs of their own. Made again they are one block.
+        self.whole = {b: c.backward_storages[0] for c in chosen for b in c.backward_storages[1:]}
         self.twin = {c.forward_storage for c in chosen}
         self.preds = step.backward.edges() + [self._preds(t) for t in self.again]
         for b, made_by in self.producer.items():
@@ -194,12 +201,18 @@ class _Backward:
                 task = backward.tasks[one]
                 tasks.append(task if task.start < 0 else dataclasses.replace(task, start=place[task.start]))
         storages = []
+        everyone = [{*s.readers, *self.readers.get(b, ())} for b, s in enumerate(backward.storages)]
+        for view, whole in self.whole.items():
+            everyone[whole] |= everyone[view]
         for b, s in enumerate(backward.storages):
             producer = self.producer.get(b, s.producer)
-            readers = {*s.readers, *self.readers.get(b, ())} - {producer}
+            readers = everyone[b] - {producer}
             storages.append(
                 dataclasses.replace(
-                    s, producer=place[producer], readers=tuple(sorted(place[r] for r in readers))
+                    s,
+                    size_bytes=0 if b in self.whole else s.size_bytes,
+                    producer=place[producer],
+                    readers=tuple(sorted(place[r] for r in readers)),
                 )
             )
         storages += self._inside(place)
@@ -241,7 +254,7 @@ def rankings(step: Step) -> tuple[tuple[int, ...], ...]:
 
 
 def states(step: Step, most: int) -> list[tuple[int, ...]]:
-    """Sets of candidates, ascending within; at most ``most`` per ranking, none of them twice, nothing at all first."""
+    """Sets of candidates, ascending within; about ``most`` per series, none of them twice, nothing at all first."""
     found: dict[tuple[int, ...], None] = {(): None}
     for ranking in rankings(step):
         total, taken, level = sum(step.candidates[i].size_bytes for i in ranking), 0, 1
@@ -250,7 +263,75 @@ def states(step: Step, most: int) -> list[tuple[int, ...]]:
             if taken * most >= total * level or k == len(ranking):
                 found[tuple(sorted(ranking[:k]))] = None
                 level = taken * most // total + 1 if total else level
+    found.update(dict.fromkeys(from_peak_to_peak(step, most)))
     return list(found)
+
+
+def from_peak_to_peak(step: Step, most: int) -> list[tuple[int, ...]]:
+    """A series of sets of candidates, each with some more of those that are in the way at the peak of the last one.
+
+    Candidates come by time per byte, where work that a chain shares with those taken counts once. What makes the peak
+    higher is left out: a chain that runs long before its values are read holds more than it frees. The series ends
+    where nothing that could be computed again lives at the peak. O(``most`` * (tasks + candidates)).
+    """
+    whole = -(-len(step.candidates) // max(1, most))
+    several, taken, left_out = whole, frozenset[int](), set[int]()
+    at_peak = _at_peak(step, taken)
+    assert at_peak is not None
+    result = []
+    for _ in range(_TRIALS * most):
+        helping = [i for i in at_peak[1] if i not in taken and i not in left_out]
+        if not helping:
+            break
+        some = _cheapest(step, taken, helping)[:several]
+        tried = _at_peak(step, taken.union(some))
+        if tried is not None and tried[0] < at_peak[0]:
+            taken, at_peak, several = taken.union(some), tried, whole
+            result.append(tuple(sorted(taken)))
+        elif len(some) > 1:
+            several = len(some) // 2
+        else:
+            left_out.update(some)
+    return result
+
+
+def _cheapest(step: Step, taken: Collection[int], helping: Sequence[int]) -> list[int]:
+    """Candidates by the time that they add per byte; equal ones, as in equal layers, by position."""
+    spent = {t for i in taken for t in step.candidates[i].chain}
+
+    def cost(i: int) -> tuple[int, int]:
+        one = step.candidates[i]
+        added = sum(step.forward.tasks[t].duration_ns for t in one.chain if t not in spent)
+        return (added * 1024 // max(1, one.size_bytes)).bit_length(), i
+
+    return sorted(helping, key=cost)
+
+
+def _at_peak(step: Step, taken: Collection[int]) -> tuple[int, list[int]] | None:
+    """The higher peak of the two graphs, and what is saved across it and would not be there when computed again.
+
+    None where no order of backward can do without what is taken.
+    """
+    both = derived(step, sorted(taken))
+    if both is None:
+        return None
+    peaks = [profile(p) for p in both]
+    where = max((0, 1), key=lambda graph: max(peaks[graph], default=0))
+    live, storages = peaks[where], both[where].storages
+    if not live:
+        return 0, []
+    place = live.index(max(live))
+    found = []
+    for i, one in enumerate(step.candidates):
+        if where == 0:
+            block = storages[one.forward_storage]
+            there = block.producer <= place and max((block.producer, *block.readers)) < place
+        else:
+            readers = [r for b in one.backward_storages for r in storages[b].readers]
+            there = bool(readers) and min(readers) > place
+        if there:
+            found.append(i)
+    return max(live), found
 
 
 def points(step: Step, gathered: Sequence[keep.Gathered] = (), kept: Sequence[int] | None = None) -> list[Point]:
@@ -262,7 +343,7 @@ def points(step: Step, gathered: Sequence[keep.Gathered] = (), kept: Sequence[in
     """
     counts = sorted({len(gathered) * q // 4 for q in _KEPT_QUARTERS}) if kept is None else list(kept)
     size = max(1, len(step.forward) + len(step.backward))
-    most = max(_FEWEST_STATES, min(_MOST_STATES, _SCHEDULED_TASKS // (2 * len(counts) * size)))
+    most = max(_FEWEST_STATES, min(_MOST_STATES, _SCHEDULED_TASKS // (_SERIES * len(counts) * size)))
     found = []
     for state in states(step, most):
         both = derived(step, state)

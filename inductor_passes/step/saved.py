@@ -99,11 +99,12 @@ class _Reader:
     def refusal(self, node: torch.fx.Node) -> str:
         """Why a node may not run again, "" where it may."""
         role, name = self.view.role(node), _torch.op_name(node.target)
-        if ops.effect_channel(node, role) == "random":
+        channel = "" if ops.draws_nothing(node) else ops.effect_channel(node, role)
+        if channel == "random":
             return f"{node.name} draws random numbers"
         if role in (Role.START, Role.WAIT):
             return f"{node.name} communicates"
-        if role not in (Role.COMPUTE, Role.FREE) or name.startswith("higher_order::") or ops.effect_channel(node, role):
+        if role not in (Role.COMPUTE, Role.FREE) or name.startswith("higher_order::") or channel:
             return f"it is not known whether {node.name} can run twice"
         if node in self.written or any(i in self.written for i in node.all_input_nodes) or ops.mutated_inputs(node):
             return f"{node.name} uses memory that is written to"
