@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import inductor_passes
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.processes import LIMIT_S, environment
 from tests.support.world import fake_world
@@ -103,6 +105,23 @@ def test_another_setting_or_world_is_another_entry(cache: Path, cold: dict[str, 
     other = run(cache, **change)
     assert other["misses"] > 0
     assert all(not r[2] for r in other["reports"])
+
+
+def test_whoever_makes_options_has_every_operator_of_ours() -> None:
+    """Found: code from a cache called an operator of a pass that nobody had imported, and the step ended in an error.
+
+    Operators are named where they are registered, in the package's source.
+    """
+    package = Path(inductor_passes.__file__).parent
+    texts = [path.read_text() for path in sorted(package.rglob("*.py"))]
+    named = {name for text in texts for name in re.findall(r'custom_op\(\s*"inductor_passes::(\w+)"', text)}
+    assert len(named) >= 6
+    script = (
+        "import torch, inductor_passes; inductor_passes.options();"
+        f"print([n for n in {sorted(named)} if not hasattr(torch.ops.inductor_passes, n)])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_ranks_of_other_groups_have_other_keys() -> None:

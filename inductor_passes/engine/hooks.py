@@ -12,7 +12,11 @@ from typing import Any
 
 import torch.fx
 
-import inductor_passes._torch.gather_op  # noqa: F401  code from a cache calls the operator
+# Code from a cache calls these operators, and no pass is imported then.
+import inductor_passes._torch.gather_op
+import inductor_passes.async_tp.kernel_ops
+import inductor_passes.async_tp.ops
+import inductor_passes.rewriting.unpack_op  # noqa: F401
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import garbage, identity, in_tree
