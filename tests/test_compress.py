@@ -300,6 +300,18 @@ def test_odd_sizes_of_an_all_reduce() -> None:
             assert max(float((e - f).abs().max()) for e, f in zip(expected[0], found[0])) <= 0.02 * peak
 
 
+@pytest.mark.parametrize(("elements", "name"), [(4096, "bf16"), (130, "int8")])
+def test_a_sum_that_gets_no_smaller_is_left_alone(elements: int, name: str) -> None:
+    """Found: all_reduce counted the way to the sum twice before, and the way back less than once after."""
+    with fake_world(2) as group:
+        p = Program()
+        half = p.call(torch.ops.prims.convert_element_type.default, p.input(elements), torch.float16)
+        gm = p.done(p.collective("all_reduce", half, group))
+        report = run(gm, config({"*": name}), link(2, 1.0))
+    (left,) = report.decisions
+    assert not report.changed and left.reason is Reason.NOT_PROFITABLE and "gets no smaller" in left.detail
+
+
 def chain(group: str, rows: int = 256) -> torch.fx.GraphModule:
     """A gather that a matmul waits for, and one that the matmul hides."""
     p = Program()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -140,6 +141,38 @@ def test_first_layers_go_first_among_equal_ones() -> None:
     assert recompute.rankings(step) == ((0, 1, 2, 3, 4, 5),) * 2
     dear = layers([(1000, 100), (10, 100), (10, 100)])
     assert recompute.rankings(dear)[0] == (1, 2, 0)
+
+
+def test_the_third_series_leaves_values_to_start_from() -> None:
+    """What is computed again in one run is held all at once; values saved in between keep the runs short."""
+    step = layers([(10, 100)] * 9)
+
+    def peak(again: Sequence[int]) -> int:
+        both = recompute.derived(step, again)
+        assert both is not None
+        return max(peak_bytes(one) for one in both)
+
+    series = recompute.from_peak_to_peak(step, 16)
+    peaks = [peak(again) for again in series]
+    assert peaks == sorted(set(peaks), reverse=True) and peaks[0] < peak(())
+    assert peaks[-1] < min(peak(range(k)) for k in range(10))
+    # With fewer sets they are further apart, and the last one stays.
+    fewer = recompute.from_peak_to_peak(step, 3)
+    assert len(fewer) <= 3 and peak(fewer[-1]) < peak(())
+
+
+def test_views_of_one_saved_block_are_one_block_when_made_again() -> None:
+    step = layers([(10, 100)] * 3)
+    block = step.candidates[0].backward_storages[0]
+    view = dataclasses.replace(step.backward.storages[block], readers=(0,))
+    backward = dataclasses.replace(step.backward, storages=(*step.backward.storages, view))
+    first = dataclasses.replace(step.candidates[0], backward_storages=(block, len(step.backward.storages)))
+    both = recompute.derived(Step(step.forward, backward, (first,), step.needs, step.reads), (0,))
+    assert both is not None
+    names = [t.name for t in both[1].tasks]
+    assert names == ["f0.again", "b2", "b1", "b0"]
+    made = [s for s in both[1].storages if s.producer == 0 and s.size_bytes]
+    assert [(s.size_bytes, s.readers) for s in made] == [(100, (1, 3))]
 
 
 STEPS = st.builds(

@@ -217,7 +217,7 @@ def price(collective: Collective, form: Form, profile: CostProfile) -> Price:
         piece = message // len(ranks)
         second, again = _message(CollectiveKind.ALL_GATHER, piece, message, ranks, profile)
         after = kernel(message, piece) + again + kernel(message, elements * itemsize)
-        return Price(link + second, issue + before, after, message + piece)
+        return Price(link + second, issue + before, after, 2 * message)
     kept = elements // len(ranks) if collective.kind is CollectiveKind.REDUCE_SCATTER else elements
     return Price(link, issue + before, kernel(message, kept * itemsize), message)
 

@@ -12,11 +12,7 @@ from typing import Any
 
 import torch.fx
 
-# Code from a cache calls these operators, and no pass is imported then.
-import inductor_passes._torch.gather_op
-import inductor_passes.async_tp.kernel_ops
-import inductor_passes.async_tp.ops
-import inductor_passes.rewriting.unpack_op  # noqa: F401
+import inductor_passes._torch.gather_op  # noqa: F401  code from a cache calls the operator
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import garbage, identity, in_tree
@@ -56,6 +52,10 @@ class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
         """Cache key; None keeps Inductor from caching."""
         cached = False
         with guarded("looking at how a graph will be cached", "it is not", lambda: self.settings):
+            # Code from a cache calls the passes' operators, and no pass is imported then. All ask for a key.
+            import inductor_passes.async_tp.kernel_ops
+            import inductor_passes.async_tp.ops
+            import inductor_passes.rewriting.unpack_op  # noqa: F401
             from inductor_passes.engine import agreeing
 
             settings = self.settings

@@ -38,8 +38,8 @@ _SCHEDULED_TASKS = 150_000
 _SERIES = 3
 #: States per series, at most and at least.
 _MOST_STATES, _FEWEST_STATES = 16, 3
-#: Sets that the third series may look at, per state.
-_TRIALS = 4
+#: Sets that the third series may look at, per state; and tasks in them, where that is more than one set per state.
+_TRIALS, _LOOKED_AT_TASKS = 4, 60_000
 #: Memory with which a state is planned: its own peak, and so many percent more.
 _APPETITES = (100, 110, 130, 200)
 #: Shares of the gathered parameters, in quarters, that a state may keep.
@@ -254,7 +254,7 @@ def rankings(step: Step) -> tuple[tuple[int, ...], ...]:
 
 
 def states(step: Step, most: int) -> list[tuple[int, ...]]:
-    """Sets of candidates, ascending within; about ``most`` per series, none of them twice, nothing at all first."""
+    """Sets of candidates, ascending within; at most ``most`` per series, none of them twice, nothing at all first."""
     found: dict[tuple[int, ...], None] = {(): None}
     for ranking in rankings(step):
         total, taken, level = sum(step.candidates[i].size_bytes for i in ranking), 0, 1
@@ -272,14 +272,16 @@ def from_peak_to_peak(step: Step, most: int) -> list[tuple[int, ...]]:
 
     Candidates come by time per byte, where work that a chain shares with those taken counts once. What makes the peak
     higher is left out: a chain that runs long before its values are read holds more than it frees. The series ends
-    where nothing that could be computed again lives at the peak. O(``most`` * (tasks + candidates)).
+    where nothing that could be computed again lives at the peak. At most ``most`` sets, evenly spaced, the last one
+    among them. O(``most`` * (tasks + candidates)).
     """
     whole = -(-len(step.candidates) // max(1, most))
     several, taken, left_out = whole, frozenset[int](), set[int]()
     at_peak = _at_peak(step, taken)
     assert at_peak is not None
     result = []
-    for _ in range(_TRIALS * most):
+    trials = _LOOKED_AT_TASKS // max(1, len(step.forward) + len(step.backward))
+    for _ in range(max(most, min(_TRIALS * most, trials))):
         helping = [i for i in at_peak[1] if i not in taken and i not in left_out]
         if not helping:
             break
@@ -292,7 +294,9 @@ def from_peak_to_peak(step: Step, most: int) -> list[tuple[int, ...]]:
             several = len(some) // 2
         else:
             left_out.update(some)
-    return result
+    # Each set costs schedules. Where sets had to be small there are more than that.
+    kept = min(most, len(result))
+    return [result[(k + 1) * len(result) // kept - 1] for k in range(kept)]
 
 
 def _cheapest(step: Step, taken: Collection[int], helping: Sequence[int]) -> list[int]:
