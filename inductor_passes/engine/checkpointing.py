@@ -62,6 +62,78 @@ def describe(graph: torch.fx.Graph) -> None:
             node.meta["val"] = _torch.example_result(node)
 
 
+def unwrap(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule, outputs: int) -> int:
+    """Take the generator's state away from operators that run again and draw nothing: attention without dropout.
+
+    The state is a saved value of symbolic size, and makes both graphs wait for their place among random operators.
+    After an error both graphs are as they were.
+
+    Args:
+        outputs: how many results of ``forward`` are not saved values.
+
+    Returns:
+        How many operators were unwrapped in forward.
+
+    Raises:
+        ValueError: backward's inputs are not what forward saves.
+    """
+    backups = Backup(forward.graph), Backup(backward.graph)
+    try:
+        states = _unwrapped(forward.graph, "higher_order::run_and_save_rng_state", 1)
+        if states:
+            result = _result(forward)
+            everything = list(result.args[0])  # type: ignore[arg-type]
+            saved = everything[outputs:]
+            inputs = _inputs(backward, [_torch.saved_kind(value) for value in saved])
+            taken = {number: inputs[number] for number, value in enumerate(saved) if value in states}
+            result.args = ((*everything[:outputs], *(v for n, v in enumerate(saved) if n not in taken)),)
+            for state in states:
+                whole = state.all_input_nodes[0]
+                forward.graph.erase_node(state)
+                forward.graph.erase_node(whole)
+            _unwrapped(backward.graph, "higher_order::run_with_rng_state", 2)
+            for node in taken.values():
+                backward.graph.erase_node(node)
+    except Exception:
+        for backup in backups:
+            backup.restore()
+        raise
+    finally:
+        for module in (forward, backward):
+            module.recompile()
+    return len(states)
+
+
+def _unwrapped(graph: torch.fx.Graph, wrapper: str, leading: int) -> list[torch.fx.Node]:
+    """Replace the results of wrapped operators that draw nothing; the nodes that hold the states, in forward.
+
+    Args:
+        leading: number of the wrapper's arguments up to the operator, with it.
+    """
+    states = []
+    for node in list(graph.nodes):
+        if _torch.op_name(node.target) != wrapper:
+            continue
+        called, given = node.args[leading - 1], node.args[leading:]
+        with graph.inserting_before(node):
+            plain = graph.create_node("call_function", called, given, dict(node.kwargs))
+        if not ops.draws_nothing(plain):
+            graph.erase_node(plain)
+        elif leading == 1:
+            # (state, results)
+            held, results = ([u for u in node.users if u.args[1] == k] for k in (0, 1))
+            for one in results:
+                plain.meta = dict(one.meta)
+                one.replace_all_uses_with(plain)
+                graph.erase_node(one)
+            states += held
+        else:
+            plain.meta = dict(node.meta)
+            node.replace_all_uses_with(plain)
+            graph.erase_node(node)
+    return states
+
+
 def _result(module: torch.fx.GraphModule) -> torch.fx.Node:
     return next(node for node in reversed(module.graph.nodes) if node.op == "output")
 

@@ -48,31 +48,38 @@ class Judgement:
     reference: verify.ReferenceSnapshot | None = None
 
 
-def of_step(peak_bytes: int, step: StepFacts | None, config: PassConfig) -> int:
+def of_step(peak_bytes: int, step: StepFacts | None, config: PassConfig, own_least_bytes: int | None = None) -> int:
     """What a budget is relative to, given the graph's own peak: forward may use what backward's peak leaves.
 
     What fusion saves is known of one graph only, so "0" stays with each graph's own peak, unless that includes
     parameters kept for backward: these come out of the step's budget. Where a step has to need less than it did, fusion
     that needs more does not raise what it may need.
+
+    Args:
+        own_least_bytes: of the graph on FX in the order of least memory that is known. Where a step has to need less
+            than it did, that is what the graph is compared by: its own order may need as much as the step did.
     """
     if step is None or not step.own_peak_bytes:
         return peak_bytes
     scaled = peak_bytes * step.step_peak_bytes // step.own_peak_bytes
     if config.budget.shrinks:
-        return min(scaled, step.step_peak_bytes)
+        return min(peak_bytes * step.step_peak_bytes // (own_least_bytes or step.own_peak_bytes), step.step_peak_bytes)
     return min(peak_bytes, scaled) if config.budget.fraction == 0 else scaled
 
 
-def limit_bytes(least_peak_bytes: int, step: StepFacts | None, config: PassConfig) -> int | None:
+def limit_bytes(
+    least_peak_bytes: int, step: StepFacts | None, config: PassConfig, own_least_bytes: int | None = None
+) -> int | None:
     """The cap of a graph that needs ``least_peak_bytes``.
 
     A budget below the step's peak asks what a step computes again. Where that was not chosen (inference, a step whose
-    memory is not known), a graph keeps to the least that it needs.
+    memory is not known), or did not reach the budget, a graph keeps to the least that it needs.
+
+    Args:
+        own_least_bytes: see :func:`of_step`.
     """
-    limit = config.budget.limit_bytes(of_step(least_peak_bytes, step, config))
-    if limit is not None and config.budget.shrinks and (step is None or not step.own_peak_bytes):
-        return max(limit, least_peak_bytes)
-    return limit
+    limit = config.budget.limit_bytes(of_step(least_peak_bytes, step, config, own_least_bytes))
+    return max(limit, least_peak_bytes) if limit is not None and config.budget.shrinks else limit
 
 
 def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = None) -> Cap:
@@ -89,8 +96,8 @@ def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = No
     except NoHintError:
         return Cap()
 
-    def limit(least: int) -> int | None:
-        return limit_bytes(least, step, look.config)
+    def limit(needed: int) -> int | None:
+        return limit_bytes(needed, step, look.config, least)
 
     generated_limit = None if generated is None else limit(generated)
     return Cap(peak, least, limit(least), verified_peak_bytes, generated, generated_limit)
@@ -131,7 +138,7 @@ def fused_limit_bytes(compilation: Compilation, least_peak_bytes: int) -> int | 
     cap, after = compilation.cap, compilation.least_peak_bytes
     if cap.least_peak_bytes is not None and after is not None and after > cap.least_peak_bytes:
         least_peak_bytes = least_peak_bytes * cap.least_peak_bytes // after
-    return limit_bytes(least_peak_bytes, compilation.known.step, compilation.config)
+    return limit_bytes(least_peak_bytes, compilation.known.step, compilation.config, cap.least_peak_bytes)
 
 
 def look_before(facts: Facts) -> None:

@@ -16,7 +16,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing
+from inductor_passes.engine import agreeing, checkpointing
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
@@ -146,7 +146,8 @@ class Shrinking:
         if point is None:
             point = recompute.least(possible)
             both = self._made(base, found, gathered, point)
-            needs = self._least(both, limit)
+            # Within a limit that cannot be reached no order is looked for: what the point was planned with can be.
+            needs = self._least(both, max(limit, point.peak_bytes))
             if needs > limit:
                 self._complain(needs, limit, peak)
         fastest = recompute.saved_ns(possible)
@@ -171,7 +172,9 @@ class Shrinking:
         if point.recomputed:
             again = {name for i in point.recomputed for name in found.step.candidates[i].nodes}
             _tag(gm.graph, again, found.names)
-        return self.split(gm)
+        both = self.split(gm)
+        checkpointing.unwrap(*both, self.outputs)
+        return both
 
     def _least(self, both: Split, limit: int) -> int:
         """What forward and backward need in an order that keeps the limit, where there is one."""
