@@ -9,6 +9,7 @@ from __future__ import annotations
 import typer
 
 from tools.benchmarks.adopt import adopt
+from tools.benchmarks.assemble import assemble
 from tools.benchmarks.async_tp import async_tp
 from tools.benchmarks.best import best
 from tools.benchmarks.compile import compile_time
@@ -40,6 +41,7 @@ app.command()(packs)
 app.command()(memory)
 app.command()(numerics)
 app.command()(gpu)
+app.command()(assemble)
 app.command()(scale)
 
 if __name__ == "__main__":
