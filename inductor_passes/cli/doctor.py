@@ -116,14 +116,27 @@ def _features(environ: Mapping[str, str]) -> Iterator[Check]:
 def _backends(environ: Mapping[str, str]) -> Iterator[Check]:
     import torch
 
-    names = ("gloo", "nccl", "mpi")
+    names = ("gloo", "nccl", "xccl", "mpi")
     if not torch.distributed.is_available():
         return
     found = [name for name in names if getattr(torch.distributed, f"is_{name}_available")()]
     advice = "" if found else "without a communication backend only a single process can run"
     yield Check("ok" if found else "warn", "process groups", ", ".join(found) or "none", advice)
-    if torch.cuda.is_available() and "nccl" not in found:
-        yield Check("warn", "NCCL", "missing although there is a GPU", "install a torch build with NCCL")
+    device = _accelerator()
+    library = {"cuda": "nccl", "xpu": "xccl"}.get(device)
+    if library is not None and library not in found:
+        name = library.upper()
+        yield Check("warn", name, f"missing although there is a {device} device", f"install a torch build with {name}")
+
+
+def _accelerator() -> str:
+    """Type of the accelerator that this machine has, "" without."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return here.type if here is not None else ""
 
 
 def _in_tree(environ: Mapping[str, str]) -> Iterator[Check]:
@@ -175,13 +188,13 @@ def _compilers(environ: Mapping[str, str]) -> Iterator[Check]:
     try:
         yield Check("ok", "C++ compiler", cpp_compiler())
     except RuntimeError as error:
-        status: Status = "warn" if torch.cuda.is_available() else "fail"
+        status: Status = "warn" if _accelerator() else "fail"
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         yield Check(status, "C++ compiler", first_line, "install g++ or set CXX: Inductor needs it for CPU code")
     try:
         yield Check("ok", "Triton", metadata.version("triton"))
     except metadata.PackageNotFoundError:
-        gpu = torch.cuda.is_available()
+        gpu = bool(_accelerator())
         yield Check(
             "fail" if gpu else "ok",
             "Triton",
@@ -193,8 +206,12 @@ def _compilers(environ: Mapping[str, str]) -> Iterator[Check]:
 def _device(environ: Mapping[str, str]) -> Iterator[Check]:
     import torch
 
-    if not torch.cuda.is_available():
+    device = _accelerator()
+    if not device:
         yield Check("ok", "GPU", "none: CPU code and gloo")
+        return
+    if device != "cuda":
+        yield Check("ok", device.upper(), f"{torch.accelerator.device_count()} devices")
         return
     names = sorted({torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())})
     yield Check("ok", "GPU", f"{torch.cuda.device_count()} x {', '.join(names)}")

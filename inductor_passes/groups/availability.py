@@ -36,7 +36,7 @@ class Availability:
         point_to_point: messages to single ranks.
         symmetric_memory: torch's symmetric memory between the ranks' devices.
         kernels: our Triton kernels over memory that all ranks map.
-        device: type of the device whose tensors that is about, ``cuda`` or ``cpu``; "" when nothing is known.
+        device: type of the device whose tensors that is about, e.g. ``cuda`` or ``cpu``; "" when nothing is known.
     """
 
     point_to_point: str = UNKNOWN
@@ -51,8 +51,8 @@ class Facts:
 
     Attributes:
         host: equal for ranks that can map the same memory: kernel boot and shared-memory file system.
-        device: ``cuda`` when this rank has such a device, else ``cpu``.
-        device_id: of the current device; empty for ``cpu``.
+        device: ``cuda`` or ``xpu`` when this rank has such a device, else ``cpu``.
+        device_id: of the current CUDA device; empty without.
         visible / reachable: ids of the devices that this process sees, and of those whose memory its own can access.
         overlapping: several ranks may share a device.
         point_to_point / symmetric_memory / compiled / interpreted: "" or why this rank cannot: send to single ranks,
@@ -80,7 +80,7 @@ def own_facts(name: str) -> Facts:
     visible, reachable, device_id = _devices()
     return Facts(
         host=_host(),
-        device="cuda" if device_id else "cpu",
+        device="cuda" if device_id else _accelerator(),
         device_id=device_id,
         visible=visible,
         reachable=reachable,
@@ -90,6 +90,10 @@ def own_facts(name: str) -> Facts:
         compiled=triton or _uncompiled(interpreted, device_id),
         interpreted=triton or ("" if interpreted else "on CPUs kernels run under TRITON_INTERPRET=1 only"),
     )
+
+
+def _accelerator() -> str:
+    return "xpu" if torch.xpu.is_available() else "cpu"
 
 
 def _uncompiled(interpreted: bool, device_id: str) -> str:
@@ -131,13 +135,17 @@ def _triton(interpreted: bool) -> str:
 
 def agree(facts: Sequence[Facts]) -> Availability:
     """The answer for a group from its ranks' facts, in group order: the same on all ranks."""
-    device = "cuda" if all(f.device == "cuda" for f in facts) else "cpu"
+    devices = {f.device for f in facts}
+    device = facts[0].device if len(devices) == 1 else "cpu"
     hosts = len({f.host for f in facts})
     apart = f"the ranks are on {hosts} hosts" if hosts > 1 else ""
     if device == "cuda":
         mapped = _first(facts, "symmetric_memory") or apart or _devices_apart(facts)
         return Availability(_first(facts, "point_to_point"), mapped, mapped or _first(facts, "compiled"), device)
     symmetric = _first(facts, "symmetric_memory")
+    if devices - {"cpu", "cuda"}:
+        why = f"the kernels need CUDA devices on all ranks; these have {', '.join(sorted(devices))}"
+        return Availability(_first(facts, "point_to_point"), symmetric, why, device)
     return Availability(_first(facts, "point_to_point"), symmetric, _first(facts, "interpreted") or apart, device)
 
 
