@@ -181,7 +181,6 @@ def _caches(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _compilers(environ: Mapping[str, str]) -> Iterator[Check]:
-    import torch
 
     from inductor_passes._torch import cpp_compiler
 
