@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from inductor_passes.plugin import compile_options as options
     from inductor_passes.redistribute.plan import plan_redistribution as plan_redistribution
     from inductor_passes.redistribute.prepare import prepare_groups as prepare_groups
+    from inductor_passes.simple_fsdp import add_feedback as add_feedback
+    from inductor_passes.simple_fsdp import reset_feedback as reset_feedback
     from inductor_passes.simple_fsdp import simple_fsdp as simple_fsdp
 
 __version__ = "0.1.0"
@@ -31,6 +33,7 @@ _PUBLIC = {
     "AdoptError": ("inductor_passes.adoption", "AdoptError"),
     "ConfigError": ("inductor_passes.config", "ConfigError"),
     "PassConfig": ("inductor_passes.config", "PassConfig"),
+    "add_feedback": ("inductor_passes.simple_fsdp", "add_feedback"),
     "adopt": ("inductor_passes.adoption", "adopt"),
     "config": ("inductor_passes.config", ""),
     "emulated_link": ("inductor_passes.emulation.link", ""),
@@ -38,6 +41,7 @@ _PUBLIC = {
     "options": ("inductor_passes.plugin", "compile_options"),
     "plan_redistribution": ("inductor_passes.redistribute.plan", "plan_redistribution"),
     "prepare_groups": ("inductor_passes.redistribute.prepare", "prepare_groups"),
+    "reset_feedback": ("inductor_passes.simple_fsdp", "reset_feedback"),
     "simple_fsdp": ("inductor_passes.simple_fsdp", ""),
     "verify": ("inductor_passes.verify", ""),
 }
@@ -46,6 +50,7 @@ __all__ = [
     "AdoptError",
     "ConfigError",
     "PassConfig",
+    "add_feedback",
     "adopt",
     "config",
     "emulated_link",
@@ -53,6 +58,7 @@ __all__ = [
     "options",
     "plan_redistribution",
     "prepare_groups",
+    "reset_feedback",
     "simple_fsdp",
     "verify",
 ]

@@ -242,12 +242,14 @@ class Narrowing:
         dtypes: what ``auto`` chooses from.
         block: how many elements share a scale.
         error: largest error that one rounding may make, relative to the largest element of its block.
+        feedback: what a message loses of a value with a residual is kept there.
     """
 
     rules: tuple[tuple[str, str], ...] = ()
     dtypes: tuple[str, ...] = ()
     block: int = 128
     error: Fraction = Fraction(0)
+    feedback: bool = False
 
     ALLOWED = (
         '"off", "auto", or modes by group, mesh dimension or pattern of parameter names: a dictionary, or text as in '
@@ -423,6 +425,11 @@ class PassConfig:
         "default.",
         "0.01",
     )
+    compress_feedback: Switch = _doc(
+        "Keep what narrow messages lose of a gradient and add it to the next one. Needs `compress`, and a model that "
+        "`inductor_passes.add_feedback` gave the memory for it: see [error feedback](compress.md#error-feedback).",
+        "off",
+    )
     replay: Switch = _doc(
         "Plan again on Inductor's fused kernels and make the generated code run in that order. "
         '"off" leaves the order to Inductor, which moves waits back next to their starts.',
@@ -493,6 +500,9 @@ class PassConfig:
         object.__setattr__(self, "compress", _as_text(self.compress))
         for f in dataclasses.fields(self):
             check_value(f.name, getattr(self, f.name))
+        if self.compress_feedback == "on" and self.narrowing.is_off:
+            needs = f"\"off\" beside compress={self.compress!r}: what is not narrowed loses nothing"
+            raise ConfigError("compress_feedback", self.compress_feedback, needs)
         if self.plan and self.budget.shrinks:
             beside = f'beside memory_budget="{self.memory_budget}"'
             raise ConfigError("plan", self.plan, f"nothing {beside}: a plan file does not say what is computed again")
@@ -520,7 +530,8 @@ class PassConfig:
     @property
     def narrowing(self) -> Narrowing:
         """``compress`` and the fields that belong to it, parsed."""
-        return Narrowing.parse(self.compress, self.compress_dtypes, self.compress_block, self.compress_error)
+        found = Narrowing.parse(self.compress, self.compress_dtypes, self.compress_block, self.compress_error)
+        return dataclasses.replace(found, feedback=self.compress_feedback == "on")
 
     @property
     def async_tp_mode(self) -> AsyncTp:
@@ -598,6 +609,7 @@ _LITERALS: dict[str, tuple[str, ...]] = {
     "bucket": get_args(Switch),
     "unpack": get_args(Unpack),
     "replay": get_args(Switch),
+    "compress_feedback": get_args(Switch),
     "verify": get_args(Verify),
     "codegen": get_args(Codegen),
     "in_tree_passes": get_args(InTree),

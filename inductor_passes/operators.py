@@ -18,6 +18,8 @@ from types import MappingProxyType
 
 FUNCTIONAL = "_c10d_functional"
 OWN = "inductor_passes"
+#: What a message that carries a value brings of it: the value itself, or what is left where it is sent narrower.
+SENT = "inductor_passes::sent"
 
 
 class Role(Enum):
@@ -216,6 +218,7 @@ OPERATORS: Mapping[str, OperatorFacts] = MappingProxyType(
             Role.FENCE, Price.NORM, CollectiveKind.ALL_REDUCE, blocks=True
         ),
         "inductor_passes::unpack": OperatorFacts(Role.COMPUTE, Price.MEMORY),
+        SENT: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         "symm_mem::fused_all_gather_matmul": _matmul(_AG, "symm_mem", "A", "Bs"),
         "symm_mem::fused_all_gather_scaled_matmul": _matmul(_AG, "symm_mem", "A", "Bs"),
         "symm_mem::fused_matmul_reduce_scatter": _matmul(_RS, "symm_mem", "A", "B"),

@@ -419,6 +419,20 @@ def test_narrowed_messages_are_merged(kind: str) -> None:
         assert_same_bits(run_all_ranks(single, values), run_all_ranks(merged, values))
 
 
+def test_a_message_that_carries_what_another_brought() -> None:
+    """Found: the second one read the wait that the first had replaced; gradients of hybrid sharding are sent so."""
+    with fake_world(2) as group:
+        p = Program()
+        piece = p.collective("reduce_scatter", p.input(64, 32), group)
+        gm = p.done(p.call(aten.neg.default, p.collective("all_reduce", piece, group)))
+        values = inputs_by_rank(gm, 2)
+        expected = run_all_ranks(gm, values)
+        report = run(gm, config({"*": "int8"}), link(2, 10.0))
+        found = run_all_ranks(gm, values)
+    assert report.metrics["narrowed"] == 2 and report.rolled_back is None
+    torch.testing.assert_close(found[0][0], expected[0][0], rtol=0, atol=2.0)
+
+
 def test_async_tp_chooses_first() -> None:
     """What async TP cuts into parts is not narrowed; what it leaves is."""
     with fake_world(2) as group:

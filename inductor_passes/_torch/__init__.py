@@ -6,6 +6,7 @@ this folder only. Private modules are imported inside the functions: importing t
 
 from inductor_passes._torch.autograd import (
     all_gather,
+    all_gather_in,
     all_reduce_in,
     all_reduce_sum,
     all_to_all_autograd,
@@ -56,6 +57,7 @@ from inductor_passes._torch.groups import (
     group_name_of,
     group_store,
     mesh_layout,
+    mesh_of,
     moves_with_gloo,
     process_group,
     process_rank,
@@ -248,6 +250,7 @@ __all__ = [
     "add_module_statement",
     "after_backward",
     "all_gather",
+    "all_gather_in",
     "all_reduce_in",
     "all_reduce_sum",
     "all_to_all_autograd",
@@ -332,6 +335,7 @@ __all__ = [
     "lowered_outputs",
     "memory_use",
     "mesh_layout",
+    "mesh_of",
     "misfit",
     "module_call_code",
     "module_path",

@@ -39,6 +39,12 @@ def reduce_scatter_in(tensor: torch.Tensor, group: str, ranks: int) -> torch.Ten
     return torch.ops._c10d_functional.wait_tensor(started)
 
 
+def all_gather_in(tensor: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
+    """The tensors of a named group, concatenated along dimension 0 in rank order; waited for."""
+    started = torch.ops._c10d_functional.all_gather_into_tensor(tensor.contiguous(), ranks, group)
+    return torch.ops._c10d_functional.wait_tensor(started)
+
+
 def all_reduce_in(tensor: torch.Tensor, group: str, op: str) -> torch.Tensor:
     """The reduction over a named group; waited for."""
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, group))

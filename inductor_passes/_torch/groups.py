@@ -101,6 +101,14 @@ def group_store(name: str) -> tuple[Any, int, tuple[int, ...]] | None:
     return None if entry is None or rank not in found[1] else (entry[1], rank, found[1])
 
 
+def mesh_of(name: str, device_type: str) -> Any:
+    """The ``DeviceMesh`` of one dimension over a named process group, which stays the group that communicates."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return DeviceMesh.from_group(_resolve_process_group(name), device_type)
+
+
 def gloo_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
     """A process group that moves CPU tensors with gloo, outside of ``torch.distributed``'s registry of groups.
 

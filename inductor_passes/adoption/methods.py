@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from inductor_passes import _torch
@@ -246,7 +247,8 @@ def send_buffers(module: nn.Module, ignored: set[str], group: str) -> None:
     """Give all ranks the buffers of the group's first, in one message for each dtype."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for name, buffer in module.named_buffers():
-        if name not in ignored:
+        # Residuals of error feedback are each rank's own.
+        if name not in ignored and not isinstance(buffer, DTensor):
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
     for buffers in by_dtype.values():
         sent = _torch.broadcast_in(torch.cat([buffer.reshape(-1) for buffer in buffers]), group)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from inductor_passes import _torch
 from inductor_passes.simple_fsdp.access import Unsharding
+from inductor_passes.simple_fsdp.layout import problem_of
+from inductor_passes.simple_fsdp.residuals import Losses, buffers, local_residuals, summed, summed_shapes
 from inductor_passes.simple_fsdp.unshard import unshard
 
 
@@ -24,12 +26,12 @@ class AdoptedShard(Unsharding):
 
     def reading(self, name: str) -> Callable[[nn.Module, Any], Any]:
         """The function of (module, stored parameter) that a read inside of forward calls."""
-        shape, arguments = self.shape, self.settings.arguments
+        shape, arguments, residuals = self.shape, self.settings.arguments, self.residuals
 
         def read(module: Any, stored: torch.Tensor) -> torch.Tensor:
             owner = module._adoption
             if owner.unit.direct:
-                return unshard(stored, shape, *arguments)
+                return unshard(stored, shape, *arguments, residuals=buffers(module, residuals))  # type: ignore[misc]
             return unshard(stored, shape, *arguments, held=owner.held.get(name))  # type: ignore[misc]
 
         return read
@@ -48,20 +50,22 @@ class AdoptedCopy:
     Attributes:
         group: name of the process group.
         ranks: its global ranks.
+        residuals: see :class:`~inductor_passes.simple_fsdp.access.Reader`.
     """
 
     group: str
     ranks: tuple[int, ...]
+    residuals: tuple[str, ...] = ()
 
     def reading(self, name: str) -> Callable[[nn.Module, Any], Any]:
         """The function of (module, stored parameter) that a read inside of forward calls."""
         del name
-        group, ranks = self.group, len(self.ranks)
+        group, ranks, residuals = self.group, len(self.ranks), self.residuals
 
         def read(module: Any, stored: torch.Tensor) -> torch.Tensor:
             unit = module._adoption.unit
             if unit.direct and torch.is_grad_enabled() and stored.requires_grad and (unit.called or _is_recomputing()):
-                return torch.ops.inductor_passes.replicated.default(stored, group, ranks)
+                return torch.ops.inductor_passes.replicated.default(stored, group, ranks, buffers(module, residuals))
             return stored
 
         return read
@@ -69,30 +73,45 @@ class AdoptedCopy:
     def outside(self, module: nn.Module, name: str) -> None:
         """Nothing: reads outside of forward give the parameter itself."""
 
+    def losses(self, stored: torch.Tensor) -> Losses:
+        """What a parameter needs residuals for."""
+        mesh = _torch.mesh_of(self.group, stored.device.type)
+        shapes = summed_shapes(stored.numel(), len(self.ranks)) if stored.numel() and len(self.ranks) > 1 else []
+        return Losses(mesh, tuple(shapes), problem_of(stored, stored.dtype) if shapes else "")
+
+    def keeping(self, residuals: tuple[str, ...]) -> AdoptedCopy:
+        """The same reader with these buffers."""
+        return replace(self, residuals=residuals)
+
 
 def _is_recomputing() -> bool:
     return not torch.compiler.is_compiling() and _torch.is_recomputing()
 
 
 _LIBRARY = torch.library.Library("inductor_passes", "FRAGMENT")
-_LIBRARY.define("replicated(Tensor parameter, str group, int ranks) -> Tensor")
+_LIBRARY.define("replicated(Tensor parameter, str group, int ranks, Tensor[] residuals) -> Tensor")
 
 
 class _Replicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-        ctx.group, ctx.ranks = group, ranks
+    def forward(
+        ctx: Any, parameter: torch.Tensor, group: str, ranks: int, residuals: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        ctx.group, ctx.ranks, ctx.residuals = group, ranks, residuals
         return parameter.view_as(parameter)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         # As DDP: multiplied by the reciprocal before the sum.
-        return _torch.all_reduce_in(gradient * (1 / ctx.ranks), ctx.group, "sum"), None, None
+        gradient = gradient * (1 / ctx.ranks)
+        if ctx.residuals:
+            return summed(gradient, ctx.group, ctx.ranks, *ctx.residuals), None, None, None
+        return _torch.all_reduce_in(gradient, ctx.group, "sum"), None, None, None
 
 
-def _replicated(parameter: torch.Tensor, group: str, ranks: int) -> torch.Tensor:
-    return _Replicated.apply(parameter, group, ranks)
+def _replicated(parameter: torch.Tensor, group: str, ranks: int, residuals: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _Replicated.apply(parameter, group, ranks, local_residuals(residuals))
 
 
 _LIBRARY.impl("replicated", _replicated, "CompositeImplicitAutograd")

@@ -64,6 +64,7 @@ class Candidate:
     Attributes:
         was / now: its price before and after.
         forced: the settings ask for it whatever it gains.
+        kept: what it loses is kept on this rank.
     """
 
     collective: Collective
@@ -71,6 +72,7 @@ class Candidate:
     was: Price
     now: Price
     forced: bool
+    kept: bool = False
 
     @property
     def gain_ns(self) -> int:
@@ -83,8 +85,11 @@ class Candidate:
         return self.now.before_ns + self.now.after_ns - self.was.before_ns - self.was.after_ns
 
 
-def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Candidate:
+def candidate(collective: Collective, facts: Facts, settings: Narrowing, kept: bool = False) -> Candidate:
     """The cheapest form that a collective may be sent in.
+
+    Args:
+        kept: what it loses is kept on this rank.
 
     Raises:
         RefusedError: it has to stay as it is.
@@ -103,13 +108,13 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing) -> Cand
         said = f"a rounding to {' or '.join(names)} errs by up to {least:g}"
         raise RefusedError(Reason.NUMERICS, said, f'compress_error="{least:g}"')
     was = _as_it_is(collective, facts.profile)
-    priced = [(price(collective, form, facts.profile), form) for form in allowed]
+    priced = [(price(collective, form, facts.profile, kept), form) for form in allowed]
     priced = [(now, form) for now, form in priced if now.sent_bytes < was.sent_bytes]
     if not priced:
         said = f"a message of {elements} elements of {_short(dtype)} gets no smaller"
         raise RefusedError(Reason.NOT_PROFITABLE, said)
     now, form = min(priced, key=lambda entry: entry[0].all_ns)
-    found = Candidate(collective, form, was, now, mode != "auto")
+    found = Candidate(collective, form, was, now, mode != "auto", kept)
     if not found.forced and found.gain_ns <= 0:
         said = f"{form.name} saves {found.was.link_ns - now.link_ns} ns of link for {found.compute_ns} ns of compute"
         raise RefusedError(Reason.NOT_PROFITABLE, said, _forcing(collective, form), found.gain_ns)
@@ -197,8 +202,12 @@ def _message(
     return profile.communication_ns(kind, given, got, ranks), profile.issue_ns(kind, given, got, ranks)
 
 
-def price(collective: Collective, form: Form, profile: CostProfile) -> Price:
-    """What a collective costs in a form: its messages, and the kernels that narrow, widen and add."""
+def price(collective: Collective, form: Form, profile: CostProfile, kept: bool = False) -> Price:
+    """What a collective costs in a form: its messages, and the kernels that narrow, widen and add.
+
+    Args:
+        kept: this rank widens its own message too.
+    """
     ranks, itemsize = collective.group.ranks, collective.dtypes[0].itemsize
     elements = math.prod(collective.inputs[0].meta["val"].shape)
     pieces = 1 if collective.kind is CollectiveKind.ALL_GATHER else len(ranks)
@@ -207,7 +216,7 @@ def price(collective: Collective, form: Form, profile: CostProfile) -> Price:
     def kernel(read: int, written: int) -> int:
         return profile.compute_ns(0, read + written, "float32", 1)
 
-    before = kernel(elements * itemsize, message)
+    before = kernel(elements * itemsize, message) + (kernel(message, elements * itemsize) if kept else 0)
     if collective.kind is CollectiveKind.ALL_GATHER:
         link, issue = _message(CollectiveKind.ALL_GATHER, message, message * len(ranks), ranks, profile)
         after = kernel(message * len(ranks), elements * itemsize * len(ranks))

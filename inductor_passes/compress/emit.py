@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.compress.form import Form
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
@@ -43,9 +44,15 @@ class _Parts:
     use: Emitter
     form: Form
     read: list[str]
+    #: What the collective carries, which may have become another node since it was found.
+    source: torch.fx.Node
+    #: The first message.
+    message: torch.fx.Node | None = None
 
     def narrow(self, emit: Emitter, rows: torch.fx.Node) -> torch.fx.Node:
-        return self.form.narrowed(emit, rows)
+        found = self.form.narrowed(emit, rows)
+        self.message = self.message or found
+        return found
 
     def widen(self, emit: Emitter, message: torch.fx.Node) -> torch.fx.Node:
         found = self.form.widened(emit, message)
@@ -53,24 +60,56 @@ class _Parts:
         return found
 
 
-def replace(graph: torch.fx.Graph, collective: Collective, form: Form) -> Certificate:
-    """Send what a collective carries in a narrower type, in place; its start and wait are gone then."""
+def replace(
+    graph: torch.fx.Graph, collective: Collective, form: Form, sent: torch.fx.Node | None = None
+) -> Certificate:
+    """Send what a collective carries in a narrower type, in place; its start and wait are gone then.
+
+    Args:
+        sent: the call of ``sent`` of what the collective carries, behind its start; becomes what this rank widens from
+            its own message.
+    """
     start, wait = collective.start, collective.waits[0]
-    parts = _Parts(Emitter(graph, start.prev), Emitter(graph, wait), form, [])
+    source = next(iter(_torch.op_arguments(start).values()))
+    parts = _Parts(Emitter(graph, start.prev), Emitter(graph, wait), form, [], source)
     with parts.issue.standing_for(start), parts.use.standing_for(wait):
         result = _EMIT[collective.kind](parts, collective, wait)
     wait.replace_all_uses_with(result)
-    names = wait.name, start.name
+    names: tuple[str, ...] = wait.name, start.name
     graph.erase_node(wait)
     graph.erase_node(start)
-    made = tuple(node.name for node in (*parts.issue.made, *parts.use.made))
-    narrowed = tuple(Narrowed(name, form.error) for name in parts.read)
-    return Certificate(SUBJECT, names, made, ((names[0], result.name),), narrowed=narrowed)
+    arrive, made = len(parts.read), [*parts.issue.made, *parts.use.made]
+    replaced = [(names[0], result.name)]
+    if sent is not None:
+        kept = Emitter(graph, sent)
+        own = _own(kept, parts, collective, sent)
+        sent.replace_all_uses_with(own)
+        graph.erase_node(sent)
+        names, made, replaced = (*names, sent.name), [*made, *kept.made], [*replaced, (sent.name, own.name)]
+    narrowed = tuple(Narrowed(name, form.error, number >= arrive) for number, name in enumerate(parts.read))
+    return Certificate(SUBJECT, names, tuple(node.name for node in made), tuple(replaced), narrowed=narrowed)
+
+
+def _own(emit: Emitter, parts: _Parts, collective: Collective, sent: torch.fx.Node) -> torch.fx.Node:
+    """What this rank's own message brings of what the collective carries."""
+    assert parts.message is not None
+    ranks = 1 if collective.kind is CollectiveKind.ALL_GATHER else collective.group.size
+    pieces = ranks if math.prod(sent.meta["val"].shape) % ranks == 0 else 1
+    with emit.standing_for(sent):
+        return _shaped(emit, parts.widen(emit, parts.message), pieces, sent)
+
+
+def exact(graph: torch.fx.Graph, sent: torch.fx.Node) -> Certificate:
+    """Have a call of ``sent`` be its operand: its message is exact."""
+    (value,) = sent.args
+    assert isinstance(value, torch.fx.Node)
+    sent.replace_all_uses_with(value)
+    graph.erase_node(sent)
+    return Certificate(SUBJECT, (sent.name,), (), ((sent.name, value.name),))
 
 
 def _gather(parts: _Parts, collective: Collective, wait: torch.fx.Node) -> torch.fx.Node:
-    (source,) = collective.inputs
-    message = parts.narrow(parts.issue, _rows(parts.issue, source, 1, parts.form))
+    message = parts.narrow(parts.issue, _rows(parts.issue, parts.source, 1, parts.form))
     received = gathered(parts.issue, message, collective.group.size, collective.group_argument)
     wide = parts.widen(_awaited(parts, wait, received), received)
     return _shaped(parts.use, wide, collective.group.size, wait)
@@ -119,7 +158,7 @@ def _total(parts: _Parts, collective: Collective, wait: torch.fx.Node) -> torch.
 
 def _sent(parts: _Parts, collective: Collective, ranks: int) -> torch.fx.Node:
     """Narrowed pieces for every rank, exchanged: blocks of all ranks in their order."""
-    rows = _rows(parts.issue, collective.inputs[0], ranks, parts.form)
+    rows = _rows(parts.issue, parts.source, ranks, parts.form)
     blocks = rows.meta["val"].shape[0] // ranks
     message = parts.narrow(parts.issue, rows)
     return exchanged(parts.issue, message, [blocks] * ranks, [blocks] * ranks, collective.group_argument)

@@ -14,18 +14,21 @@ of bytes, which merge like any others. ``candidates`` says what may be narrowed,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.compress.candidates import Candidate, RefusedError, candidate
 from inductor_passes.compress.choose import Choice, choose
-from inductor_passes.compress.emit import SUBJECT, replace
+from inductor_passes.compress.emit import SUBJECT, exact, replace
 from inductor_passes.config import Narrowing
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.parameters import names_of
 from inductor_passes.ir.view import Collective
+from inductor_passes.operators import SENT
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome
@@ -46,32 +49,69 @@ class CompressPass:
 
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Narrow what pays; one decision per collective."""
+        sent = _sent(graph, facts.view.collectives)
+        kept = sent if self.settings.feedback else {}
         found: list[Candidate] = []
         decisions: list[Decision] = []
         try:
             for collective in facts.view.collectives:
                 try:
-                    found.append(candidate(collective, facts, self.settings))
+                    found.append(candidate(collective, facts, self.settings, collective.start.name in kept))
                 except RefusedError as why:
                     decisions.append(_refused(collective, why))
             if not found:
-                return Outcome(PassReport(self.name, decisions=decisions))
+                return _nothing(graph, PassReport(self.name, decisions=decisions))
             choice = choose(facts.problem.problem, found, facts.limit_bytes)
         except NoHintError as error:
             unknown = RefusedError(Reason.NO_HINT, str(error))
             return Outcome(PassReport(self.name, decisions=[_refused(c, unknown) for c in facts.view.collectives]))
         for one in found:
             decisions.append(_taken(one) if one in choice.taken else _refused(one.collective, _left(one, choice)))
-        certificates = tuple(replace(graph, one.collective, one.form) for one in choice.taken)
-        report = PassReport(self.name, changed=bool(certificates), decisions=decisions, metrics=_metrics(choice))
-        if not certificates:
-            return Outcome(report)
+        report = PassReport(self.name, changed=bool(choice.taken), decisions=decisions, metrics=_metrics(choice))
+        if not choice.taken:
+            return _nothing(graph, report)
+        certificates = [
+            replace(graph, one.collective, one.form, kept.get(one.collective.start.name)) for one in choice.taken
+        ]
+        certificates += [exact(graph, node) for node in _calls(graph)]
         if any(one.forced for one in choice.taken):
-            return Outcome(report, certificates, forced=True, notes=(_note(choice),))
-        return Outcome(report, certificates, before=choice.before, notes=(_note(choice),))
+            return Outcome(report, tuple(certificates), forced=True, notes=(_note(choice, self.settings),))
+        return Outcome(report, tuple(certificates), before=choice.before, notes=(_note(choice, self.settings),))
 
 
-def _note(choice: Choice) -> str:
+def _calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The calls of ``sent``, in graph order."""
+    return [node for node in graph.nodes if _torch.op_name(node.target) == SENT]
+
+
+def _sent(graph: torch.fx.Graph, collectives: Sequence[Collective]) -> dict[str, torch.fx.Node]:
+    """By the name of its start: the call of ``sent`` of what a collective carries, where it is the only one behind it.
+
+    What several collectives carry may arrive in several forms.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    calls, found = _calls(graph), {}
+    for collective in collectives:
+        if len(collective.inputs) != 1:
+            continue
+        (source,) = collective.inputs
+        own = [node for node in calls if node.args[0] is source]
+        alone = sum(source in other.inputs for other in collectives) == 1
+        if len(own) == 1 and alone and place[own[0]] > place[collective.start]:
+            found[collective.start.name] = own[0]
+    return found
+
+
+def _nothing(graph: torch.fx.Graph, report: PassReport) -> Outcome:
+    """Nothing is narrowed, so nothing is lost that could be kept."""
+    certificates = tuple(exact(graph, node) for node in _calls(graph))
+    if not certificates:
+        return Outcome(report)
+    report.changed = True
+    return Outcome(report, certificates, forced=True)
+
+
+def _note(choice: Choice, settings: Narrowing) -> str:
     """What was narrowed, for whoever reads nothing else."""
     count, taken = len(choice.taken), choice.taken
     names = ", ".join(sorted({one.form.name for one in taken}))
@@ -79,8 +119,16 @@ def _note(choice: Choice) -> str:
     error = max(float(one.form.error) for one in taken)
     return (
         f"compress: {count} collective{'s' * (count > 1)} sent as {names}, {was} -> {now} bytes per rank; "
-        f"each rounding moves an element by at most {error:g} of the largest one in its block"
+        f"each rounding moves an element by at most {error:g} of the largest one in its block{_kept(taken, settings)}"
     )
+
+
+def _kept(taken: Sequence[Candidate], settings: Narrowing) -> str:
+    """What becomes of the errors."""
+    if not settings.feedback:
+        return ""
+    count = sum(one.kept for one in taken)
+    return f"; {count} of them with error feedback" + ("" if count else ": see inductor_passes.add_feedback")
 
 
 def _left(one: Candidate, choice: Choice) -> RefusedError:
@@ -100,7 +148,8 @@ def _taken(one: Candidate) -> Decision:
         f"link {was.link_ns} -> {now.link_ns} ns, {one.compute_ns} ns of compute"
     )
     asked = "; asked for whatever it gains" if one.forced else ""
-    return _decision(one.collective, Verdict.APPLIED, Reason.PROFITABLE, detail + asked, gain_ns=one.gain_ns)
+    kept = "; what it loses is added to the next one" if one.kept else ""
+    return _decision(one.collective, Verdict.APPLIED, Reason.PROFITABLE, detail + kept + asked, gain_ns=one.gain_ns)
 
 
 def _refused(collective: Collective, why: RefusedError) -> Decision:

@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from inductor_passes.simple_fsdp.access import gathered_parameters, sharded_parameters
 from inductor_passes.simple_fsdp.apply import simple_fsdp
 from inductor_passes.simple_fsdp.arrival import MissingRanksError
+from inductor_passes.simple_fsdp.feedback import add_feedback, reset_feedback
 from inductor_passes.simple_fsdp.handle import ParameterHandle, ShardedValueError
 from inductor_passes.simple_fsdp.settings import Mode, SimpleFSDPError
 
@@ -34,7 +35,9 @@ __all__ = [
     "ParameterHandle",
     "ShardedValueError",
     "SimpleFSDPError",
+    "add_feedback",
     "gathered_parameters",
+    "reset_feedback",
     "sharded_parameters",
     "simple_fsdp",
 ]

@@ -26,6 +26,8 @@ from inductor_passes import _torch
 from inductor_passes.simple_fsdp.arrival import meet
 from inductor_passes.simple_fsdp.forward import gathers, reads_gather
 from inductor_passes.simple_fsdp.handle import ParameterHandle
+from inductor_passes.simple_fsdp.layout import losses_of
+from inductor_passes.simple_fsdp.residuals import Losses, buffers
 from inductor_passes.simple_fsdp.saving import saves_whole, with_whole_values
 from inductor_passes.simple_fsdp.settings import Settings, SimpleFSDPError
 from inductor_passes.simple_fsdp.unshard import unshard
@@ -47,6 +49,16 @@ class Reader(Protocol):
     def outside(self, module: nn.Module, name: str) -> Any:
         """What a read outside of forward gives instead of a handle of the stored parameter, or None."""
 
+    @property
+    def residuals(self) -> tuple[str, ...]:
+        """Names of the module's buffers in which backward keeps what messages lose of the gradient."""
+
+    def losses(self, stored: torch.Tensor) -> Losses:
+        """What a parameter needs such buffers for."""
+
+    def keeping(self, residuals: tuple[str, ...]) -> Reader:
+        """The same reader with these buffers."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Managed:
@@ -63,10 +75,12 @@ class Unsharding:
     Attributes:
         shape: of this rank's local tensor.
         settings: of the application.
+        residuals: see :class:`Reader`.
     """
 
     shape: tuple[int, ...]
     settings: Settings
+    residuals: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -77,11 +91,23 @@ class Unsharding:
         """See :class:`Reader`."""
         del name
         # Plain values: dynamo guards on each object that a read goes through.
-        shape, arguments = self.shape, self.settings.arguments
-        return lambda _, stored: unshard(stored, shape, *arguments)
+        shape, arguments, residuals = self.shape, self.settings.arguments, self.residuals
+        if not residuals:
+            return lambda _, stored: unshard(stored, shape, *arguments)
+        return lambda module, stored: unshard(  # type: ignore[misc]
+            stored, shape, *arguments, residuals=buffers(module, residuals)
+        )
 
     def outside(self, module: nn.Module, name: str) -> None:
         """See :class:`Reader`."""
+
+    def losses(self, stored: torch.Tensor) -> Losses:
+        """See :class:`Reader`."""
+        return losses_of(stored, self.settings)
+
+    def keeping(self, residuals: tuple[str, ...]) -> Unsharding:
+        """See :class:`Reader`."""
+        return dataclasses.replace(self, residuals=residuals)
 
 
 class _Access:
@@ -176,8 +202,13 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 def manage_again(module: nn.Module, change: Callable[[Reader], Reader]) -> None:
     """Give a managed module the class that reads its parameters in another way."""
+    manage_each(module, lambda one: change(one.reader))
+
+
+def manage_each(module: nn.Module, change: Callable[[Managed], Reader]) -> None:
+    """As :func:`manage_again`, where a parameter's name matters too."""
     cls, parameters, saver, mixin = _MANAGED[type(module)]
-    changed = tuple(dataclasses.replace(one, reader=change(one.reader)) for one in parameters)
+    changed = tuple(dataclasses.replace(one, reader=change(one)) for one in parameters)
     module.__class__ = managed_class(cls, changed, saver, mixin)
 
 

@@ -7,14 +7,17 @@ rank (d, t) of a (D, T) mesh holds piece t * D + d of the whole.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from inductor_passes import _torch
+from inductor_passes.simple_fsdp.residuals import DTYPE, Losses
 from inductor_passes.simple_fsdp.settings import Settings, SimpleFSDPError
-from inductor_passes.simple_fsdp.unshard import inner_mesh
+from inductor_passes.simple_fsdp.unshard import ShardLayout, inner_mesh
 
 
 def distribute(name: str, parameter: nn.Parameter, mesh: DeviceMesh, settings: Settings) -> nn.Parameter:
@@ -89,3 +92,27 @@ def _outer_placement(name: str, placement: Placement, parameter: DTensor, ranks:
             f"{parameter.shape[placement.dim]}. Choose another shard_dim."
         )
     return _torch.strided_shard(placement.dim, factor)
+
+
+def losses_of(stored: torch.Tensor, settings: Settings) -> Losses:
+    """What a sharded or replicated parameter needs residuals for."""
+    assert isinstance(stored, DTensor)
+    mesh, dims = stored.device_mesh, settings.mesh_dims
+    layout = ShardLayout.of(stored, dims, settings.reduce_dtype, settings.divisor)
+    shapes = tuple(layout.residual_shapes(stored.to_local().shape))
+    reduced = settings.reduce_dtype or settings.compute_dtype or stored.dtype
+    problem = problem_of(stored, reduced) if shapes else ""
+    for dim, size in enumerate(stored.shape):
+        parts = [mesh.size(i) for i in range(dims, mesh.ndim) if stored.placements[i] == Shard(dim)]
+        if size % math.prod(parts):
+            problem = problem or f"is split unevenly along dimension {dim} by another mesh dimension"
+    return Losses(mesh, shapes, problem)
+
+
+def problem_of(stored: torch.Tensor, reduced: torch.dtype) -> str:
+    """Why there is no residual of a parameter whose gradient is reduced in a type, or nothing."""
+    if stored.is_meta:
+        return "is on the meta device: call add_feedback after to_empty"
+    if reduced is not DTYPE:
+        return f"is reduced in {reduced}; expected {DTYPE}, e.g. MixedPrecisionPolicy(reduce_dtype={DTYPE})"
+    return ""

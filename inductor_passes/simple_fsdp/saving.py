@@ -17,6 +17,7 @@ from torch import nn
 
 from inductor_passes import _torch
 from inductor_passes.simple_fsdp.arrival import meet
+from inductor_passes.simple_fsdp.residuals import left_out
 from inductor_passes.simple_fsdp.settings import Settings
 
 
@@ -56,4 +57,5 @@ def _whole_values(module: nn.Module) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(get_model_state_dict(module, options=options))
+    with left_out(module):
+        return dict(get_model_state_dict(module, options=options))

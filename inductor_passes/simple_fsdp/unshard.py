@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,11 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from inductor_passes import _torch
+from inductor_passes.simple_fsdp.residuals import compensated, local_residuals, summed, summed_shapes
 
 _LIBRARY = torch.library.Library("inductor_passes", "DEF")
 _LIBRARY.define(
     "unshard(Tensor parameter, int[] shard_shape, int mesh_dims, ScalarType? compute_dtype, "
-    "ScalarType? reduce_dtype, str reshard, str groups, float? divisor, Tensor? held) -> Tensor"
+    "ScalarType? reduce_dtype, str reshard, str groups, float? divisor, Tensor? held, Tensor[] residuals) -> Tensor"
 )
 
 
@@ -103,8 +105,16 @@ class ShardLayout:
         rows = pad(swap(local, self.dim), self.chunk)
         return swap(cut(_torch.all_gather(rows, self.mesh, self.shard_mesh_dim), self.size), self.dim)
 
-    def reduce(self, gradient: torch.Tensor, like: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's chunk, of shape ``like``, of the ranks' gradients' sum over :attr:`divisor`, in ``dtype``."""
+    def reduce(
+        self, gradient: torch.Tensor, like: torch.Size, dtype: torch.dtype, residuals: Sequence[torch.Tensor] = ()
+    ) -> torch.Tensor:
+        """This rank's chunk, of shape ``like``, of the ranks' gradients' sum over :attr:`divisor`, in ``dtype``.
+
+        Args:
+            gradient: whole on this rank.
+            residuals: what earlier messages lost, see :meth:`residual_shapes`; read and written.
+        """
+        left = list(residuals)
         gradient = gradient.to(self.reduce_dtype or gradient.dtype)
         early, late = self.factors(gradient.dtype)
         if early != 1:
@@ -114,11 +124,32 @@ class ShardLayout:
                 continue
             if i == self.shard_mesh_dim:
                 rows = pad(swap(gradient, self.dim), self.chunk * self.mesh.size(i))
-                gradient = swap(cut(_torch.reduce_scatter_sum(rows, self.mesh, i), like[self.dim]), self.dim)
+                send = functools.partial(_torch.reduce_scatter_sum, mesh=self.mesh, dim=i)
+                reduced = compensated(rows, left.pop(0), send) if left else send(rows)
+                gradient = swap(cut(reduced, like[self.dim]), self.dim)
+            elif left and gradient.numel() > 0:
+                group, ranks = self.mesh.get_group(i).group_name, self.mesh.size(i)
+                gradient = summed(gradient, group, ranks, left.pop(0), left.pop(0))
             elif gradient.numel() > 0:
                 gradient = _torch.all_reduce_sum(gradient, self.mesh, i)
         gradient = gradient.to(dtype)
         return gradient if late == 1 else gradient / late
+
+    def residual_shapes(self, local: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shapes of what :meth:`reduce` keeps of the roundings of its messages, for a chunk of shape ``local``.
+
+        A reduce_scatter keeps its input's. An all_reduce is two messages then, see :func:`summed`.
+        """
+        found: list[tuple[int, ...]] = []
+        shape = self.whole_shape(local)
+        for kind, _, ranks in self.steps:
+            if kind == "reduce_scatter":
+                shape[0], shape[self.dim] = shape[self.dim], shape[0]
+                found.append((self.chunk * ranks, *shape[1:]))
+                shape = list(local)
+            elif elements := math.prod(shape):
+                found += summed_shapes(elements, ranks)
+        return found
 
     def factors(self, dtype: torch.dtype) -> tuple[float, float]:
         """What gradients of a dtype are divided by before and after they are summed.
@@ -176,16 +207,22 @@ def inner_mesh(mesh: DeviceMesh, mesh_dims: int) -> DeviceMesh:
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, layout: ShardLayout, compute_dtype: torch.dtype | None) -> torch.Tensor:
-        ctx.layout, ctx.shape, ctx.dtype = layout, local.shape, local.dtype
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        layout: ShardLayout,
+        compute_dtype: torch.dtype | None,
+        residuals: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        ctx.layout, ctx.shape, ctx.dtype, ctx.residuals = layout, local.shape, local.dtype, residuals
         if compute_dtype is not None and local.is_floating_point():
             local = local.to(compute_dtype)
         return layout.gather(local)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.layout.reduce(gradient, ctx.shape, ctx.dtype), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.layout.reduce(gradient, ctx.shape, ctx.dtype, ctx.residuals), None, None, None
 
 
 class _UnshardHeld(torch.autograd.Function):
@@ -216,6 +253,7 @@ def _unshard(
     groups: str,
     divisor: float | None,
     held: torch.Tensor | None,
+    residuals: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     del groups
     if not isinstance(parameter, DTensor):
@@ -241,7 +279,7 @@ def _unshard(
         )
     with again():
         if held is None:
-            whole = _Unshard.apply(local, layout, compute_dtype)
+            whole = _Unshard.apply(local, layout, compute_dtype, local_residuals(residuals))
         else:
             whole = _UnshardHeld.apply(local.detach(), held, layout, compute_dtype)
     if parameter.device_mesh.ndim == mesh_dims:
@@ -279,6 +317,7 @@ def unshard(
     groups: str,
     divisor: float | None = None,
     held: torch.Tensor | None = None,
+    residuals: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """The tensor to compute with: a plain one, or a DTensor on the inner mesh dimensions when there are any.
 
@@ -295,7 +334,8 @@ def unshard(
             apart in a compile cache that they share: what is cached names the groups.
         divisor: what the sum of the ranks' gradients is divided by; None is the number of data-parallel ranks.
         held: of the result's shape; where given it gets the gradient, not reduced, and ``parameter`` gets none.
+        residuals: what earlier messages lost of the gradient, see ``residuals``; none: that is forgotten.
     """
     return torch.ops.inductor_passes.unshard.default(
-        parameter, shard_shape, mesh_dims, compute_dtype, reduce_dtype, reshard, groups, divisor, held
+        parameter, shard_shape, mesh_dims, compute_dtype, reduce_dtype, reshard, groups, divisor, held, residuals
     )

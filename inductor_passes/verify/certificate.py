@@ -29,10 +29,12 @@ class Narrowed:
     Attributes:
         read: name of the node that widens what arrived.
         error: how far an element may be from what was sent, relative to the largest element of its block.
+        own: it did not travel: the rank widens what it sends itself, in the place of ``inductor_passes::sent``.
     """
 
     read: str
     error: Fraction
+    own: bool = False
 
 
 @dataclass(frozen=True)

@@ -312,8 +312,9 @@ def _claim(certificate: Certificate, old: list[CollectiveRecord], new: list[Coll
     where = (new or old)[0].name if new or old else (certificate.added + certificate.removed + ("",))[0]
     # A message is rounded once, and once more where its sum is sent on.
     hops = 0 if len(old) != 1 else 2 if old[0].kind == "all_reduce" else 1
-    if len(certificate.narrowed) > hops:
-        said = f"{certificate.rewrite} narrows {len(certificate.narrowed)} messages in the place of {len(old)}"
+    arrive = [one for one in certificate.narrowed if not one.own]
+    if len(arrive) > hops:
+        said = f"{certificate.rewrite} narrows {len(arrive)} messages in the place of {len(old)}"
         yield Finding("narrowed", where, f"{said} collectives; {hops} is allowed")
     if certificate.claim is Claim.REMOVE and new:
         yield Finding("certificate", where, f"{certificate.rewrite} claims to remove collectives and adds {len(new)}")

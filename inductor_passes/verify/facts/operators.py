@@ -17,6 +17,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes.operators import SENT
 from inductor_passes.verify.facts import communication
 
 #: Namespaces of torch, of compilers and of ours whose kernels do what their schema says and may be run to see it.
@@ -27,7 +28,7 @@ TRUSTED = frozenset(
     }
 )
 #: Of our own operators, those that nothing but compute. Another one may do anything, whatever its schema says.
-_OWN_COMPUTE = frozenset({"inductor_passes::unpack"})
+_OWN_COMPUTE = frozenset({"inductor_passes::unpack", SENT})
 #: Operators that are called for what they check.
 _CHECKS = (
     *("_assert", "_functional_assert", "sym_constrain", "_functional_sym_constrain"),

@@ -8,12 +8,14 @@ excuse nothing. A node that a certificate says was edited is treated as a new on
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch.fx
 
+from inductor_passes.operators import SENT
 from inductor_passes.report import Finding
 from inductor_passes.verify.certificate import Certificate
 from inductor_passes.verify.facts.operators import nodes_in
@@ -23,6 +25,7 @@ from inductor_passes.verify.values.affine import ZERO, TooManyPiecesError
 from inductor_passes.verify.values.communication import COLLECTIVES
 from inductor_passes.verify.values.definitions import DEFINED
 from inductor_passes.verify.values.differences import Unequal
+from inductor_passes.verify.values.kept import wrongly_kept
 from inductor_passes.verify.values.movement import ALIASES
 from inductor_passes.verify.values.moves import MOVES
 from inductor_passes.verify.values.program import Program, Record
@@ -43,6 +46,7 @@ def changed_values(
     edited: Collection[str] = (),
     replicas: Replicated = "proven",
     rounds: Mapping[str, Fraction] | None = None,
+    own: Mapping[str, Fraction] | None = None,
 ) -> list[Finding]:
     """Everything in ``after`` whose value is not shown to be that of ``before``; empty when all is proven.
 
@@ -51,8 +55,9 @@ def changed_values(
         edited: names of nodes that a pass says it edited in place.
         replicas: ``"implied"``: operands are taken to be equal on ranks as ``implied`` says.
         rounds: names of nodes that may arrive rounded -> by how much at most, see ``narrowed``.
+        own: the same of nodes that may be read in the place of ``sent`` only, see ``kept``.
     """
-    proof = Proof(before, after, numerics, replicas, rounds)
+    proof = Proof(before, after, numerics, replicas, rounds, own)
     found: list[Finding] = []
     for record in after.records.values():
         if KEY in record.meta:
@@ -79,26 +84,22 @@ def compared(
     if before is None or after is None:
         return []
     edited = {name for c in certificates for name in {*c.removed} & {*c.added}}
-    rounds, found = _rounds(certificates, rounding)
-    return found or changed_values(before, after, numerics, edited, replicas, rounds)
+    found = list(_excessive(certificates, rounding))
+    named = [one for certificate in certificates for one in certificate.narrowed]
+    rounds, own = ({one.read: one.error for one in named if one.own is kept} for kept in (False, True))
+    return found or changed_values(before, after, numerics, edited, replicas, rounds, own)
 
 
-def _rounds(
-    certificates: Sequence[Certificate], rounding: Fraction | None
-) -> tuple[dict[str, Fraction], list[Finding]]:
-    """What may arrive rounded, by how much; findings where a certificate asks for more than is allowed."""
-    rounds: dict[str, Fraction] = {}
-    found: list[Finding] = []
+def _excessive(certificates: Sequence[Certificate], rounding: Fraction | None) -> Iterator[Finding]:
+    """Findings where a certificate asks for more than is allowed."""
     for certificate in certificates:
         for one in certificate.narrowed:
             if one.read not in certificate.added:
-                found.append(Finding("narrowed", one.read, f"{certificate.rewrite} narrows what it did not add"))
+                yield Finding("narrowed", one.read, f"{certificate.rewrite} narrows what it did not add")
             elif rounding is None or one.error > rounding:
                 most = "none is" if rounding is None else f"{float(rounding):g} is"
                 said = f"{certificate.rewrite} rounds by up to {float(one.error):g} of a block's largest element"
-                found.append(Finding("narrowed", one.read, f"{said}; {most} allowed"))
-            rounds[one.read] = one.error
-    return rounds, found
+                yield Finding("narrowed", one.read, f"{said}; {most} allowed")
 
 
 def _kept(proof: Proof, old: Record, new: Record, edited: bool) -> list[Finding]:
@@ -178,17 +179,20 @@ def _operand(proof: Proof, old: Record, new: Record, was: Record, now: Record) -
             return
         for path in paths:
             readers = (old, new) if any(m.any for m in proof.memories) else (None, None)
-            proof.show(
-                Access(was, path, ZERO, (), None, readers[0]),
-                Access(now, path, ZERO, (), None, readers[1]),
-            )
+            with proof.own_roundings() if was.called == SENT else contextlib.nullcontext():
+                proof.show(
+                    Access(was, path, ZERO, (), None, readers[0]),
+                    Access(now, path, ZERO, (), None, readers[1]),
+                )
+                if was.called == SENT and (why := wrongly_kept(proof, now)):
+                    raise Unequal(f"is not what the rank's message brings: {why}")
     except Unequal as unequal:
         rule = "value-changed" if unequal.shown else "value-unproven"
         at = f" at {list(unequal.at)}" if unequal.at else ""
         rank = proof.groups.here.const
         said = f"on rank {rank}, {new.name} reads {now.name} in the place of {was.name}, which{at} {unequal.message}"
         yield _finding(rule, new, was, now, said)
-    except NoHintError as why:
+    except (NoHintError, NotRegularError) as why:
         yield _finding("value-unproven", new, was, now, f"{new.name} reads {now.name}: {why}")
 
 

@@ -128,6 +128,21 @@ class Resolver:
             a = step
         return None
 
+    def arrival(self, a: Access) -> narrowed.Rounded | None:
+        """What an element that was only moved since it arrived is a rounding of; None where it did not arrive rounded.
+
+        Raises:
+            NeedsCut, NeedsBytes, NoHintError, NotRegularError: see :meth:`head`.
+        """
+        while not self.is_overwritten(a):
+            if a.record.name in self.rounds:
+                return narrowed.rounded(self, a)
+            step = self._step(a)
+            if not isinstance(step, Access):
+                return None
+            a = step
+        return None
+
     def is_constant(self, a: Access, value: float) -> bool:
         """Whether an element is this number."""
         found = self.head(a)

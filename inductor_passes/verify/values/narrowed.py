@@ -49,11 +49,27 @@ class NotNarrowedError(NoHintError):
     """What arrives is none of the forms; the message says which part is not."""
 
 
+class Codes(NamedTuple):
+    """What two elements have in common that are widened from one code and one scale.
+
+    Attributes:
+        kind: of the code.
+        record: what is rounded to it: a quotient by the scale, or the number itself.
+        rank / indices: which element of it.
+    """
+
+    kind: torch.dtype
+    record: Record
+    rank: Affine
+    indices: tuple[Affine, ...]
+
+
 class Rounded(NamedTuple):
-    """``source`` on the sending rank, with an error of at most ``error``."""
+    """``source`` on the sending rank, with an error of at most ``error``, as ``codes`` have it."""
 
     source: Access
     error: Fraction
+    codes: Codes
 
 
 class Cast(Protocol):
@@ -113,7 +129,8 @@ class _Reader:
             raise NotNarrowedError(f"{a.record.name} is no float32 that was narrowed")
         if a.record.called == _CONVERT:
             arrived = self._widened(a, torch.bfloat16)
-            return Rounded(self._narrowed(arrived, torch.bfloat16), ERRORS[torch.bfloat16])
+            source = self._narrowed(arrived, torch.bfloat16)
+            return Rounded(source, ERRORS[torch.bfloat16], _codes(torch.bfloat16, source))
         codes, scale = self._operands(a, "aten::mul", 2)
         sent = self._sent_level(scale)
         kind, quotient = self._quotient(codes)
@@ -124,7 +141,7 @@ class _Reader:
         if level.rank != x.rank or level.row != (*x.indices[:-1], ZERO):
             raise NotNarrowedError(f"{quotient.record.name} divides by the scale of another row")
         self._covers(kind, level, x.record)
-        return Rounded(x, ERRORS[kind])
+        return Rounded(x, ERRORS[kind], _codes(kind, quotient))
 
     def _quotient(self, codes: Access) -> tuple[torch.dtype, Access]:
         """Kind of code, and what was rounded to it on the sending rank."""
@@ -239,6 +256,10 @@ class _Reader:
             raise NotNarrowedError(f"{record.name} has the numbers {list(given.values())}, not {list(numbers)}")
         binding = found.binding(a)
         return [use.read(a, binding) for use in found.uses]
+
+
+def _codes(kind: torch.dtype, a: Access) -> Codes:
+    return Codes(kind, a.record, a.rank, a.indices)
 
 
 def _level(a: Access) -> _Level:

@@ -9,7 +9,8 @@ so only what a pass changed is looked at.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from functools import cached_property
 from typing import Literal
@@ -55,6 +56,7 @@ class Proof:
         numerics: Numerics,
         replicas: Replicated = "proven",
         rounds: Mapping[str, Fraction] | None = None,
+        own: Mapping[str, Fraction] | None = None,
     ) -> None:
         self.space = Space()
         self.groups = Groups(self.space)
@@ -68,6 +70,7 @@ class Proof:
         self.own_pieces = Own(new, here)
         self._implied = replicas == "implied"
         self.new = Resolver(self.space, self.groups, self.memories[1], self.own_pieces, rounds)
+        self._own_rounds = own or {}
         self._sides = (
             Side(self.space, self.old, self._kept, self._place),
             Side(self.space, self.new, self.same, self._place),
@@ -80,6 +83,16 @@ class Proof:
         """A value of the new graph is one of the old graph's."""
         self.same[new] = old
         self._kept[old] = old
+
+    @contextlib.contextmanager
+    def own_roundings(self) -> Iterator[None]:
+        """Inside, what a rank widens of its own messages may be read; nothing that is shown so counts outside."""
+        rounds, asked = self.new.rounds, set(self._asked)
+        self.new.rounds = {**rounds, **self._own_rounds}
+        try:
+            yield
+        finally:
+            self.new.rounds, self._asked = rounds, asked
 
     def show(self, old: Access, new: Access) -> None:
         """Prove that two whole values are equal; ``index`` of both is free.
