@@ -464,6 +464,17 @@ class PassConfig:
         "says so. Every rank must load the same file.",
         "",
     )
+    tune: int = _doc(
+        "Time so many steps of every planned graph on every rank, after one that warms up, compare them with the plan, "
+        "and write a cost profile that is corrected by what was measured, for the setting `cost_profile` of the next "
+        "run. The ranks' times are put together through the default group's store, in the background. Results do not "
+        "change. 0: off. See [measured steps](tuning.md#measured-steps).",
+        0,
+    )
+    tune_file: str = _doc(
+        "Path of the cost profile that `tune` writes. Empty: a file beside Inductor's caches, which the report names.",
+        "",
+    )
     in_tree_passes: InTree = _doc(
         "What to do when Inductor's own communication passes are switched on at the same time: "
         'raise an error, or warn once and leave the graph to them ("warn").',
@@ -498,6 +509,7 @@ class PassConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compress", _as_text(self.compress))
+        object.__setattr__(self, "tune", _steps(self.tune))
         for f in dataclasses.fields(self):
             check_value(f.name, getattr(self, f.name))
         if self.compress_feedback == "on" and self.narrowing.is_off:
@@ -641,6 +653,8 @@ def allowed_values(key: str) -> str:
         return " or ".join(f'"{v}"' for v in _LITERALS[key])
     if key == "rank_agreement":
         return _RANK_AGREEMENT
+    if key == "tune":
+        return _STEPS
     if key == "estimator":
         return "None or a function from torch.fx.Node to nanoseconds"
     return "a path as text, or empty"
@@ -676,6 +690,19 @@ def _rank_timeout_s(value: object) -> float | None:
     return float(match[1])
 
 
+#: The most steps that may be timed: their times are kept until the last of them.
+MOST_STEPS = 1000
+_STEPS = f"a whole number of steps from 0 to {MOST_STEPS}"
+
+
+def _steps(value: object) -> int:
+    """Parse ``tune``."""
+    text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
+    if not re.fullmatch(r"\d{1,4}", text, re.ASCII) or int(text) > MOST_STEPS:
+        raise ConfigError("tune", value, _STEPS)
+    return int(text)
+
+
 def check_value(key: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is allowed for the field ``key``."""
     if key == "memory_budget":
@@ -684,6 +711,8 @@ def check_value(key: str, value: object) -> None:
         Redistribution.parse(value, key)
     elif key == "rank_agreement":
         _rank_timeout_s(value)
+    elif key == "tune":
+        _steps(value)
     elif key in _OVERRIDES:
         given = {"async_tp_groups": "", "async_tp_sizes": "", "async_tp_parts": "2", key: value}
         AsyncTpOverrides.parse(*given.values())

@@ -249,6 +249,81 @@ class ScheduleReport:
     bound_on: BoundOn = "any memory"
 
 
+class Cause(str, Enum):
+    """Why a measured time is not what was predicted. Empty where the two are close."""
+
+    CONTENTION = "contention"
+    SKEW = "late peer"
+    LAUNCH = "launch-bound"
+    UNKNOWN = "cost unknown"
+    COST = "other cost than assumed"
+    SHIFTED = "other collectives took another time"
+    CLOSE = ""
+
+
+@dataclass(frozen=True)
+class CollectiveTiming:
+    """One collective, predicted and measured, in ns.
+
+    ``known`` says how a transfer's time is known: ``measured``, ``shared`` (with the transfers before it, whose end
+    nobody saw either), ``at most`` (nobody stood still for it), or "" (not at all). ``skew_ns`` is how long the first
+    rank was ahead of the last one, ``late`` the rank that came last most often (-1: not known, or one rank's times).
+    """
+
+    label: str
+    name: str
+    kind: str
+    size_bytes: Count
+    predicted_ns: Count
+    measured_ns: Count
+    known: str
+    predicted_stall_ns: Integer
+    measured_stall_ns: Count
+    skew_ns: Count = 0
+    late: Integer = -1
+    cause: Cause = Cause.CLOSE
+
+
+@dataclass(frozen=True)
+class KernelTiming:
+    """One class of kernels, predicted and measured, in ns of a step.
+
+    ``beside`` is how much longer its kernels took, against what was predicted, beside a transfer than alone; 0 where
+    there were not both.
+    """
+
+    kernels: str
+    calls: Count
+    predicted_ns: Count
+    measured_ns: Count
+    beside: Number = 0.0
+    cause: Cause = Cause.CLOSE
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What the setting ``tune`` measured of a graph, beside what was predicted.
+
+    Attributes:
+        steps: that were timed.
+        ranks: whose times these are: one rank's own, or all that compile the graph.
+        predicted_ns / measured_ns: of the step, measured on the slowest rank.
+        profile: path of the corrected cost profile, "" where none was written.
+        profile_hash: of its content, equal on all ranks.
+        note: what was not done, and why; or "".
+    """
+
+    steps: Count
+    ranks: tuple[Count, ...]
+    predicted_ns: Count
+    measured_ns: Count
+    collectives: tuple[CollectiveTiming, ...] = ()
+    kernels: tuple[KernelTiming, ...] = ()
+    profile: str = ""
+    profile_hash: str = ""
+    note: str = ""
+
+
 @dataclass
 class GraphReport:
     """Everything about one compiled graph; the payload of the summary artifact.
@@ -256,7 +331,8 @@ class GraphReport:
     ``phase`` is ``forward``, ``backward`` or ``inference``; forward and backward share a compile id, so
     (compile_id, phase, graph_index) identifies a graph within a rank's trace. ``plan`` is the graph's plan in the form
     of a plan file (``pin.file.GraphPlan``), empty when nothing was planned. ``region`` is the class of the module that
-    was compiled, which names of parameters are relative to; "" when none are known.
+    was compiled, which names of parameters are relative to; "" when none are known. ``timing`` is there once the steps
+    of the setting ``tune`` are over.
     """
 
     phase: str
@@ -278,6 +354,7 @@ class GraphReport:
     from_cache: bool = False
     cost_profile: str = ""
     notes: list[str] = field(default_factory=list)
+    timing: Timing | None = None
     schema_version: int = SCHEMA_VERSION
 
     @property

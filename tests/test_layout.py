@@ -21,7 +21,7 @@ FLOORS: list[set[str]] = [
     {"adoption"},
     {"problems", "redistribute", "pin", "emulation"},
     {"trace"},
-    {"rewriting"},
+    {"rewriting", "tuning"},
     {"rewrites", "bucket", "async_tp", "compress", "reorder", "replay", "step"},
     {"engine"},
     {"plugin", "authoring"},

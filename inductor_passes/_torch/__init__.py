@@ -27,6 +27,7 @@ from inductor_passes._torch.caches import (
     forget_cached_entry,
     forget_loaded_modules,
 )
+from inductor_passes._torch.clocks import callable_kind, event_times_ns, timing_events
 from inductor_passes._torch.contents import (
     expression,
     input_description,
@@ -95,10 +96,13 @@ from inductor_passes._torch.inductor import (
     torch_version,
 )
 from inductor_passes._torch.lowering import (
+    add_closing_statement,
     add_module_statement,
     current_graph_module,
+    generated_calls,
     generates_python,
     lower_as_collective,
+    lowered_device,
     lowered_inputs,
     lowered_outputs,
     when_generated,
@@ -214,6 +218,7 @@ from inductor_passes._torch.tracing import (
     compile_span,
     recompile_limit,
     trace_artifact,
+    trace_artifact_later,
     trace_enabled,
 )
 from inductor_passes._torch.wrapper_state import (
@@ -247,6 +252,7 @@ __all__ = [
     "Source",
     "TensorArgument",
     "accepts_pass_lists",
+    "add_closing_statement",
     "add_module_statement",
     "after_backward",
     "all_gather",
@@ -263,6 +269,7 @@ __all__ = [
     "backward_number",
     "broadcast_in",
     "call_collective",
+    "callable_kind",
     "changes_metadata",
     "collective_op",
     "compilation",
@@ -286,6 +293,7 @@ __all__ = [
     "depends_on_data",
     "dtensor_of",
     "enable_symmetric_memory",
+    "event_times_ns",
     "everything_compiled_at_once",
     "example_result",
     "exchange",
@@ -296,6 +304,7 @@ __all__ = [
     "floor_division",
     "forget_cached_entry",
     "forget_loaded_modules",
+    "generated_calls",
     "generates_python",
     "gloo_group",
     "graph_breaks",
@@ -331,6 +340,7 @@ __all__ = [
     "kernel_identity",
     "known_size",
     "lower_as_collective",
+    "lowered_device",
     "lowered_inputs",
     "lowered_outputs",
     "memory_use",
@@ -416,8 +426,10 @@ __all__ = [
     "tensor_argument",
     "tensor_bytes",
     "tensor_digest",
+    "timing_events",
     "torch_version",
     "trace_artifact",
+    "trace_artifact_later",
     "trace_enabled",
     "traced_call",
     "traced_modules",

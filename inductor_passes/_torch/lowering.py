@@ -70,6 +70,47 @@ def add_module_statement(statement: str) -> None:
     V.graph.wrapper_code.header.writeline(statement)
 
 
+def add_closing_statement(statement: str) -> bool:
+    """Add a statement to the end of the generated Python module, behind the function that runs the graph.
+
+    Returns False where this torch has no such place.
+    """
+    from torch._inductor.virtualized import V
+
+    suffix = getattr(V.graph.wrapper_code, "suffix", None)
+    if suffix is None or not generates_python():
+        return False
+    suffix.writeline(statement)
+    return True
+
+
+def generated_calls() -> list[tuple[str, str, tuple[str, ...]]]:
+    """The calls of the generated code that run something, in their order, while the code is being generated.
+
+    Each is (what is called, as the code writes it; ``extern`` or ``kernel``; buffer names), see :func:`when_generated`.
+    """
+    from torch._inductor.codegen import wrapper as w
+    from torch._inductor.virtualized import V
+
+    found: list[tuple[str, str, tuple[str, ...]]] = []
+    for line in V.graph.wrapper_code.lines:
+        if isinstance(line, _extern_lines(w)):
+            name = getattr(line.node, "python_kernel_name", None) or line.node.get_kernel_name()
+            found.append((str(name), "extern", (str(line.node.get_name()),)))
+        elif isinstance(line, w.KernelCallLine):
+            name = f"{line.kernel_name}.run" if line.triton else line.kernel_name
+            found.append((str(name), "kernel", tuple(str(a) for a in line.call_args)))
+    return found
+
+
+def lowered_device() -> str:
+    """Type of the device that the graph being lowered computes on: the accelerator where there is one."""
+    from torch._inductor.virtualized import V
+
+    kinds = sorted(str(kind) for kind in getattr(V.graph, "device_types", ()))
+    return next((kind for kind in kinds if kind not in ("cpu", "meta")), "cpu")
+
+
 def when_generated(callback: Callable[[Iterator[tuple[str, tuple[str, ...]]]], str]) -> bool:
     """Call ``callback`` with the emitted statements when the wrapper of the current graph is generated.
 
@@ -103,12 +144,13 @@ def when_generated(callback: Callable[[Iterator[tuple[str, tuple[str, ...]]]], s
     return True
 
 
+def _extern_lines(w: Any) -> Any:
+    names = ("ExternKernelAllocLine", "ExternKernelOutLine", "ExternKernelMultiOutLine", "ScatterFallbackLine")
+    return tuple(getattr(w, name) for name in names if hasattr(w, name))
+
+
 def _emitted(w: Any, lines: Iterable[Any]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    extern = tuple(
-        getattr(w, name)
-        for name in ("ExternKernelAllocLine", "ExternKernelOutLine", "ExternKernelMultiOutLine", "ScatterFallbackLine")
-        if hasattr(w, name)
-    )
+    extern = _extern_lines(w)
     for line in lines:
         if isinstance(line, extern):
             yield "extern", (str(line.node.get_name()),)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 def trace_enabled() -> bool:
@@ -28,6 +29,26 @@ def trace_artifact(name: str, encoding: str, payload_fn: Callable[[], str]) -> N
         metadata_fn=lambda: {"name": name, "encoding": encoding},
         payload_fn=payload_fn,
         expect_trace_id=False,
+    )
+
+
+def trace_artifact_later(name: str, payload_fn: Callable[[], str], compile_id: str) -> None:
+    """Write a JSON artifact about a compilation that is over, under its id as :func:`compile_id` gave it.
+
+    Under no id where this torch cannot read one. Errors as for :func:`trace_artifact`.
+    """
+    from torch._guards import CompileId
+    from torch._logging import trace_structured
+
+    given: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError, ValueError, AssertionError):
+        given["compile_id"] = CompileId.from_string(compile_id or None)
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        payload_fn=payload_fn,
+        expect_trace_id=False,
+        **given,
     )
 
 

@@ -30,7 +30,10 @@ NAME = "agreement"
 #: Where a graph module carries statements for the generated code.
 META_KEY = "inductor_passes_agreement"
 #: Settings that name files of one rank, say what is written where, or are compared by their content.
-_OWN = ("cost_profile", "plan", "dump_plan", "dump_problem", "estimator", "rank_check", "rank_agreement")
+_OWN = (
+    *("cost_profile", "plan", "dump_plan", "dump_problem", "estimator", "rank_check", "rank_agreement"),
+    *("tune", "tune_file"),
+)
 #: Verdicts on graphs that are not compiled themselves.
 _waiting: Waiting[Agreement] = Waiting()
 

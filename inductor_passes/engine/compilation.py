@@ -50,6 +50,7 @@ class Compilation:
         graph_before / graph_after: as it came and as the FX passes left it, as text; "" unless somebody debugs.
         pins: the pinned plan as far as it still holds.
         rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
+        participants: ranks that compile this graph too, this one among them; () where that is not known.
     """
 
     config: PassConfig
@@ -66,6 +67,7 @@ class Compilation:
     graph_after: str = ""
     pins: Pins | None = None
     rank_steps: dict[str, Steps] = field(default_factory=dict)
+    participants: tuple[int, ...] = ()
 
     @property
     def graphs(self) -> tuple[str, str]:

@@ -75,6 +75,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     compilation = _decide(job, view, about, pinned)
+    compilation.participants = _participants(agreed, settings)
     report = compilation.report
     report.notes.extend(() if step is None else step.notes)
     naming.enter(report, graph, names, settings)
@@ -131,6 +132,13 @@ def _decide(job: alike.Job, view: GraphView, about: variants.About, pinned: pins
         if not conforms or earlier is None:
             variants.remember(about, variant)
     return compilation
+
+
+def _participants(agreed: agreement.Agreement, settings: PassConfig) -> tuple[int, ...]:
+    """Ranks that compile the same graph; where nobody is asked because all do ("trust"), all ranks."""
+    if settings.rank_timeout_s is None:
+        return tuple(range(_torch.rank_and_world_size()[1]))
+    return agreed.participants if agreed.agreed else ()
 
 
 def _look_at(graph: torch.fx.Graph, compilation: Compilation) -> None:

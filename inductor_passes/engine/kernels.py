@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from inductor_passes import _torch, verify
-from inductor_passes.engine import judge, naming
+from inductor_passes.engine import judge, naming, timing
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation
 from inductor_passes.engine.complain import complain, warn_once
@@ -151,6 +151,9 @@ def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation) -> No
             _torch.add_module_statement(
                 cached.statement(graph, problem, ordered.plan.order, compilation.rank_steps)
             )
+        if compilation.config.tune:
+            with guarded("timing the first steps", "they are not timed"):
+                timing.add_clock(planned, ordered.plan.order, ordered.built, compilation)
         with guarded("publishing a report", "there is none"):
             finish()
         return f"inductor_passes: order {graph.digest}, {graph.order_check}"

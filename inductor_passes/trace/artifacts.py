@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inductor_passes.records.convert import plain
-from inductor_passes.report import SCHEMA_VERSION, GraphReport, NothingPlanned, PassReport
+from inductor_passes.report import SCHEMA_VERSION, GraphReport, NothingPlanned, PassReport, Timing
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace.payload import dumps
 from inductor_passes.trace.records import (
@@ -27,6 +27,7 @@ from inductor_passes.trace.records import (
     GroupRecord,
     NothingPlannedArtifact,
     PassDecisions,
+    TimingArtifact,
 )
 
 if TYPE_CHECKING:
@@ -43,7 +44,9 @@ FAILURE = "failure"
 PLAN = "plan"
 #: Why there is no report, once per process: of a graph that was compiled and not planned.
 NOTHING_PLANNED = "nothing_planned"
-KINDS = (*ALWAYS, *PLANNED, PLAN, *DEBUG, FAILURE, NOTHING_PLANNED)
+#: What the setting ``tune`` measured: written when its steps are over, and again when all ranks' times are together.
+TIMING = "timing"
+KINDS = (*ALWAYS, *PLANNED, PLAN, *DEBUG, FAILURE, NOTHING_PLANNED, TIMING)
 
 _log = logging.getLogger("inductor_passes")
 _warned = False
@@ -143,6 +146,20 @@ def emit_nothing_planned(about: GraphReport, reason: NothingPlanned, line: str) 
     guarded(write)
 
 
+def emit_timing(phase: str, graph_index: int, compile_id: str, rank: int, found: Timing) -> None:
+    """Write what was measured of a graph, outside of its compilation; never raises."""
+
+    def write() -> None:
+        from inductor_passes._torch import trace_artifact_later, trace_enabled
+
+        if trace_enabled():
+            about = GraphReport(phase, graph_index, compile_id=compile_id, rank=rank)
+            record = TimingArtifact(**identify(about), timing=found)
+            trace_artifact_later(artifact_name(TIMING, about), lambda: dumps(plain(record)), compile_id)
+
+    guarded(write)
+
+
 def guarded(action: Callable[[], None]) -> None:
     """Run ``action``; the first exception in this process becomes a warning, and the compilation goes on."""
     global _warned
@@ -192,7 +209,7 @@ def _config(report: GraphReport, identity: dict[str, Any]) -> Any:
 def _summary(report: GraphReport) -> dict[str, Any]:
     """The report without what has an artifact of its own."""
     data = report.to_json()
-    del data["collectives"], data["config"], data["plan"]
+    del data["collectives"], data["config"], data["plan"], data["timing"]
     for one in data["passes"]:
         del one["decisions"]
     for schedule in data["schedules"]:

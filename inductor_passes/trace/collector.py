@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from inductor_passes.report import GraphReport
+from inductor_passes.report import GraphReport, Timing
 
 
 @dataclass(eq=False)
@@ -18,6 +19,8 @@ class _Listener:
 
 _lock = threading.Lock()
 _listeners: list[_Listener] = []
+#: Reports that somebody got, for what becomes known of their graphs later.
+_delivered: list[weakref.ref[GraphReport]] = []
 
 
 @contextmanager
@@ -46,6 +49,18 @@ def deliver(report: GraphReport) -> None:
     with _lock:
         for listener in _listeners:
             listener.reports.append(report)
+        if _listeners:
+            _delivered[:] = [one for one in _delivered if one() is not None]
+            _delivered.append(weakref.ref(report))
+
+
+def amend(digest: str, compile_id: str, found: Timing) -> None:
+    """Enter what was measured of a graph into the reports of it that somebody got and still has."""
+    with _lock:
+        for one in _delivered:
+            report = one()
+            if report is not None and (report.digest, report.compile_id) == (digest, compile_id):
+                report.timing = found
 
 
 def listening() -> bool:

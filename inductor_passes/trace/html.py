@@ -99,7 +99,7 @@ def _measured(group: RankGroup, measured: Sequence[Measured]) -> dict[str, Any] 
     """Predicted and measured ns of the group's graph: on the rank that is shown, or on one with the same plan."""
     same = [one for one in measured if one.graph.title == group.graph.title and one.graph.rank in group.agreeing]
     if not same:
-        return None
+        return _tuned(group)
     one = min(same, key=lambda m: (m.graph.rank != group.graph.rank, m.graph.rank))
     found: dict[str, Any] = {"rank": one.graph.rank, "steps": one.steps, "step": None, "collectives": {}}
     for pair in one.pairs:
@@ -109,6 +109,23 @@ def _measured(group: RankGroup, measured: Sequence[Measured]) -> dict[str, Any] 
         elif pair.what in ("exposed", "transfer"):
             found["collectives"].setdefault(pair.label, {})[pair.what] = times
     return found
+
+
+def _tuned(group: RankGroup) -> dict[str, Any] | None:
+    """The same of what the setting ``tune`` measured."""
+    report = group.graph.report
+    timing = report.timing if report is not None else None
+    if timing is None:
+        return None
+    collectives = {
+        one.label: {
+            "exposed": [one.predicted_stall_ns, one.measured_stall_ns],
+            **({"transfer": [one.predicted_ns, one.measured_ns]} if one.known in ("measured", "shared") else {}),
+        }
+        for one in timing.collectives
+    }
+    step = [timing.predicted_ns, timing.measured_ns]
+    return {"rank": group.graph.rank, "steps": timing.steps, "step": step, "collectives": collectives}
 
 
 def _failures(graph: GraphTrace) -> list[Any]:

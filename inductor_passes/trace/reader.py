@@ -334,6 +334,9 @@ def _assemble(graph: GraphTrace, trace: Trace) -> None:
         part = graph.payload(kind)
         if part is not None and kind in part:
             summary[kind] = part[kind]
+    measured = graph.payload("timing")
+    if measured is not None:
+        summary["timing"] = measured.get("timing")
     passes, decided = summary.get("passes"), (graph.payload("decisions") or {}).get("passes")
     if isinstance(passes, list) and isinstance(decided, list):
         # A pass may run twice, so they are matched by place.

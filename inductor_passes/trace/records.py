@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from inductor_passes.records.limits import MOST, Count, Integer, one_of
-from inductor_passes.report import PHASES, CollectiveReport, Decision, NothingPlanned, PassReport
+from inductor_passes.report import PHASES, CollectiveReport, Decision, NothingPlanned, PassReport, Timing
 
 
 class Identity(Struct, kw_only=True):
@@ -76,6 +76,12 @@ class NothingPlannedArtifact(Identity, kw_only=True):
     reason: Annotated[str, one_of(*(reason.value for reason in NothingPlanned))]
     line: str
     world_size: Count
+
+
+class TimingArtifact(Identity, kw_only=True):
+    """What was measured of a graph in the steps of the setting ``tune``, beside what was predicted. Times in ns."""
+
+    timing: Timing
 
 
 # -- timelines, as Chrome and Perfetto know them; ts and dur are microseconds with three digits ----------------------

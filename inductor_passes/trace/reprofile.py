@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from inductor_passes.cost.communication import GroupLayout, wire_bytes
+from inductor_passes.cost.communication import KINDS, GroupLayout, wire_bytes
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
 from inductor_passes.operators import kind_of
@@ -29,14 +29,23 @@ _DTYPES = ("float32", "bfloat16")
 
 def updated_profile(base: CostProfile, measured: Sequence[Measured], name: str = "") -> CostProfile:
     """``base`` with everything that was measured laid over it; the same for the same input on every machine."""
-    pairs = [pair for one in measured for pair in one.pairs]
+    return profile_from(base, [pair for one in measured for pair in one.pairs], name)
+
+
+def profile_from(base: CostProfile, pairs: Sequence[Pair], name: str = "", *, every_size: bool = False) -> CostProfile:
+    """:func:`updated_profile` from quantities.
+
+    Args:
+        every_size: a size of a transfer counts also where it was measured less often than others: each measurement is
+            a median already.
+    """
     groups = {group.layout: group for group in base.groups}
     by_kind: dict[tuple[GroupLayout, str], list[Pair]] = {}
     for pair in pairs:
         if pair.what in ("transfer", "issue") and len(pair.ranks) > 1 and pair.kind:
             by_kind.setdefault((base.layout(pair.ranks), pair.kind), []).append(pair)
     for (layout, kind), found in sorted(by_kind.items()):
-        cost = _collective(base, kind, found)
+        cost = _collective(base, kind, found, every_size)
         group = groups.get(layout) or GroupCost(layout, "profiled", layout.link, ())
         others = tuple(c for c in group.costs if c.kind != kind)
         groups[layout] = dataclasses.replace(group, costs=(*others, cost))
@@ -47,9 +56,20 @@ def updated_profile(base: CostProfile, measured: Sequence[Measured], name: str =
         sum(p.predicted_ns for p in blocks) - sum(p.predicted_ns for p in library),
         sum(p.measured_ns for p in blocks) - sum(p.measured_ns for p in library),
     )
+    scaled = scaled_compute(base, matmul, rest, _kernel_ns(base) * rest)
+    return dataclasses.replace(
+        scaled,
+        name=name or f"{base.name}, corrected by a profile",
+        measured=True,
+        groups=tuple(groups[layout] for layout in sorted(groups)),
+    )
+
+
+def scaled_compute(base: CostProfile, library: float, memory: float, kernel_ns: float) -> CostProfile:
+    """``base`` with library kernels that take ``library`` times as long, memory traffic that takes ``memory`` times as
+    long, and another fixed cost per kernel."""
     spec = base.spec
     bandwidth = base.memory_bytes_per_s or spec.memory_bytes_per_s.value * spec.memory_efficiency.value
-    kernel = base.kernel_ns if base.kernel_ns >= 0 else spec.kernel_ns.value
     points = base.matmul or tuple(
         MatmulPoint(dtype, flops, flops / (spec.peak_flops(dtype) * spec.matmul_efficiency.value) * 1e9)
         for dtype in _DTYPES
@@ -57,14 +77,47 @@ def updated_profile(base: CostProfile, measured: Sequence[Measured], name: str =
     )
     return dataclasses.replace(
         base,
-        name=name or f"{base.name}, corrected by a profile",
-        measured=True,
-        matmul=tuple(dataclasses.replace(p, ns=p.ns * matmul) for p in points),
-        shapes=tuple(dataclasses.replace(r, ns_per_flop=r.ns_per_flop * matmul) for r in base.shapes),
-        memory_bytes_per_s=bandwidth / rest,
-        kernel_ns=kernel * rest,
-        groups=tuple(groups[layout] for layout in sorted(groups)),
+        matmul=tuple(dataclasses.replace(p, ns=p.ns * library) for p in points),
+        shapes=tuple(dataclasses.replace(r, ns_per_flop=r.ns_per_flop * library) for r in base.shapes),
+        memory_bytes_per_s=bandwidth / memory,
+        kernel_ns=kernel_ns,
     )
+
+
+def _kernel_ns(base: CostProfile) -> float:
+    return base.kernel_ns if base.kernel_ns >= 0 else base.spec.kernel_ns.value
+
+
+def others_scaled(base: CostProfile, profile: CostProfile, pairs: Sequence[Pair]) -> CostProfile:
+    """``profile`` with the kinds that were not measured on a layout scaled as those that were.
+
+    Otherwise they would look cheaper on a link that is slower than assumed, and be chosen for that.
+
+    Args:
+        base: what durations were predicted with.
+        pairs: from which ``profile`` was made.
+    """
+    groups = []
+    for group in profile.groups:
+        found = [p for p in pairs if len(p.ranks) > 1 and p.kind and base.layout(p.ranks) == group.layout]
+        moved = [p for p in found if p.what == "transfer"]
+        costs = list(group.costs)
+        if moved:
+            factor = _ratio(sum(p.predicted_ns for p in moved), sum(p.measured_ns for p in moved))
+            seen = {p.kind for p in moved}
+            costs = [cost for cost in costs if cost.kind in seen]
+            costs += [_scaled(base, kind, moved[0], factor) for kind in KINDS if kind not in seen]
+        groups.append(dataclasses.replace(group, costs=tuple(costs)))
+    return dataclasses.replace(profile, groups=tuple(groups))
+
+
+def _scaled(base: CostProfile, kind: str, like: Pair, factor: float) -> CollectiveCost:
+    """What ``base`` assumes of a kind on the layout of ``like``, with the time on the link ``factor`` times as long."""
+    one = dataclasses.replace(like, kind=kind)
+    alpha, beta = _old_line(base, kind, one)
+    empty, full = base.issue_ns(kind, 0, 0, one.ranks), base.issue_ns(kind, *_sizes(one), one.ranks)
+    per_byte = max(0.0, (full - empty) / max(1, one.size_bytes))
+    return CollectiveCost(kind, alpha * factor, beta * factor, float(empty), per_byte)
 
 
 def _ratio(predicted_ns: int, measured_ns: int) -> float:
@@ -80,14 +133,14 @@ def _sizes(pair: Pair) -> tuple[int, int]:
     return sent, pair.size_bytes // ranks if facts.output_share else pair.size_bytes
 
 
-def _collective(base: CostProfile, kind: str, found: Sequence[Pair]) -> CollectiveCost:
+def _collective(base: CostProfile, kind: str, found: Sequence[Pair], every_size: bool) -> CollectiveCost:
     transfers = [p for p in found if p.what == "transfer" and p.measured_ns > 0]
     # A share of a queue was cut by the old prediction; where there are transfers seen alone, they decide.
     transfers = [p for p in transfers if p.shared == 1] or transfers
     issues = [p for p in found if p.what == "issue" and p.measured_ns > 0]
     alpha, beta = _old_line(base, kind, found[0])
     if transfers:
-        points = _medians(kind, transfers)
+        points = _medians(kind, transfers, every_size)
         if max(points) >= _SPREAD * max(1, min(points)):
             alpha, beta = fit_line([float(wire) for wire in points], list(points.values()))
         else:
@@ -101,7 +154,7 @@ def _collective(base: CostProfile, kind: str, found: Sequence[Pair]) -> Collecti
     return CollectiveCost(kind, alpha, beta, empty * issue, per_byte * issue)
 
 
-def _medians(kind: str, transfers: Sequence[Pair]) -> dict[int, float]:
+def _medians(kind: str, transfers: Sequence[Pair], every_size: bool) -> dict[int, float]:
     """Wire bytes -> median ns over ranks and collectives, for the sizes that were seen often.
 
     One measurement is off either way: a rank that waits for a slower one adds, a late wake-up moves time from one
@@ -111,7 +164,7 @@ def _medians(kind: str, transfers: Sequence[Pair]) -> dict[int, float]:
     for p in transfers:
         by_size.setdefault(wire_bytes(kind, *_sizes(p), len(p.ranks)), []).append(p.measured_ns)
     most = max(len(found) for found in by_size.values())
-    return {wire: float(median(ns)) for wire, ns in sorted(by_size.items()) if _OFTEN * len(ns) >= most}
+    return {wire: float(median(ns)) for wire, ns in sorted(by_size.items()) if every_size or _OFTEN * len(ns) >= most}
 
 
 def _old_line(base: CostProfile, kind: str, pair: Pair) -> tuple[float, float]:

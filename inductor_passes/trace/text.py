@@ -11,7 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from inductor_passes.records.words import BoundOn
-from inductor_passes.report import CollectiveReport, GraphReport, Reason, RedistributionReport, ScheduleReport
+from inductor_passes.report import (
+    CollectiveReport,
+    CollectiveTiming,
+    GraphReport,
+    Reason,
+    RedistributionReport,
+    ScheduleReport,
+    Timing,
+)
 from inductor_passes.schedule.robust import SPREAD
 from inductor_passes.trace.compare import Change, GraphDiff, RankGroup
 from inductor_passes.trace.profiled import Measured
@@ -58,9 +66,64 @@ def render_graph(report: GraphReport, *, title: str = "", top: int | None = None
         parts.append(Text(f"names of parameters are those of the compiled region, a {report.region}", style="dim"))
     if report.collectives:
         parts += [_collectives(report.collectives, top), *_help(report.collectives)]
+    if report.timing is not None:
+        parts += _timing(report.timing, top)
     if report.redistributions:
         parts.append(_redistributions(report.redistributions, top))
     return Group(*parts, Text(""))
+
+
+def _timing(timing: Timing, top: int | None) -> list[RenderableType]:
+    """What the setting ``tune`` measured: the step, each collective, each class of kernels."""
+    of = f"rank {timing.ranks[0]}" if len(timing.ranks) == 1 else f"{len(timing.ranks)} ranks"
+    off = percent(abs(timing.measured_ns - timing.predicted_ns) / timing.measured_ns if timing.measured_ns else None)
+    parts: list[RenderableType] = [
+        Text(
+            f"measured in {timing.steps} step{'s' * (timing.steps != 1)} of {of}: step {duration(timing.measured_ns)}, "
+            f"predicted {duration(timing.predicted_ns)}, off by {off}"
+        )
+    ]
+    if timing.collectives:
+        parts.append(_measured_collectives(timing.collectives, top))
+    if timing.kernels:
+        table = PlainTable()
+        for head in ("kernels", "calls", "predicted", "measured", "beside transfers", "why"):
+            table.add_column(head, justify="left" if head in ("kernels", "why") else "right")
+        for one in timing.kernels:
+            times = (str(one.calls), duration(one.predicted_ns), duration(one.measured_ns))
+            beside = f"{one.beside:.2f} times" if one.beside else "-"
+            table.add_row(one.kernels, *times, beside, one.cause.value)
+        parts.append(table)
+    if timing.profile:
+        parts.append(Text(f"corrected cost profile {timing.profile_hash}: {timing.profile}", style="green"))
+    if timing.note:
+        parts.append(Text(timing.note, style="yellow"))
+    return parts
+
+
+def _measured_collectives(collectives: Sequence[CollectiveTiming], top: int | None) -> Table:
+    shown = list(collectives)
+    if top is not None and len(shown) > top:
+        shown = sorted(shown, key=lambda c: -abs(c.measured_stall_ns - c.predicted_stall_ns))[:top]
+    table = PlainTable()
+    heads = ("", "size", "transfer, predicted", "measured", "stall, predicted", "measured", "ranks apart", "why")
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("", "why") else "right")
+    for one in shown:
+        measured = duration(one.measured_ns) if one.known else "-"
+        table.add_row(
+            one.label,
+            size(one.size_bytes),
+            duration(one.predicted_ns),
+            {"shared": f"{measured}, shared", "at most": f"at most {measured}"}.get(one.known, measured),
+            duration(one.predicted_stall_ns),
+            duration(one.measured_stall_ns),
+            "-" if one.late < 0 else f"{duration(one.skew_ns)}, rank {one.late} last",
+            one.cause.value,
+        )
+    if len(shown) < len(collectives):
+        table.caption = Text(f"{len(shown)} of {len(collectives)} collectives, furthest from predicted first")
+    return table
 
 
 def render_measured(one: Measured) -> RenderableType:

@@ -56,6 +56,10 @@ PARTS: dict[str, tuple[tuple[type, ...], str]] = {
         (records.FailureArtifact,),
         "A pass that was rolled back: why, and the graph that was refused, line by line.",
     ),
+    "timing": (
+        (records.TimingArtifact,),
+        "What the setting `tune` measured of a graph, beside what was predicted; the last record counts. Times in ns.",
+    ),
     "nothing_planned": (
         (records.NothingPlannedArtifact,),
         "Why nothing was planned although graphs were compiled; once per process.",
@@ -64,7 +68,7 @@ PARTS: dict[str, tuple[tuple[type, ...], str]] = {
 #: Artifact kind -> record -> fields that are written elsewhere.
 WITHOUT: dict[str, dict[str, Sequence[str]]] = {
     "summary": {
-        "GraphReport": ("collectives", "config", "plan"),
+        "GraphReport": ("collectives", "config", "plan", "timing"),
         "PassReport": ("decisions",),
         "ScheduleReport": ("schedule_before", "schedule_after"),
     },

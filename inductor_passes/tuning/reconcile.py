@@ -1,0 +1,327 @@
+"""One account of what several ranks measured of a graph.
+
+Of a collective the ranks know when they had issued it and, where they stood still in its wait, when it ended. On one
+clock (``align``) it began when its last member had issued it and its link was free, so what a rank waited for a late
+peer is told apart from what the transfer took. A link serves in order of issue: where a stall shows when one transfer
+ended, it and those before it whose end nobody saw filled the link together and share that time as they were predicted
+to. A transfer whose end nobody saw took at most until its first wait returned.
+
+A call is charged with the time since the call before it, in which the host prepared it, and a collective with what its
+waits cost where nobody stands still. So kernels, issues and stalls add up to the step.
+
+All quantities are medians over steps; of the ranks the slowest counts for steps, and their mean for everything else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from inductor_passes.operators import GROUP_KINDS
+from inductor_passes.tuning.align import Member, offsets
+from inductor_passes.tuning.plan import Planned
+from inductor_passes.tuning.record import Record
+
+#: A wait up to this long, in ns, is the cost of asking; so is one up to so many times the shortest of the graph, where
+#: that is so many times shorter than the longest, and no longer than the last of these.
+_WAIT_NS, _TIMES, _SHORTER, _LONGEST_NS = 50_000, 3, 20, 300_000
+#: Of which all members need each other.
+_JOINT = tuple(kind for kind in GROUP_KINDS if kind != "broadcast")
+
+#: How a transfer's time is known.
+MEASURED, SHARED, AT_MOST, UNKNOWN = "measured", "shared", "at most", ""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What the ranks measured of one collective, in ns.
+
+    Attributes:
+        transfer_ns: on the link; ``known`` says how (``measured``, ``shared`` with others, ``at most``, "").
+        among: how many transfers a measured time was divided among.
+        skew_ns: from the first member's start to the last one's; ``late`` is the rank that came last most often, -1
+            where that is not known.
+        issue_ns: that the host took to issue it.
+        stall_ns: that ranks stood still in its waits; ``for_peer_ns`` of it before the last member had issued it.
+    """
+
+    transfer_ns: int
+    known: str
+    among: int
+    skew_ns: int
+    late: int
+    issue_ns: int
+    stall_ns: int
+    for_peer_ns: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A call that computes: its mean time over the ranks, and whether a transfer was under way meanwhile."""
+
+    call: int
+    measured_ns: int
+    beside: bool
+
+
+@dataclass(frozen=True)
+class Account:
+    """What several ranks measured of one graph.
+
+    Attributes:
+        ranks: whose records it is made of.
+        steps: how many there were.
+        step_ns: of the slowest rank.
+        transfers: by the plan's collectives.
+        kernels: by calls that compute.
+    """
+
+    ranks: tuple[int, ...]
+    steps: int
+    step_ns: int
+    transfers: tuple[Transfer, ...]
+    kernels: tuple[Kernel, ...]
+
+
+def account(planned: Planned, records: Sequence[Record]) -> Account:
+    """What the ranks measured together.
+
+    Args:
+        records: of the same plan, at least one; the steps of all are the same ones.
+
+    Raises:
+        ValueError: the records are not of this plan, or have different numbers of steps.
+    """
+    if {(r.digest, len(r.steps_ns), len(r.durations_ns)) for r in records} != {
+        (planned.about.digest, len(records[0].steps_ns), len(planned.calls))
+    }:
+        raise ValueError("the ranks did not time the same plan over the same number of steps")
+    transfers = _Transfers(planned, records).all()
+    kernels = [
+        Kernel(
+            call,
+            round(fmean(r.durations_ns[call] + r.gaps_ns[call] for r in records)),
+            any(_beside(planned, transfers, r, call) for r in records),
+        )
+        for call in range(len(planned.calls))
+        if call not in planned.communicating
+    ]
+    slowest = max(round(median(r.steps_ns)) for r in records)
+    ranks = tuple(sorted(r.rank for r in records))
+    return Account(ranks, len(records[0].steps_ns), slowest, tuple(transfers), tuple(kernels))
+
+
+def _beside(planned: Planned, transfers: Sequence[Transfer], record: Record, call: int) -> bool:
+    """Whether a transfer was under way for half of a call's time or more."""
+    begin, length = record.offsets_ns[call], record.durations_ns[call]
+    covered = 0
+    for one, transfer in zip(planned.collectives, transfers):
+        left = record.offsets_ns[one.start] + record.durations_ns[one.start]
+        first = one.waits[0]
+        right = record.offsets_ns[first] + record.durations_ns[first]
+        if transfer.known != AT_MOST and transfer.known != UNKNOWN:
+            right = min(right, left + transfer.transfer_ns + transfer.skew_ns)
+        covered += max(0, min(right, begin + length) - max(left, begin))
+    return 2 * covered >= length > 0
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A collective in one step: when its last member had issued it, when it ended where somebody saw that, and until
+    when it must have ended because somebody found it ended then."""
+
+    ready: int
+    end: int | None
+    latest: int | None
+
+
+class _Transfers:
+    """The collectives of all steps on one clock.
+
+    The n-th collective of the plan is one of each group that has it: its *instances*, by their ranks.
+    """
+
+    def __init__(self, planned: Planned, records: Sequence[Record]) -> None:
+        self.planned = planned
+        self.records = {r.rank: r for r in sorted(records, key=lambda r: r.rank)}
+        self.steps = range(len(records[0].starts))
+        self.collectives = range(len(planned.collectives))
+        self.waits = {r.rank: _Waits.of(r) for r in records}
+        self.instances = [sorted({r.groups[k] for r in records}) for k in self.collectives]
+        self.clock: Mapping[int, int] = {}
+        joint = [k for k in self.collectives if planned.collectives[k].kind in _JOINT]
+        seen = [self._members(s, k, ranks) for s in self.steps for k in joint for ranks in self.instances[k]]
+        self.clock = offsets([members for members in seen if len(members) > 1])
+        self._known: dict[tuple[int, int, tuple[int, ...]], _Seen | None] = {}
+
+    def all(self) -> list[Transfer]:
+        """Of every collective, medians over the steps, of the slowest instance."""
+        paths = sorted({r.groups for r in self.records.values()})
+        served = [(path, [self._served(step, path) for step in self.steps]) for path in paths]
+        return [self._one(k, served) for k in self.collectives]
+
+    def _one(self, k: int, served: Sequence[tuple[Any, Sequence[Mapping[int, tuple[int, int]]]]]) -> Transfer:
+        known, ns, among = UNKNOWN, 0, 1
+        for _, steps in served:
+            found = [step[k] for step in steps if k in step]
+            if 2 * len(found) >= len(self.steps) and (mine := round(median(one for one, _ in found))) >= ns:
+                ns, among = mine, max(number for _, number in found)
+                known = MEASURED if among == 1 else SHARED
+        if known == UNKNOWN:
+            most = [[m for s in self.steps if (m := self._at_most(s, k, ranks)) is not None]
+                    for ranks in self.instances[k]]
+            if any(most):
+                ns, known = max(round(median(one)) for one in most if one), AT_MOST
+        times = [t for s in self.steps for ranks in self.instances[k] if len(t := self._times(s, k, ranks)) > 1]
+        last = Counter(max(one, key=lambda rank: (one[rank], -rank)) for one in times)
+        return Transfer(
+            transfer_ns=max(0, ns),
+            known=known,
+            among=among,
+            skew_ns=round(median(max(one.values()) - min(one.values()) for one in times)) if times else 0,
+            late=max(last, key=lambda rank: (last[rank], -rank)) if last else -1,
+            issue_ns=round(fmean(self._issue(r, k) for r in self.records.values())),
+            stall_ns=self._mean(lambda r, s: self._stall(r, s, k)),
+            for_peer_ns=self._mean(lambda r, s: self._for_peer(r, s, k)),
+        )
+
+    def _issue(self, record: Record, k: int) -> int:
+        one = self.planned.collectives[k]
+        calls = (one.start, *one.waits)
+        asking = sum(min(self.waits[record.rank].asking_ns, record.durations_ns[wait]) for wait in one.waits)
+        return record.durations_ns[one.start] + sum(record.gaps_ns[call] for call in calls) + asking
+
+    def _mean(self, what: Callable[[Record, int], int]) -> int:
+        return round(fmean(median(what(r, s) for s in self.steps) for r in self.records.values()))
+
+    def _stall(self, record: Record, step: int, k: int) -> int:
+        if not self.waits[record.rank].stood[k]:
+            return 0
+        asking = self.waits[record.rank].asking_ns
+        return sum(max(0, end - begin - asking) for begin, end in record.waits[step][k])
+
+    def _for_peer(self, record: Record, step: int, k: int) -> int:
+        """Of a stall, what was before the last member had issued the collective."""
+        times = self._times(step, k, record.groups[k])
+        if record.rank not in times or len(times) < 2 or not self.waits[record.rank].stood[k]:
+            return 0
+        begin, end = record.waits[step][k][0]
+        ready = max(times.values()) + self.clock[record.rank]
+        return max(0, min(end, ready) - begin)
+
+    def _members(self, step: int, k: int, ranks: tuple[int, ...]) -> dict[int, Member]:
+        found = {}
+        for rank in ranks:
+            record = self.records.get(rank)
+            if record is not None:
+                begin, end = record.waits[step][k][0]
+                stood = self.waits[rank].stood[k] and end - begin > self.waits[rank].limit_ns
+                found[rank] = Member(record.starts[step][k][1], end, stood)
+        return found
+
+    def _times(self, step: int, k: int, ranks: tuple[int, ...]) -> dict[int, int]:
+        """When each member whose clock is known had issued a collective; of the only record by its own clock."""
+        members = self._members(step, k, ranks)
+        if len(members) == 1:
+            return {rank: one.issued_ns for rank, one in members.items()}
+        return {rank: one.issued_ns - self.clock[rank] for rank, one in members.items() if rank in self.clock}
+
+    def _seen(self, step: int, k: int, ranks: tuple[int, ...]) -> _Seen | None:
+        key = step, k, ranks
+        if key not in self._known:
+            self._known[key] = self._look(step, k, ranks)
+        return self._known[key]
+
+    def _look(self, step: int, k: int, ranks: tuple[int, ...]) -> _Seen | None:
+        members, times = self._members(step, k, ranks), self._times(step, k, ranks)
+        if not times:
+            return None
+        by = {rank: 0 if len(members) == 1 else self.clock[rank] for rank in times}
+        ends = [members[rank].ended_ns - by[rank] for rank in times if members[rank].stood]
+        over = [members[rank].ended_ns - by[rank] for rank in times if not members[rank].stood]
+        return _Seen(max(times.values()), min(ends) if ends else None, min(over) if over else None)
+
+    def _at_most(self, step: int, k: int, ranks: tuple[int, ...]) -> int | None:
+        found = self._seen(step, k, ranks)
+        return None if found is None or found.latest is None else max(0, found.latest - found.ready)
+
+    def _served(self, step: int, path: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, int]]:
+        """(ns on the link, how many share the measurement) of the transfers of a step whose time can be told.
+
+        Args:
+            path: the instance of each collective that is looked at.
+        """
+        links: dict[str, list[int]] = {}
+        for k in self.collectives:
+            links.setdefault(self.planned.link_of[k], []).append(k)
+        found: dict[int, tuple[int, int]] = {}
+        for queue in links.values():
+            at = {k: seen for k in queue if (seen := self._seen(step, k, path[k])) is not None}
+            found |= self._queue([k for k in queue if k in at], at)
+        return found
+
+    def _queue(self, queue: Sequence[int], at: Mapping[int, _Seen]) -> dict[int, tuple[int, int]]:
+        found: dict[int, tuple[int, int]] = {}
+        run: list[int] = []
+        free: int | None = None
+        for position, k in enumerate(queue):
+            run.append(k)
+            end, latest = at[k].end, at[k].latest
+            later = [seen for other in queue[position + 1 :] if (seen := at[other].end) is not None]
+            if end is not None and later and min(later) <= end:
+                # It was over before one behind it, and waited for after that one: its own wait shows nothing.
+                end, latest = None, min(later)
+            if end is None:
+                if latest is not None and all(latest <= at[other].ready for other in queue[position + 1 :]):
+                    # Over before the next one was issued: the link was idle then.
+                    run, free = [], latest
+                continue
+            ready = at[run[0]].ready
+            begin = ready if free is None else max(ready, free)
+            if len(run) == 1:
+                found[k] = (max(0, end - begin), 1)
+            else:
+                found |= self._shared(run, begin, end, at)
+            run, free = [], end
+        return found
+
+    def _shared(
+        self, run: Sequence[int], begin: int, end: int, at: Mapping[int, _Seen]
+    ) -> dict[int, tuple[int, int]]:
+        """The time from ``begin`` to ``end``, divided as predicted; {} where one of them came after its turn."""
+        predicted = [self.planned.problem.tasks[self.planned.collectives[k].task].duration_ns for k in run]
+        total, share = end - begin, sum(predicted)
+        reached, parts = float(begin), {}
+        for k, ns in zip(run, predicted):
+            if at[k].ready > reached + 1:
+                return {}
+            part = total * ns / share if share else total / len(run)
+            reached += part
+            parts[k] = (max(0, round(part)), len(run))
+        return parts
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """What the waits of a rank say.
+
+    Attributes:
+        asking_ns: what one costs in which nobody stands still; 0 where none shows it.
+        limit_ns: longer ones stand still.
+        stood: of each collective whether the rank mostly stood still in its first wait.
+    """
+
+    asking_ns: int
+    limit_ns: int
+    stood: list[bool]
+
+    @staticmethod
+    def of(record: Record) -> _Waits:
+        lengths = [median(step[k][0][1] - step[k][0][0] for step in record.waits) for k in range(len(record.groups))]
+        least = round(min(lengths, default=0))
+        shows = least <= _WAIT_NS or (least <= _LONGEST_NS and _SHORTER * least < max(lengths))
+        limit = max(_WAIT_NS, _TIMES * least) if shows else _WAIT_NS
+        return _Waits(least if shows else 0, limit, [length > limit for length in lengths])

@@ -1,0 +1,229 @@
+"""Clocks put together, transfers told from late peers, costs corrected: on made-up times whose truth is known."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.report import Cause
+from inductor_passes.tuning import plan as plans
+from inductor_passes.tuning import record as records
+from inductor_passes.tuning.align import Member, offsets
+from inductor_passes.tuning.compare import timing
+from inductor_passes.tuning.correct import corrected
+from inductor_passes.tuning.reconcile import AT_MOST, MEASURED, SHARED, account
+from tests.support.tuned import MS, US, World, plan
+
+clocks = st.integers(-(10**15), 10**15)
+
+
+@given(st.lists(clocks, min_size=2, max_size=5), st.integers(0, 10**6), st.integers(0, 50_000))
+def test_clocks_are_put_together_by_the_ends_of_collectives(ahead: list[int], late: int, wake: int) -> None:
+    """All ranks stood still: each difference is as exact as the ranks were woken."""
+    issued = [late * rank for rank in range(len(ahead))]
+    end = max(issued) + 3 * MS
+    seen = [
+        {r: Member(issued[r] + a, end + a + (wake if (r + step) % 2 else 0), True) for r, a in enumerate(ahead)}
+        for step in range(3)
+    ]
+    found = offsets(seen)
+    assert set(found) == set(range(len(ahead)))
+    for rank, a in enumerate(ahead):
+        assert abs(found[rank] - (a - ahead[0])) <= 2 * wake
+
+
+@given(clocks, st.integers(1, 10**6), st.integers(1, 10**6))
+def test_where_nobody_stands_still_the_clocks_lie_within_their_bounds(ahead: int, transfer: int, later: int) -> None:
+    """No wait was held up: the difference is known to within the time from the last start to the first wait's end."""
+    members = {0: Member(0, transfer + later, False), 1: Member(ahead, ahead + transfer + later, False)}
+    assert abs(offsets([members])[1] - ahead) <= transfer + later
+
+
+def test_clocks_go_along_groups_and_stop_where_nothing_is_shared() -> None:
+    def group(*ranks: int) -> dict[int, Member]:
+        return {r: Member(100 * r, 1000 + 100 * r, True) for r in ranks}
+
+    assert offsets([group(0, 2), group(1, 3), group(0, 1)]) == {0: 0, 1: 100, 2: 200, 3: 300}
+    assert offsets([group(0, 2), group(1, 3)]) == {0: 0, 2: 200}
+    assert offsets([]) == {}
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(300 * US, 20 * MS), min_size=1, max_size=6),
+    st.lists(clocks, min_size=2, max_size=4),
+    st.integers(0, 5 * MS),
+    st.integers(1, 3),
+)
+def test_transfers_are_told_from_late_peers(
+    transfers: list[int], ahead: list[int], late: int, early: int
+) -> None:
+    """Whatever the clocks say and whoever comes late: a time that counts as measured is the truth."""
+    planned = plan([4 * MS] * len(transfers), [100 * US] * len(transfers), ahead=early, ranks=len(ahead))
+    late_ns = [late if rank == 1 else 0 for rank in range(len(ahead))]
+    world = World(transfers, clocks_ns=ahead, late_ns=late_ns)
+    found = account(planned, world.records(planned))
+    for truth, one in zip(transfers, found.transfers):
+        if one.known == MEASURED:
+            assert one.transfer_ns == pytest.approx(truth, abs=2)
+        elif one.known == AT_MOST:
+            assert one.transfer_ns >= truth - 2
+        assert one.for_peer_ns <= one.stall_ns + world.ask_ns
+    first = found.transfers[0]
+    assert first.known in (MEASURED, SHARED), "nothing is done before the first wait"
+    assert first.skew_ns == pytest.approx(late, abs=2)
+    assert late == 0 or first.late == 1
+
+
+def test_a_late_peer_is_the_reason_of_a_stall() -> None:
+    planned = plan([4 * MS] * 3, [MS] * 3)
+    found = account(planned, World([4 * MS] * 3, late_ns=(0, 30 * MS)).records(planned))
+    shown = timing(planned, found)
+    first = shown.collectives[0]
+    assert first.cause is Cause.SKEW and first.late == 1 and first.skew_ns == 30 * MS
+    assert first.measured_ns == 4 * MS, "what the rank waited for the other is no transfer"
+    alone = account(planned, World([4 * MS] * 3, late_ns=(0, 30 * MS)).records(planned)[:1])
+    assert alone.transfers[0].transfer_ns == 34 * MS, "one rank's times cannot tell"
+    assert timing(planned, alone).collectives[0].late == -1
+
+
+def test_queued_transfers_share_what_the_last_stall_shows() -> None:
+    """Two gathers are in flight before the first wait of either: the second's wait shows when both were over."""
+    planned = plan([2 * MS, 2 * MS], [9 * MS, MS], ahead=2)
+    waits_late = World([6 * MS, 6 * MS]).records(planned)
+    found = account(planned, waits_late).transfers
+    assert [one.known for one in found] == [MEASURED, AT_MOST] and found[0].transfer_ns == 6 * MS
+    assert found[1].transfer_ns >= 6 * MS
+    planned = plan([2 * MS, 2 * MS], [10 * US, MS], ahead=2)
+    swapped = dataclasses.replace(planned, collectives=planned.collectives)
+    found = account(swapped, World([6 * MS, 7 * MS]).records(swapped)).transfers
+    assert [one.transfer_ns for one in found] == [6 * MS, 7 * MS]
+
+
+def test_kernels_are_charged_with_what_prepares_them_and_compared_by_class() -> None:
+    planned = plan([MS] * 4, [2 * MS] * 4)
+    found = account(planned, World([MS] * 4, kernel_factor=3.0).records(planned))
+    (kernels,) = timing(planned, found).kernels
+    assert (kernels.kernels, kernels.calls) == ("mm", 4)
+    assert kernels.predicted_ns == 8 * MS and kernels.measured_ns == 24 * MS
+    assert kernels.cause is Cause.UNKNOWN
+    known = dataclasses.replace(planned, about=dataclasses.replace(planned.about, measured_costs=True))
+    assert timing(known, found).kernels[0].cause is Cause.COST
+
+
+def test_small_kernels_that_take_longer_are_bound_by_launches_and_move_the_fixed_cost() -> None:
+    planned = plan([MS] * 4, [8 * US] * 4)
+    found = account(planned, World([MS] * 4, kernel_factor=20.0).records(planned))
+    assert timing(planned, found).kernels[0].cause is Cause.LAUNCH
+    base = CostProfile.default("cpu", ranks_per_host=2)
+    after = corrected(base, [(planned, found)])
+    assert after.kernel_ns >= 100 * US
+    assert after.compute_ns(1e9, 0, "float32", 0) == base.compute_ns(1e9, 0, "float32", 0), "not the matmuls"
+
+
+def test_contention_is_seen_where_kernels_beside_transfers_are_slower_than_alone() -> None:
+    planned = plan([5 * MS] * 4, [4 * MS] * 4)
+    rows = World([5 * MS] * 4).records(planned)
+    slow = []
+    for one in rows:
+        lengths = list(one.durations_ns)
+        for call in range(len(planned.calls)):
+            # The last kernel runs when all transfers are over.
+            if call not in planned.communicating and call != len(planned.calls) - 1:
+                lengths[call] *= 2
+        slow.append(dataclasses.replace(one, durations_ns=tuple(lengths)))
+    (kernels,) = timing(planned, account(planned, slow)).kernels
+    assert kernels.cause is Cause.CONTENTION and kernels.beside == pytest.approx(2.0)
+    (before,) = timing(planned, account(planned, rows)).kernels
+    assert before.cause is Cause.CLOSE and before.beside == pytest.approx(1.0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(50_000, 3 * MS), st.floats(0.5, 20), st.floats(0.3, 5))
+def test_the_corrected_profile_predicts_what_was_measured(latency: int, ns_per_byte: float, slower: float) -> None:
+    base = CostProfile.default("cpu", ranks_per_host=2)
+    sizes = [(k + 1) << 20 for k in range(4)]
+    predicted = [base.communication_ns("all_gather", size // 2, size, (0, 1)) for size in sizes]
+    flops = [2e8, 4e8, 6e8, 8e8]
+    kernels = [base.compute_ns(one, 0, "float32", 1) for one in flops]
+    fixed = base.kernel_ns if base.kernel_ns >= 0 else float(base.spec.kernel_ns.value)
+    planned = plan(predicted, kernels)
+    planned = dataclasses.replace(planned, about=dataclasses.replace(planned.about, kernel_ns=fixed))
+    truth = [round(latency + ns_per_byte * size / 2) for size in sizes]
+    found = account(planned, World(truth, kernel_factor=slower).records(planned))
+    after = corrected(base, [(planned, found)])
+    exact = [one.known == MEASURED for one in found.transfers]
+    if all(exact):
+        for size, ns in zip(sizes, truth):
+            assert after.communication_ns("all_gather", size // 2, size, (0, 1)) == pytest.approx(ns, rel=0.02)
+    for one, ns in zip(flops, kernels):
+        assert after.compute_ns(one, 0, "float32", 1) == pytest.approx(slower * ns, rel=0.05)
+    assert after.name.startswith(f"{base.name}; tuned: 5 steps on 2 ranks from {base.hash()}, plans ")
+    again = corrected(after, [(planned, found)])
+    assert again.name.count("tuned") == 1
+
+
+def test_kinds_that_were_not_measured_share_the_fate_of_their_link() -> None:
+    """Found: reduce-scatters of the next run became all-to-alls, whose cost was still that of a faster link."""
+    base = CostProfile.default("cpu", ranks_per_host=2)
+    sizes = [(k + 1) << 20 for k in range(3)]
+    planned = plan([base.communication_ns("all_gather", s // 2, s, (0, 1)) for s in sizes], [MS] * 3)
+    truth = [3 * base.communication_ns("all_gather", s // 2, s, (0, 1)) for s in sizes]
+    after = corrected(base, [(planned, account(planned, World(truth).records(planned)))])
+    for kind, sent, got in (("all_to_all", 1 << 20, 1 << 20), ("reduce_scatter", 1 << 20, 1 << 19)):
+        before = base.communication_ns(kind, sent, got, (0, 1))
+        assert after.communication_ns(kind, sent, got, (0, 1)) == pytest.approx(3 * before, rel=0.02)
+        assert after.issue_ns(kind, sent, got, (0, 1)) == pytest.approx(base.issue_ns(kind, sent, got, (0, 1)), abs=2)
+
+
+def test_plans_and_records_travel_as_they_are() -> None:
+    planned = plan([MS, 2 * MS], [MS, MS])
+    assert plans.unpacked(plans.packed(planned)) == planned
+    (one, _) = World([MS, MS]).records(planned)
+    assert records.unpacked(records.packed(one)) == one
+    with pytest.raises(ValueError):
+        records.unpacked(b"nonsense")
+
+
+def test_ranks_that_timed_something_else_have_no_account() -> None:
+    planned = plan([MS], [MS])
+    mine, other = World([MS]).records(planned)
+    for wrong in (dataclasses.replace(other, digest="x"), dataclasses.replace(other, steps_ns=(1,))):
+        with pytest.raises(ValueError, match="same plan"):
+            account(planned, [mine, wrong])
+
+
+def test_calls_of_the_code_are_found_among_those_that_were_made() -> None:
+    assert records.places_of(["seed", "a", "x", "b"], ["a", "b"]) == [1, 3]
+    assert records.places_of(["b", "a"], ["a", "b"]) is None
+
+
+def test_a_kernel_takes_the_fused_nodes_before_it_that_no_call_has() -> None:
+    outputs = [("start", ("s",)), ("fused", ("inner",)), ("fused", ("b",)), ("wait", ("w",)), ("fused", ("c",))]
+    statements = [
+        ("gather", "extern", ("s",)),
+        ("cpp_fused_0", "kernel", ("arg", "b")),
+        ("wait", "extern", ("w",)),
+        ("cpp_fused_1", "kernel", ("b", "c")),
+    ]
+    assert [call.tasks for call in plans.carried_out(statements, outputs)] == [(0,), (1, 2), (3,), (4,)]
+
+
+def test_a_wait_behind_that_of_a_later_collective_shows_nothing_of_the_first() -> None:
+    """Found on a link of 5 MB/s: the second gather was waited for first, and the first then counted as ended there."""
+    planned = plan([MS, 3 * MS], [MS, MS], ahead=2)
+    calls = {planned.problem.tasks[c.tasks[0]].name: k for k, c in enumerate(planned.calls)}
+    order = [*planned.order]
+    order[2], order[4] = order[4], order[2]
+    swapped = plans.Planned.of(
+        planned.about, [plans.Call(planned.calls[calls[planned.problem.tasks[t].name]].name, (t,)) for t in order],
+        planned.collectives, planned.problem, order,
+    )  # fmt: skip
+    world = World([2 * MS, 6 * MS], ask_ns=110 * US)
+    first, second = account(swapped, world.records(swapped)).transfers
+    assert (first.known, second.known) == (SHARED, SHARED)
+    assert first.transfer_ns + second.transfer_ns == pytest.approx(8 * MS, abs=2) and first.stall_ns == 0
