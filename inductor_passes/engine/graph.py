@@ -223,6 +223,8 @@ def _hand_on(graph: torch.fx.Graph, compilation: Compilation) -> None:
         note = "Inductor's deterministic mode skips its reordering hook: planned on FX only"
         compilation.report.notes.append(note)
         warn_once(f"inductor_passes: {note}")
+    if settings.tune:
+        compilation.report.notes.append("tune: not timed, kernels are not planned (replay, codegen, deterministic mode)")
     with guarded("publishing a report", "there is none", settings):
         publish_fx(compilation)
 

@@ -160,4 +160,6 @@ def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation) -> No
 
     if not _torch.when_generated(generated):
         graph.order_check = f"{order_check.UNCHECKED}: this kind of generated code has no place to look"
+        if compilation.config.tune:
+            graph.notes.append("tune: not timed, this kind of generated code has no place for it")
         finish()
