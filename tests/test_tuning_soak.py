@@ -1,0 +1,61 @@
+"""The soak of tuning: a run with a rank that is killed in the exchange, and findings that can be wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools.fuzzing import tune_soak
+
+JOB: dict[str, Any] = {"how": "nothing", "victim": 0, "after_s": 1.0, "cold": []}
+TIMING = {"profile_hash": "abc", "note": ""}
+HELD = {rank: {"losses": [1.0, 2.0], "timings": [TIMING], "error": "", "finished": True} for rank in range(2)}
+
+
+def judged(tmp_path: Path, job: dict[str, Any], held: dict[int, Any]) -> Counter[str]:
+    for rank in range(2):
+        (tmp_path / f"losses-2-{rank}").write_text(json.dumps([1.0, 2.0]))
+    return tune_soak._judged(0, 2, job, held, tmp_path)
+
+
+def test_a_run_without_findings_is_counted(tmp_path: Path) -> None:
+    assert judged(tmp_path, JOB, HELD)["graphs tuned"] == 2
+    killed = {**JOB, "how": "kill"}
+    assert judged(tmp_path, killed, {1: {**HELD[1], "losses": [1.0], "error": "connection closed"}})["kill"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "finding"),
+    [
+        ({"losses": [1.0, 2.5]}, "losses of rank 1"),
+        ({"finished": False}, "still exchanging"),
+        ({"error": "RuntimeError"}, "ended with RuntimeError"),
+        ({"timings": [{"profile_hash": "other", "note": ""}]}, "different results"),
+        ({"timings": [{"profile_hash": "", "note": ""}]}, "neither a profile nor a reason"),
+    ],
+)
+def test_what_must_not_happen_is_found(tmp_path: Path, change: dict[str, Any], finding: str) -> None:
+    held = copy.deepcopy(HELD)
+    held[1] |= change
+    with pytest.raises(tune_soak.TuneSoakError, match=finding):
+        judged(tmp_path, JOB, held)
+
+
+def test_a_rank_that_does_not_end_is_found(tmp_path: Path) -> None:
+    with pytest.raises(tune_soak.TuneSoakError, match="did not end"):
+        judged(tmp_path, JOB, {0: HELD[0]})
+    with pytest.raises(tune_soak.TuneSoakError, match="did not end"):
+        judged(tmp_path, {**JOB, "how": "kill", "victim": 0}, {0: HELD[0]})
+
+
+@pytest.mark.ranks
+def test_a_rank_that_is_killed_in_the_exchange(tmp_path: Path) -> None:
+    number = next(n for n in range(100) if tune_soak.job_of(n, 0)[1]["how"] == "kill in the exchange"
+                  and tune_soak.job_of(n, 0)[0] == 2)
+    found = tune_soak.one_run(number, 0, tmp_path)
+    assert found["kill in the exchange"] == 1 and found["graphs with a reason"] >= 1
