@@ -224,7 +224,8 @@ def _hand_on(graph: torch.fx.Graph, compilation: Compilation) -> None:
         compilation.report.notes.append(note)
         warn_once(f"inductor_passes: {note}")
     if settings.tune:
-        compilation.report.notes.append("tune: not timed, kernels are not planned (replay, codegen, deterministic mode)")
+        why = "the order of kernels is not planned (replay, codegen, deterministic mode)"
+        compilation.report.notes.append(f"tune: not timed, {why}")
     with guarded("publishing a report", "there is none", settings):
         publish_fx(compilation)
 
