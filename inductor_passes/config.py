@@ -230,6 +230,8 @@ def _modes(key: str, value: object, allowed: str) -> list[tuple[str, AsyncTp]]:
 #: What a message may be narrowed to, the most accurate first, and how many elements share a scale.
 NARROW = ("bf16", "int8", "e4m3", "e5m2")
 BLOCKS = (64, 128, 256)
+#: Behind a type: narrow between hosts only.
+BETWEEN = "/between"
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,8 @@ class Narrowing:
 
     Attributes:
         rules: (group, mesh dimension or pattern of parameter names, mode); the first that fits counts, and where none
-            does the mode is ``off``. A mode is ``off``, ``auto`` or one of :data:`NARROW`.
+            does the mode is ``off``. A mode is ``off``, ``auto`` or one of :data:`NARROW`, with or without
+            :data:`BETWEEN` behind it.
         dtypes: what ``auto`` chooses from.
         block: how many elements share a scale.
         error: largest error that one rounding may make, relative to the largest element of its block.
@@ -253,7 +256,9 @@ class Narrowing:
 
     ALLOWED = (
         '"off", "auto", or modes by group, mesh dimension or pattern of parameter names: a dictionary, or text as in '
-        '"*.norm.weight=off,dp=int8,*=auto"; a mode is "off", "auto", ' + ", ".join(f'"{name}"' for name in NARROW)
+        '"*.norm.weight=off,dp=int8,*=auto"; a mode is "off", "auto", '
+        + ", ".join(f'"{name}"' for name in NARROW)
+        + f', or one of these types with "{BETWEEN}" behind it, as in "int8{BETWEEN}": between hosts only'
     )
     DTYPES = "some of " + ", ".join(NARROW) + ", separated by commas"
     BLOCK = ", ".join(f'"{size}"' for size in BLOCKS)
@@ -288,7 +293,7 @@ _ERROR = re.compile(r"0?\.\d{1,9}", re.ASCII)
 
 def _narrowed(value: object) -> tuple[tuple[str, str], ...]:
     """The rules in ``compress``."""
-    modes = ("off", "auto", *NARROW)
+    modes = ("off", "auto", *NARROW, *(f"{name}{BETWEEN}" for name in NARROW))
     if isinstance(value, str) and value.strip() in ("off", "auto"):
         return (("*", value.strip()),)
     found: dict[str, str] = {}
@@ -410,7 +415,8 @@ class PassConfig:
         '"auto" narrows a collective where the planned step gets shorter by it, and leaves all others alone; a '
         'dictionary says the mode by group, mesh dimension or pattern of parameter names, e.g. `{"*.norm.weight": '
         '"off", "tp": "off", "*": "auto"}`: the first entry that fits counts, what fits none is left alone, and a '
-        "type as mode narrows to it whether or not the step gains.",
+        "type as mode narrows to it whether or not the step gains; `/between` behind a type, as in `int8/between`: "
+        "between hosts only.",
         "off",
     )
     compress_dtypes: str = _doc(

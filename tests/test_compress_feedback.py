@@ -151,7 +151,8 @@ class Kept:
         sent = self.calls(SENT)
         view = GraphView(self.gm.graph)
         self.certificates = [
-            narrow(self.gm.graph, one, form_of(form, 64), own) for one, own in zip(view.collectives, sent, strict=True)
+            narrow(self.gm.graph, one, form_of(form, 64), sent=own)
+            for one, own in zip(view.collectives, sent, strict=True)
         ]
 
     def calls(self, target: object) -> list[torch.fx.Node]:

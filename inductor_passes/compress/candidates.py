@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -12,7 +12,12 @@ import torch
 from inductor_passes import _torch
 from inductor_passes.compress.emit import KINDS
 from inductor_passes.compress.form import Form, form_of
-from inductor_passes.config import Narrowing
+from inductor_passes.compress.levels import levels_of, spans_levels
+from inductor_passes.compress.prices import Price, as_it_is, between_bytes, in_two_levels, price
+from inductor_passes.compress.refused import RefusedError
+from inductor_passes.compress.two_levels import KINDS as TWO_LEVELS
+from inductor_passes.compress.two_levels import Way
+from inductor_passes.config import BETWEEN, Narrowing
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import Role
@@ -24,37 +29,8 @@ from inductor_passes.rewriting.contract import NOT_AGREED, Facts
 
 #: Element types that are narrowed; wider ones may hold what float32 does not.
 WIDE = (torch.float32, torch.bfloat16, torch.float16)
-#: A sum of a term per rank is one chain of additions.
+#: A sum of a term per rank, or per host, is one chain of additions.
 MAX_RANKS = 64
-
-
-class RefusedError(Exception):
-    """A collective that is left alone, and why."""
-
-    def __init__(self, reason: Reason, detail: str = "", setting: str = "", gain_ns: int = 0) -> None:
-        super().__init__(detail)
-        self.reason, self.detail, self.setting, self.gain_ns = reason, detail, setting, gain_ns
-
-
-@dataclass(frozen=True)
-class Price:
-    """What a collective costs, all in ns and in bytes that this rank sends.
-
-    Attributes:
-        link_ns: on its lane.
-        before_ns / after_ns: of the compute lane, to the start (issuing it included) and behind the wait.
-        sent_bytes: of the message; twice for a reduction to all ranks.
-    """
-
-    link_ns: int
-    before_ns: int
-    after_ns: int
-    sent_bytes: int
-
-    @property
-    def all_ns(self) -> int:
-        """On all lanes."""
-        return self.link_ns + self.before_ns + self.after_ns
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +38,10 @@ class Candidate:
     """A collective that may be narrowed.
 
     Attributes:
-        was / now: its price before and after.
+        was / now: its price before and after; of two levels, what would go between hosts before.
         forced: the settings ask for it whatever it gains.
         kept: what it loses is kept on this rank.
+        way: between hosts only, and how; None: over the whole group.
     """
 
     collective: Collective
@@ -73,6 +50,7 @@ class Candidate:
     now: Price
     forced: bool
     kept: bool = False
+    way: Way | None = None
 
     @property
     def gain_ns(self) -> int:
@@ -99,26 +77,82 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing, kept: b
         called = ", ".join([*sorted(_known(collective)), *names_of([collective.start])])
         raise RefusedError(Reason.DISABLED, f"no entry of compress fits {called}, or it says off", 'compress="auto"')
     _check_form(collective, facts)
-    elements, dtype = math.prod(collective.inputs[0].meta["val"].shape), collective.dtypes[0]
-    names = settings.dtypes if mode == "auto" else (mode,)
+    name, between, _ = mode.partition(BETWEEN)
+    ways = _ways(collective, facts.profile, required=bool(between), free=mode == "auto", kept=kept)
+    ways = _short_sums(collective, ways)
+    names = settings.dtypes if mode == "auto" else (name,)
     forms = [form_of(name, settings.block) for name in names]
     allowed = [form for form in forms if form.error <= settings.error]
     if not allowed:
         least = min(float(form.error) for form in forms)
         said = f"a rounding to {' or '.join(names)} errs by up to {least:g}"
         raise RefusedError(Reason.NUMERICS, said, f'compress_error="{least:g}"')
-    was = _as_it_is(collective, facts.profile)
-    priced = [(price(collective, form, facts.profile, kept), form) for form in allowed]
-    priced = [(now, form) for now, form in priced if now.sent_bytes < was.sent_bytes]
-    if not priced:
+    found = [_priced(collective, form, way, facts.profile, mode, kept) for form in allowed for way in ways]
+    smaller = [one for one in found if one.now.sent_bytes < one.was.sent_bytes]
+    if not smaller:
+        elements, dtype = math.prod(collective.inputs[0].meta["val"].shape), collective.dtypes[0]
         said = f"a message of {elements} elements of {_short(dtype)} gets no smaller"
         raise RefusedError(Reason.NOT_PROFITABLE, said)
-    now, form = min(priced, key=lambda entry: entry[0].all_ns)
-    found = Candidate(collective, form, was, now, mode != "auto", kept)
-    if not found.forced and found.gain_ns <= 0:
-        said = f"{form.name} saves {found.was.link_ns - now.link_ns} ns of link for {found.compute_ns} ns of compute"
-        raise RefusedError(Reason.NOT_PROFITABLE, said, _forcing(collective, form), found.gain_ns)
+    best = min(smaller, key=lambda one: one.now.all_ns)
+    if not best.forced and best.gain_ns <= 0:
+        said = f"{best.form.name} saves {best.was.link_ns - best.now.link_ns} ns of link for {best.compute_ns} ns"
+        raise RefusedError(Reason.NOT_PROFITABLE, f"{said} of compute", _forcing(best), best.gain_ns)
+    return best
+
+
+def _ways(collective: Collective, profile: CostProfile, *, required: bool, free: bool, kept: bool) -> list[Way | None]:
+    """The ways in which a collective may go: None over its whole group, or in two levels.
+
+    Args:
+        required: between hosts only, so not over the whole group where that has several ranks on one host.
+        free: in two levels too where that is possible.
+        kept: what it loses is kept on this rank, which has to be a loss of what the rank itself sends. In two levels
+            what goes between hosts is another rank's too.
+    """
+    if required and profile.layout(collective.group.ranks).hosts == 1:
+        raise RefusedError(Reason.DISABLED, "all of its ranks are on one host: nothing goes between hosts")
+    if not (required or free) or not spans_levels(collective, profile):
+        return [None]
+    try:
+        if collective.kind not in TWO_LEVELS:
+            raise RefusedError(Reason.UNSUPPORTED, f"an {collective.kind} is not sent in two levels")
+        if kept:
+            said = "what a message loses in two levels is not kept: there is no error feedback for it"
+            raise RefusedError(Reason.UNSUPPORTED, said, 'compress_feedback="off"')
+        levels = levels_of(collective, profile)
+    except RefusedError:
+        if required:
+            raise
+        return [None]
+    ways: list[Way | None] = [] if required else [None]
+    orders = (False, True) if collective.kind is CollectiveKind.ALL_GATHER else (False,)
+    return [*ways, *(Way(levels, inside_first) for inside_first in orders)]
+
+
+def _short_sums(collective: Collective, ways: list[Way | None]) -> list[Way | None]:
+    """The ways on which no rank adds more terms than :data:`MAX_RANKS`: one per rank, or one per host.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    if not collective.kind.reduces:
+        return ways
+    found = [one for one in ways if (one.levels.between if one else collective.group).size <= MAX_RANKS]
+    if not found:
+        terms = "hosts" if all(ways) else "ranks"
+        raise RefusedError(Reason.UNSUPPORTED, f"a sum over more than {MAX_RANKS} {terms}")
     return found
+
+
+def _priced(
+    collective: Collective, form: Form, way: Way | None, profile: CostProfile, mode: str, kept: bool
+) -> Candidate:
+    was, forced = as_it_is(collective, profile), mode != "auto"
+    if way is None:
+        return Candidate(collective, form, was, price(collective, form, profile, kept), forced, kept)
+    was = replace(was, sent_bytes=between_bytes(collective, way.levels))
+    now = in_two_levels(collective, form, way.levels, way.inside_first, profile)
+    return Candidate(collective, form, was, now, forced, way=way)
 
 
 def mode_of(collective: Collective, rules: Sequence[tuple[str, str]]) -> str:
@@ -141,9 +175,10 @@ def _first(rules: Sequence[tuple[str, str]], groups: set[str], parameter: str) -
     return "off"
 
 
-def _forcing(collective: Collective, form: Form) -> str:
-    name = _torch.group_descriptions().get(collective.group.name) or collective.group.name
-    return f'compress={{"{name}": "{form.name}"}}'
+def _forcing(one: Candidate) -> str:
+    group = one.collective.group.name
+    name = _torch.group_descriptions().get(group) or group
+    return f'compress={{"{name}": "{one.form.name}{BETWEEN if one.way else ""}"}}'
 
 
 def _check_form(collective: Collective, facts: Facts) -> None:
@@ -172,8 +207,6 @@ def _check_form(collective: Collective, facts: Facts) -> None:
         raise RefusedError(Reason.UNSUPPORTED, "a group of one rank")
     if collective.kind.reduces and collective.reduce_op not in ("sum", "avg"):
         raise RefusedError(Reason.MIXED_REDUCE_OP, f"only sums and averages are narrowed, not {collective.reduce_op}")
-    if collective.kind.reduces and collective.group.size > MAX_RANKS:
-        raise RefusedError(Reason.UNSUPPORTED, f"a sum over more than {MAX_RANKS} ranks")
     if collective.kind is CollectiveKind.ALL_TO_ALL and not _is_even(collective):
         raise RefusedError(Reason.RANKS_DIFFER, "unequal splits may differ between ranks")
 
@@ -187,48 +220,6 @@ def _is_even(collective: Collective) -> bool:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _as_it_is(collective: Collective, profile: CostProfile) -> Price:
-    given, got = collective.input_bytes or 0, collective.output_bytes or 0
-    sent = 2 * given if collective.kind is CollectiveKind.ALL_REDUCE else given
-    return Price(*_message(collective.kind, given, got, collective.group.ranks, profile), 0, sent)
-
-
-def _message(
-    kind: CollectiveKind, given: int, got: int, ranks: tuple[int, ...], profile: CostProfile
-) -> tuple[int, int]:
-    """Time on the link, and to issue it."""
-    return profile.communication_ns(kind, given, got, ranks), profile.issue_ns(kind, given, got, ranks)
-
-
-def price(collective: Collective, form: Form, profile: CostProfile, kept: bool = False) -> Price:
-    """What a collective costs in a form: its messages, and the kernels that narrow, widen and add.
-
-    Args:
-        kept: this rank widens its own message too.
-    """
-    ranks, itemsize = collective.group.ranks, collective.dtypes[0].itemsize
-    elements = math.prod(collective.inputs[0].meta["val"].shape)
-    pieces = 1 if collective.kind is CollectiveKind.ALL_GATHER else len(ranks)
-    message = pieces * form.message_bytes(-(-elements // pieces))
-
-    def kernel(read: int, written: int) -> int:
-        return profile.compute_ns(0, read + written, "float32", 1)
-
-    before = kernel(elements * itemsize, message) + (kernel(message, elements * itemsize) if kept else 0)
-    if collective.kind is CollectiveKind.ALL_GATHER:
-        link, issue = _message(CollectiveKind.ALL_GATHER, message, message * len(ranks), ranks, profile)
-        after = kernel(message * len(ranks), elements * itemsize * len(ranks))
-        return Price(link, issue + before, after, message)
-    link, issue = _message(CollectiveKind.ALL_TO_ALL, message, message, ranks, profile)
-    if collective.kind is CollectiveKind.ALL_REDUCE:
-        piece = message // len(ranks)
-        second, again = _message(CollectiveKind.ALL_GATHER, piece, message, ranks, profile)
-        after = kernel(message, piece) + again + kernel(message, elements * itemsize)
-        return Price(link + second, issue + before, after, 2 * message)
-    kept = elements // len(ranks) if collective.kind is CollectiveKind.REDUCE_SCATTER else elements
-    return Price(link, issue + before, kernel(message, kept * itemsize), message)
 
 
 def carried(candidates: Sequence[Candidate]) -> Mapping[str, Candidate]:

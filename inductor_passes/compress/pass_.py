@@ -21,9 +21,10 @@ from typing import ClassVar
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.compress.candidates import Candidate, RefusedError, candidate
+from inductor_passes.compress.candidates import Candidate, candidate
 from inductor_passes.compress.choose import Choice, choose
 from inductor_passes.compress.emit import SUBJECT, exact, replace
+from inductor_passes.compress.refused import RefusedError
 from inductor_passes.config import Narrowing
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.parameters import names_of
@@ -71,7 +72,8 @@ class CompressPass:
         if not choice.taken:
             return _nothing(graph, report)
         certificates = [
-            replace(graph, one.collective, one.form, kept.get(one.collective.start.name)) for one in choice.taken
+            replace(graph, one.collective, one.form, one.way, kept.get(one.collective.start.name))
+            for one in choice.taken
         ]
         certificates += [exact(graph, node) for node in _calls(graph)]
         if any(one.forced for one in choice.taken):
@@ -117,8 +119,10 @@ def _note(choice: Choice, settings: Narrowing) -> str:
     names = ", ".join(sorted({one.form.name for one in taken}))
     was, now = (sum(price.sent_bytes for price in prices) for prices in zip(*((one.was, one.now) for one in taken)))
     error = max(float(one.form.error) for one in taken)
+    levels = sum(one.way is not None for one in taken)
+    apart = f" ({levels} between hosts only)" if levels else ""
     return (
-        f"compress: {count} collective{'s' * (count > 1)} sent as {names}, {was} -> {now} bytes per rank; "
+        f"compress: {count} collective{'s' * (count > 1)} sent as {names}{apart}, {was} -> {now} bytes per rank; "
         f"each rounding moves an element by at most {error:g} of the largest one in its block{_kept(taken, settings)}"
     )
 
@@ -143,13 +147,21 @@ def _taken(one: Candidate) -> Decision:
     was, now, form = one.was, one.now, one.form
     scales = f" in blocks of {form.block}" if form.share else ""
     detail = (
-        f"{one.collective.label} as {form.name}{scales}: {was.sent_bytes} -> {now.sent_bytes} bytes sent, "
+        f"{one.collective.label} as {form.name}{scales}{_where(one)}: "
+        f"{was.sent_bytes} -> {now.sent_bytes} bytes sent{' between hosts' if one.way else ''}, "
         f"each rounding within {float(form.error):g} of a block's largest element; "
         f"link {was.link_ns} -> {now.link_ns} ns, {one.compute_ns} ns of compute"
     )
     asked = "; asked for whatever it gains" if one.forced else ""
     kept = "; what it loses is added to the next one" if one.kept else ""
     return _decision(one.collective, Verdict.APPLIED, Reason.PROFITABLE, detail + kept + asked, gain_ns=one.gain_ns)
+
+
+def _where(one: Candidate) -> str:
+    if one.way is None:
+        return ""
+    inside, hosts = one.way.levels.inside.size, one.way.levels.between.size
+    return f" between {hosts} hosts, wide inside each one ({inside} ranks)"
 
 
 def _refused(collective: Collective, why: RefusedError) -> Decision:

@@ -202,6 +202,7 @@ def judge(
         numerics=getattr(one, "numerics", "exact"),
         replicas=facts.config.replicas,
         rounding=None if narrowing.is_off else narrowing.error,
+        ranks_per_host=facts.profile.ranks_per_host,
     )
     checked = verify.checked(graph, reference, asked, known)
     findings = checked.findings

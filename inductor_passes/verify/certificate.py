@@ -30,11 +30,14 @@ class Narrowed:
         read: name of the node that widens what arrived.
         error: how far an element may be from what was sent, relative to the largest element of its block.
         own: it did not travel: the rank widens what it sends itself, in the place of ``inductor_passes::sent``.
+        over: global ranks, in order, of this rank's group on which it travels narrow, one rank per host; inside a host
+            it is wide then. (): narrow on any group.
     """
 
     read: str
     error: Fraction
     own: bool = False
+    over: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.fx
 from inductor_passes.ir.parameters import names_by_node
 from inductor_passes.report import Finding
 from inductor_passes.verify import graph as rules
-from inductor_passes.verify import memory, values
+from inductor_passes.verify import levels, memory, values
 from inductor_passes.verify.certificate import Certificate
 from inductor_passes.verify.facts.higher_order import attribute
 from inductor_passes.verify.facts.known import Known
@@ -120,6 +120,7 @@ def check(
     known: Known | None = None,
     replicas: Replicated = "proven",
     rounding: Fraction | None = None,
+    ranks_per_host: int | None = None,
 ) -> list[Finding]:
     """Everything the verifier holds against a graph; empty when it is legal. O(nodes + edges); reads only.
 
@@ -137,6 +138,8 @@ def check(
         replicas: ``"implied"``: what the reference combines with a value that is equal on a group's ranks is equal too.
         rounding: how far an element that was sent in a narrower type may be from what it was, relative to the largest
             element of its block; None: nothing may be sent so. Certificates name what was.
+        ranks_per_host: global ranks ``h * n`` to ``h * n + n - 1`` share host ``h``. Without it no certificate may say
+            that something is narrow between hosts only.
 
     Raises:
         ValueError: ``group_order``, ``numerics`` or ``replicas`` is something else.
@@ -151,7 +154,7 @@ def check(
         before = snapshot(reference) if isinstance(reference, torch.fx.Graph) else reference
     except ValueError as error:
         return [Finding("reference", "", f"there is nothing to hold the graph against: {error}")]
-    asked = Asked(memory_budget, donated, certificates, group_order, numerics, replicas, rounding)
+    asked = Asked(memory_budget, donated, certificates, group_order, numerics, replicas, rounding, ranks_per_host)
     return checked(graph, before, asked, known).findings
 
 
@@ -166,6 +169,7 @@ class Asked:
     numerics: Numerics = "exact"
     replicas: Replicated = "proven"
     rounding: Fraction | None = None
+    ranks_per_host: int | None = None
 
 
 def checked(
@@ -195,6 +199,7 @@ def _checked(graph: torch.fx.Graph, before: ReferenceSnapshot | None, asked: Ask
     found = [f for f in found if finding_key(f) not in before.findings]
     after = look.taken(None)
     found.extend(compare(before, after, asked.certificates, asked.group_order))
+    found.extend(levels.compared(before, after, asked.certificates, asked.ranks_per_host))
     found.extend(
         values.compared(
             before.program, after.program, asked.certificates, asked.numerics, asked.replicas, asked.rounding

@@ -17,7 +17,7 @@ import torch.fx
 
 from inductor_passes.operators import SENT
 from inductor_passes.report import Finding
-from inductor_passes.verify.certificate import Certificate
+from inductor_passes.verify.certificate import Certificate, Narrowed
 from inductor_passes.verify.facts.operators import nodes_in
 from inductor_passes.verify.messages import KEY, OWN_KEY
 from inductor_passes.verify.values.access import Access
@@ -45,8 +45,8 @@ def changed_values(
     numerics: Numerics = "exact",
     edited: Collection[str] = (),
     replicas: Replicated = "proven",
-    rounds: Mapping[str, Fraction] | None = None,
-    own: Mapping[str, Fraction] | None = None,
+    rounds: Mapping[str, Narrowed] | None = None,
+    own: Mapping[str, Narrowed] | None = None,
 ) -> list[Finding]:
     """Everything in ``after`` whose value is not shown to be that of ``before``; empty when all is proven.
 
@@ -54,7 +54,7 @@ def changed_values(
         numerics: ``"exact"``: bit for bit; ``"reassociate"``: sums may be regrouped, see ``docs/verifier.md``.
         edited: names of nodes that a pass says it edited in place.
         replicas: ``"implied"``: operands are taken to be equal on ranks as ``implied`` says.
-        rounds: names of nodes that may arrive rounded -> by how much at most, see ``narrowed``.
+        rounds: names of nodes that may arrive rounded -> by how much at most, and over which group, see ``narrowed``.
         own: the same of nodes that may be read in the place of ``sent`` only, see ``kept``.
     """
     proof = Proof(before, after, numerics, replicas, rounds, own)
@@ -86,7 +86,7 @@ def compared(
     edited = {name for c in certificates for name in {*c.removed} & {*c.added}}
     found = list(_excessive(certificates, rounding))
     named = [one for certificate in certificates for one in certificate.narrowed]
-    rounds, own = ({one.read: one.error for one in named if one.own is kept} for kept in (False, True))
+    rounds, own = ({one.read: one for one in named if one.own is kept} for kept in (False, True))
     return found or changed_values(before, after, numerics, edited, replicas, rounds, own)
 
 

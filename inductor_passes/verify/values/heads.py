@@ -8,11 +8,11 @@ a rounding after such a cast is that rounding alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 
+from inductor_passes.verify.certificate import Narrowed
 from inductor_passes.verify.values import definitions, narrowed
 from inductor_passes.verify.values.access import Access, Constant
 from inductor_passes.verify.values.affine import Affine, NeedsCut, Space
@@ -59,13 +59,13 @@ class Resolver:
     """Follows reads of one program.
 
     Attributes:
-        rounds: names of nodes that arrive rounded -> the largest error that is allowed there. They are followed to what
-            they are a rounding of, which has to be in one of the forms that ``narrowed`` knows.
+        rounds: names of nodes that arrive rounded -> what is said of them. They are followed to what they are a
+            rounding of, which has to be in one of the forms that ``narrowed`` knows.
         roundings: how many such nodes have been followed.
     """
 
     def __init__(
-        self, space: Space, groups: Groups, memory: Memory, own: Own, rounds: Mapping[str, Fraction] | None = None
+        self, space: Space, groups: Groups, memory: Memory, own: Own, rounds: Mapping[str, Narrowed] | None = None
     ) -> None:
         self.space, self.groups, self.memory, self.own = space, groups, memory, own
         self.rounds = rounds or {}
@@ -175,10 +175,12 @@ class Resolver:
 
     def _rounded(self, a: Access) -> Access:
         """What was rounded to be sent, and arrives as ``a``."""
-        found, allowed = narrowed.rounded(self, a), self.rounds[a.record.name]
-        if found.error > allowed:
-            said = f"{float(found.error):g} of the largest, where {float(allowed):g} is allowed"
+        found, stated = narrowed.rounded(self, a), self.rounds[a.record.name]
+        if found.error > stated.error:
+            said = f"{float(found.error):g} of the largest, where {float(stated.error):g} is allowed"
             raise narrowed.NotNarrowedError(f"{a.record.name} is rounded by up to {said}")
+        if stated.over and not narrowed.stays_on(self.space, stated.over, found.source.rank, a.rank):
+            raise narrowed.NotNarrowedError(f"{a.record.name} arrives from ranks that are not at its place of a host")
         self.roundings += 1
         return found.source
 
@@ -216,7 +218,6 @@ class Resolver:
                 return inner.source._replace(byte=cast.byte)
             return self._collapsed(Cast(cast.dtype, inner.source, cast.byte))
         return cast
-
 
 
 def variables(head: Access | Reduction | Cast) -> set[int]:

@@ -16,6 +16,9 @@ sent as the two digits of its level to base 256. Codes and scale have to come fr
 from all of that row. Then the error is at most half a step of the code at the row's largest element. A row with an
 element that is not finite arrives without a finite element.
 
+A code may be said to travel over one group of ranks only, one rank per host. Then the rank on which it was made differs
+from the one on which it arrives in that group's digits alone (see ``replicas``).
+
 Where the row's largest element is below 2**-119, the error is below 2**-126 instead. What is above bfloat16's largest
 number becomes infinite in a cast.
 """
@@ -28,9 +31,10 @@ from typing import NamedTuple, Protocol
 import torch
 
 from inductor_passes.verify.values.access import Access
-from inductor_passes.verify.values.affine import ZERO, Affine
+from inductor_passes.verify.values.affine import ZERO, Affine, Space
 from inductor_passes.verify.values.operators import signature
 from inductor_passes.verify.values.program import Record
+from inductor_passes.verify.values.replicas import replicas
 from inductor_passes.verify.values.sizes import NoHintError
 
 #: Error of one rounding, relative to the row's largest element: half a step there, for a scale that is rounded up.
@@ -118,6 +122,12 @@ def rounded(program: Follows, a: Access) -> Rounded:
         NeedsCut, NeedsBytes, NoHintError, NotRegularError: see ``Resolver.head``.
     """
     return _Reader(program).rounded(a)
+
+
+def stays_on(space: Space, ranks: tuple[int, ...], sender: Affine, receiver: Affine) -> bool:
+    """Whether two ranks are in one group that lies as ``ranks`` do. Raises ``NeedsCut``, see :class:`Space`."""
+    group = replicas(ranks)
+    return group is not None and group.base(space, sender) == group.base(space, receiver)
 
 
 class _Reader:

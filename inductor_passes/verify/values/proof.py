@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
+from inductor_passes.verify.certificate import Narrowed
 from inductor_passes.verify.values import freely
 from inductor_passes.verify.values.access import Access, Constant
 from inductor_passes.verify.values.affine import Affine, NeedsCut, Space, TooManyPiecesError
@@ -55,8 +55,8 @@ class Proof:
         new: Program,
         numerics: Numerics,
         replicas: Replicated = "proven",
-        rounds: Mapping[str, Fraction] | None = None,
-        own: Mapping[str, Fraction] | None = None,
+        rounds: Mapping[str, Narrowed] | None = None,
+        own: Mapping[str, Narrowed] | None = None,
     ) -> None:
         self.space = Space()
         self.groups = Groups(self.space)
