@@ -23,6 +23,7 @@ from tools.benchmarks.reach import reach
 from tools.benchmarks.redistribute import redistribute
 from tools.benchmarks.scale import scale
 from tools.benchmarks.summary import summary
+from tools.benchmarks.train import train_run
 from tools.benchmarks.trainer import trainer
 from tools.shared.record import provenance
 
@@ -40,6 +41,7 @@ app.command()(reach)
 app.command()(packs)
 app.command()(memory)
 app.command()(numerics)
+app.command(name="train")(train_run)
 app.command()(gpu)
 app.command()(assemble)
 app.command()(scale)
