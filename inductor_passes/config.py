@@ -263,6 +263,7 @@ class Narrowing:
     DTYPES = "some of " + ", ".join(NARROW) + ", separated by commas"
     BLOCK = ", ".join(f'"{size}"' for size in BLOCKS)
     ERROR = 'a number above 0 and below 1 as text, e.g. "0.01"'
+    MEASURE = '"off", or a whole number of runs as text, "1" to "999999", e.g. "100"'
 
     @property
     def is_off(self) -> bool:
@@ -289,6 +290,15 @@ class Narrowing:
 
 
 _ERROR = re.compile(r"0?\.\d{1,9}", re.ASCII)
+_RUNS = re.compile(r"[1-9]\d{0,5}", re.ASCII)
+
+
+def _measured_every(value: object) -> int:
+    """``compress_measure`` as a number of runs; 0: never."""
+    text = value.strip() if isinstance(value, str) else ""
+    if text != "off" and not _RUNS.fullmatch(text):
+        raise ConfigError("compress_measure", value, Narrowing.MEASURE)
+    return 0 if text == "off" else int(text)
 
 
 def _narrowed(value: object) -> tuple[tuple[str, str], ...]:
@@ -303,6 +313,8 @@ def _narrowed(value: object) -> tuple[tuple[str, str], ...]:
             raise ConfigError("compress", value, Narrowing.ALLOWED)
         if name in found:
             raise ConfigError("compress", value, f"every name once; {Narrowing.ALLOWED}")
+        if "*" in found:
+            raise ConfigError("compress", value, f'"*" as the last entry: "{name}" behind it fits nothing')
         found[name] = mode
     return tuple(found.items())
 
@@ -427,13 +439,19 @@ class PassConfig:
     compress_block: str = _doc("How many elements share a scale where codes of one byte are sent.", "128")
     compress_error: str = _doc(
         "Largest error that one rounding of `compress` may make in an element, relative to the largest element of its "
-        'block. bf16 and int8 stay below 0.004, e4m3 below 0.037, e5m2 below 0.073: the last two need more than the '
+        "block. bf16 and int8 stay below 0.004, e4m3 below 0.037, e5m2 below 0.073: the last two need more than the "
         "default.",
         "0.01",
     )
     compress_feedback: Switch = _doc(
         "Keep what narrow messages lose of a gradient and add it to the next one. Needs `compress`, and a model that "
         "`inductor_passes.add_feedback` gave the memory for it: see [error feedback](compress.md#error-feedback).",
+        "off",
+    )
+    compress_measure: str = _doc(
+        "Measure the error of every narrowed message in every so many runs of its graph, the first one included; the "
+        'report has it next to the bound, and a warning says where it is above. "off" leaves no trace in the graph. '
+        "See [measured errors](compress.md#measured-errors).",
         "off",
     )
     replay: Switch = _doc(
@@ -462,7 +480,7 @@ class PassConfig:
     )
     codegen: Codegen = _doc(
         'What compiles the graphs: "inductor", or "aot_eager" to debug the FX rewrites without code generation '
-        "(only through backend=\"inductor_passes\").",
+        '(only through backend="inductor_passes").',
         "inductor",
     )
     cost_profile: str = _doc(
@@ -519,7 +537,7 @@ class PassConfig:
         for f in dataclasses.fields(self):
             check_value(f.name, getattr(self, f.name))
         if self.compress_feedback == "on" and self.narrowing.is_off:
-            needs = f"\"off\" beside compress={self.compress!r}: what is not narrowed loses nothing"
+            needs = f'"off" beside compress={self.compress!r}: what is not narrowed loses nothing'
             raise ConfigError("compress_feedback", self.compress_feedback, needs)
         if self.plan and self.budget.shrinks:
             beside = f'beside memory_budget="{self.memory_budget}"'
@@ -550,6 +568,11 @@ class PassConfig:
         """``compress`` and the fields that belong to it, parsed."""
         found = Narrowing.parse(self.compress, self.compress_dtypes, self.compress_block, self.compress_error)
         return dataclasses.replace(found, feedback=self.compress_feedback == "on")
+
+    @property
+    def measured_every(self) -> int:
+        """``compress_measure``, parsed: every how many runs of a graph; 0: never."""
+        return _measured_every(self.compress_measure)
 
     @property
     def async_tp_mode(self) -> AsyncTp:
@@ -644,6 +667,7 @@ _NARROWING: dict[str, str] = {
     "compress_dtypes": Narrowing.DTYPES,
     "compress_block": Narrowing.BLOCK,
     "compress_error": Narrowing.ERROR,
+    "compress_measure": Narrowing.MEASURE,
 }
 
 
@@ -722,6 +746,8 @@ def check_value(key: str, value: object) -> None:
     elif key in _OVERRIDES:
         given = {"async_tp_groups": "", "async_tp_sizes": "", "async_tp_parts": "2", key: value}
         AsyncTpOverrides.parse(*given.values())
+    elif key == "compress_measure":
+        _measured_every(value)
     elif key in _NARROWING:
         given = {"compress": "off", "compress_dtypes": "bf16", "compress_block": "128", "compress_error": "0.01"}
         value = _as_text(value) if key == "compress" else value

@@ -219,6 +219,7 @@ OPERATORS: Mapping[str, OperatorFacts] = MappingProxyType(
         ),
         "inductor_passes::unpack": OperatorFacts(Role.COMPUTE, Price.MEMORY),
         SENT: OperatorFacts(Role.COMPUTE, Price.MEMORY),
+        "inductor_passes::measure_rounding": OperatorFacts(Role.COMPUTE, Price.MEMORY),
         "symm_mem::fused_all_gather_matmul": _matmul(_AG, "symm_mem", "A", "Bs"),
         "symm_mem::fused_all_gather_scaled_matmul": _matmul(_AG, "symm_mem", "A", "Bs"),
         "symm_mem::fused_matmul_reduce_scatter": _matmul(_RS, "symm_mem", "A", "B"),

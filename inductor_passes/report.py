@@ -35,6 +35,7 @@ class Reason(str, Enum):
     """The closed vocabulary of reasons. A decision without one of these is a bug."""
 
     PROFITABLE = "profitable"
+    ASKED = "asked for"
     HIDDEN = "hidden"
     NOT_PROFITABLE = "not profitable"
     NO_INDEPENDENT_COMPUTE = "no independent compute left"
@@ -185,6 +186,43 @@ class CollectiveReport:
     bucket: str = ""
     members: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = ()
+
+
+@dataclass
+class NarrowedReport:
+    """One collective that was sent in a narrower type.
+
+    Attributes:
+        name: of the start in the graph that came in; ``label`` and ``kind`` say what it was.
+        form: the narrower type, as in the settings.
+        block: elements that share a scale; 1: elements are cast.
+        bytes_before / bytes_after: sent by this rank, twice for a reduction to all ranks.
+        link_before_ns / link_after_ns: on its lane, as priced.
+        bound: largest error of one rounding, relative to the largest element of its block (with ``block`` 1: to the
+            element).
+        places: under which names the roundings of this rank are measured; empty: they are not.
+        measured: the largest error in the run that was measured last; None: none was.
+        largest: in all runs that were measured.
+        runs: how many were.
+        parameters: names of those that it carries.
+    """
+
+    name: str
+    label: str
+    kind: str
+    form: str
+    block: Count
+    bytes_before: Count
+    bytes_after: Count
+    link_before_ns: Count
+    link_after_ns: Count
+    bound: Number
+    places: tuple[str, ...] = ()
+    measured: Number | None = None
+    largest: Number = 0.0
+    runs: Count = 0
+    source: str = ""
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -347,6 +385,7 @@ class GraphReport:
     schedules: list[ScheduleReport] = field(default_factory=list)
     collectives: list[CollectiveReport] = field(default_factory=list)
     redistributions: list[RedistributionReport] = field(default_factory=list)
+    narrowed: list[NarrowedReport] = field(default_factory=list)
     plan: dict[str, Any] = field(default_factory=dict)
     order_check: str = ""
     digest: str = ""

@@ -22,9 +22,11 @@ from inductor_passes.compress.pass_ import CompressPass
 from inductor_passes.config import Narrowing
 from inductor_passes.cost.communication import KINDS, GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
-from inductor_passes.engine import complain
+from inductor_passes.engine import complain, unfit
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir import parameters
+from inductor_passes.ir.view import GraphView
 from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewriting.emit import Emitter
 from tests.support.bucket_graphs import (
@@ -91,6 +93,7 @@ def test_a_dictionary_is_its_text() -> None:
         ("compress", "on"),
         ("compress", "dp=int4"),
         ("compress", "dp=int8,dp=off"),
+        ("compress", {"*": "int8", "dp": "off"}),
         ("compress", {}),
         ("compress", {"a,b": "int8"}),
         ("compress", {"dp": 8}),
@@ -395,6 +398,29 @@ def test_rules_go_by_group_and_the_first_that_fits() -> None:
             assert run(gm, config(rules), link(2, 1.0)).changed == narrowed
 
 
+def test_entries_that_fit_nothing_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With the names that would have; entries that others hide are told apart; a forward alone says nothing."""
+    complain._warned.clear()
+    unfit._seen.clear()
+    with fake_world(2) as group:
+        p = Program()
+        gm = p.done(p.collective("all_gather", p.input(64, 8), group), p.collective("all_reduce", p.input(64), group))
+        start = next(n for n in gm.graph.nodes if "all_gather" in n.name)
+        start.meta[parameters.META_KEY] = [parameters.Carried("norm.weight", "norm", "Model", True)]
+        view = GraphView(gm.graph)
+        rules = {"tp": "int8", "norm.*": "bf16", "*.weight": "off", group: "int8", "*": "auto"}
+        assert unfit.note(view, config(rules), "forward") == ""
+        said = unfit.note(view, config(rules), "backward")
+        assert unfit.note(view, config(rules), "backward") == ""
+        # All rules fit something, or there is only one for everything.
+        assert unfit.note(view, config({"*.weight": "off", "*": "auto"}), "inference") == ""
+        assert unfit.note(view, config("auto"), "inference") == ""
+    assert said.startswith('compress: entry "tp" fits no message of the graphs compiled so far')
+    assert "parameters norm.weight" in said and group in said
+    assert 'entry "*.weight" stands behind others' in said
+    assert [r.message for r in caplog.records] == [f"inductor_passes: {said}"]
+
+
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
 def test_narrowed_messages_are_merged(kind: str) -> None:
     """Buckets of what was narrowed, on all ranks, and the numbers that single messages give."""
@@ -463,10 +489,9 @@ class Narrow:
         gm = p.done(p.call(aten.neg.default, p.collective(kind, p.input(16, 32), group)))
         self.gm, self.before = gm, verify.snapshot(gm.graph)
         from inductor_passes.compress.emit import replace as narrow
-        from inductor_passes.ir.view import GraphView
 
         (collective,) = GraphView(gm.graph).collectives
-        self.certificates = (narrow(gm.graph, collective, form_of(name, 64)),)
+        self.certificates = (narrow(gm.graph, collective, form_of(name, 64)).certificate,)
 
     def calls(self, target: object) -> list[torch.fx.Node]:
         return [node for node in self.gm.graph.nodes if node.target is target]

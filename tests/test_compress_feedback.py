@@ -151,7 +151,7 @@ class Kept:
         sent = self.calls(SENT)
         view = GraphView(self.gm.graph)
         self.certificates = [
-            narrow(self.gm.graph, one, form_of(form, 64), sent=own)
+            narrow(self.gm.graph, one, form_of(form, 64), sent=own).certificate
             for one, own in zip(view.collectives, sent, strict=True)
         ]
 

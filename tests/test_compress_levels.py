@@ -167,7 +167,7 @@ def flat_group(order: list[int], made_of: list[int] | None = None) -> str:
 
 def proven(gm: torch.fx.GraphModule, collective: Collective, way: Way, per_host: int) -> None:
     before = verify.snapshot(gm.graph)
-    certificate = emit.replace(gm.graph, collective, form_of("int8", 64), way)
+    certificate = emit.replace(gm.graph, collective, form_of("int8", 64), way).certificate
     said = {"certificates": [certificate], "rounding": Fraction(1, 100), "ranks_per_host": per_host}
     assert verify.check(gm.graph, reference=before, **said) == []  # type: ignore[arg-type]
 
@@ -242,7 +242,7 @@ def test_bytes_between_hosts_are_told() -> None:
     # 48 x 96 / 3 elements of 4 bytes; the same in 12 blocks of 128 bytes and a scale.
     assert "int8 in blocks of 128 between 2 hosts, wide inside each one (3 ranks): 6144 -> " in taken.detail
     assert f"{6 * 2 * (128 + 2)} bytes sent between hosts" in taken.detail
-    assert taken.setting == "" and taken.reason is Reason.PROFITABLE
+    assert taken.setting == "" and taken.reason is Reason.ASKED
 
 
 def test_what_is_between_hosts_already_is_narrowed_as_a_whole() -> None:
@@ -377,7 +377,7 @@ class Forged:
         (collective,) = GraphView(gm.graph).collectives
         levels = levels_of(collective, links(2, 2))
         way = Way(levels, inside_first)
-        return cls(gm, before, emit.replace(gm.graph, collective, form_of("int8", 64), way), levels, group)
+        return cls(gm, before, emit.replace(gm.graph, collective, form_of("int8", 64), way).certificate, levels, group)
 
     def findings(self, per_host: int | None = 2, **stated: Any) -> list[str]:
         names = {node.name for node in self.gm.graph.nodes if node.op == "call_function"}
@@ -521,7 +521,7 @@ def test_codes_that_go_on_inside_a_host_are_found_out() -> None:
         before = verify.snapshot(gm.graph)
         (collective,) = GraphView(gm.graph).collectives
         levels = levels_of(collective, links(2, 2))
-        whole = emit.replace(gm.graph, collective, form_of("int8", 64))
+        whole = emit.replace(gm.graph, collective, form_of("int8", 64)).certificate
         made = Forged(gm, before, whole, levels, group)
         assert made.findings() == []
         said = tuple(replace(one, over=levels.between.ranks) for one in whole.narrowed)
@@ -537,7 +537,7 @@ def test_a_sum_in_the_narrow_type_is_found_out() -> None:
         before = verify.snapshot(gm.graph)
         (collective,) = GraphView(gm.graph).collectives
         levels = levels_of(collective, links(2, 2))
-        made = Forged(gm, before, emit.replace(gm.graph, collective, form_of("bf16", 64), Way(levels)), levels, group)
+        made = Forged(gm, before, emit.replace(gm.graph, collective, form_of("bf16", 64), Way(levels)).certificate, levels, group)
         assert made.findings() == []
         wide = next(n for n in gm.graph.nodes if n.name == made.certificate.narrowed[0].read)
         terms, (total,) = made.calls(aten.slice.Tensor), made.calls(aten.add.Tensor)

@@ -16,20 +16,28 @@ def trace_enabled() -> bool:
     return bool(logging.getLogger("torch.__trace").handlers)
 
 
-def trace_artifact(name: str, encoding: str, payload_fn: Callable[[], str]) -> None:
-    """Write one artifact into the structured trace under the current compile id.
+def trace_artifact(name: str, encoding: str, payload_fn: Callable[[], str], under: str = "") -> None:
+    """Write one artifact into the structured trace under the current compile id, or under the one in ``under``.
 
     ``encoding`` is ``json`` or ``string``, the two that tlparse renders. ``payload_fn`` is called only when a trace
     is being written. Errors of the payload and of the file system pass through to the caller.
     """
+    from torch._guards import CompileContext, CompileId, compile_context
     from torch._logging import trace_structured
 
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": encoding},
-        payload_fn=payload_fn,
-        expect_trace_id=False,
-    )
+    def write() -> None:
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": name, "encoding": encoding},
+            payload_fn=payload_fn,
+            expect_trace_id=False,
+        )
+
+    if not under:
+        write()
+        return
+    with compile_context(CompileContext(CompileId.from_string(under))):
+        write()
 
 
 def trace_artifact_later(name: str, payload_fn: Callable[[], str], compile_id: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -162,6 +163,50 @@ def mode_of(collective: Collective, rules: Sequence[tuple[str, str]]) -> str:
     return modes.pop() if len(modes) == 1 else "off"
 
 
+@dataclass(frozen=True)
+class Fit:
+    """What rules fit, message by message.
+
+    Attributes:
+        messages: how many there are; one of several parameters counts for each.
+        first: pattern -> messages for which it is the first that fits; ``alone`` for which it would be by itself.
+        groups / parameters: names that a rule could use.
+    """
+
+    messages: int = 0
+    first: Mapping[str, int] = field(default_factory=dict)
+    alone: Mapping[str, int] = field(default_factory=dict)
+    groups: frozenset[str] = frozenset()
+    parameters: frozenset[str] = frozenset()
+
+    def with_(self, other: Fit) -> Fit:
+        """Both together."""
+        return Fit(
+            self.messages + other.messages,
+            Counter(self.first) + Counter(other.first),
+            Counter(self.alone) + Counter(other.alone),
+            self.groups | other.groups,
+            self.parameters | other.parameters,
+        )
+
+
+def fits(collectives: Sequence[Collective], rules: Sequence[tuple[str, str]]) -> Fit:
+    """What rules fit in a graph, narrowed or not."""
+    first, alone = Counter[str](), Counter[str]()
+    groups, parameters = set[str](), set[str]()
+    messages = 0
+    for collective in collectives:
+        known, names = _known(collective), names_of([collective.start])
+        groups |= known
+        parameters.update(names)
+        for name in names or ("",):
+            found = [pattern for pattern, _ in rules if _is_fit(pattern, known, name)]
+            messages += 1
+            first.update(found[:1])
+            alone.update(found)
+    return Fit(messages, first, alone, frozenset(groups), frozenset(parameters))
+
+
 def _known(collective: Collective) -> set[str]:
     """What a collective's group is called: its name, its description, the mesh dimension in that."""
     group, described = collective.group.name, _torch.group_descriptions().get(collective.group.name, "")
@@ -170,9 +215,13 @@ def _known(collective: Collective) -> set[str]:
 
 def _first(rules: Sequence[tuple[str, str]], groups: set[str], parameter: str) -> str:
     for pattern, mode in rules:
-        if pattern in groups or pattern == "*" or (parameter and fnmatchcase(parameter, pattern)):
+        if _is_fit(pattern, groups, parameter):
             return mode
     return "off"
+
+
+def _is_fit(pattern: str, groups: set[str], parameter: str) -> bool:
+    return pattern in groups or pattern == "*" or bool(parameter and fnmatchcase(parameter, pattern))
 
 
 def _forcing(one: Candidate) -> str:

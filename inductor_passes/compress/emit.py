@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.fx
 
@@ -28,10 +29,18 @@ from inductor_passes.compress.parts import Over, Parts, pieces_of, rows_of, shap
 from inductor_passes.compress.two_levels import Way, in_two_levels
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
+from inductor_passes.rewriting.contract import Rounding
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.verify import Certificate, Narrowed
 
 SUBJECT = "compress"
+
+
+class Replaced(NamedTuple):
+    """What the verifier and the report are told; ``roundings`` are those of this rank, in order."""
+
+    certificate: Certificate
+    roundings: tuple[Rounding, ...]
 
 
 def replace(
@@ -40,7 +49,7 @@ def replace(
     form: Form,
     way: Way | None = None,
     sent: torch.fx.Node | None = None,
-) -> Certificate:
+) -> Replaced:
     """Send what a collective carries in a narrower type, in place; its start and wait are gone then.
 
     Args:
@@ -73,7 +82,9 @@ def replace(
     narrowed = tuple(
         Narrowed(name, form.error, own=number >= arrive, over=between) for number, name in enumerate(parts.read)
     )
-    return Certificate(SUBJECT, names, tuple(node.name for node in made), tuple(replaced), narrowed=narrowed)
+    added = tuple(node.name for node in made)
+    certificate = Certificate(SUBJECT, names, added, tuple(replaced), narrowed=narrowed)
+    return Replaced(certificate, tuple(parts.roundings))
 
 
 def _own(emit: Emitter, parts: Parts, collective: Collective, sent: torch.fx.Node) -> torch.fx.Node:

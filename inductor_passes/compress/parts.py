@@ -13,6 +13,7 @@ import torch
 import torch.fx
 
 from inductor_passes.compress.form import Form
+from inductor_passes.rewriting.contract import Rounding
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense, exchanged, gathered
 
@@ -43,6 +44,7 @@ class Parts:
         over: the group on which codes travel.
         read: names of the nodes that widen.
         message: the first that is narrowed.
+        roundings: of this rank, in order.
     """
 
     issue: Emitter
@@ -53,11 +55,13 @@ class Parts:
     over: Over
     read: list[str] = field(default_factory=list)
     message: torch.fx.Node | None = None
+    roundings: list[Rounding] = field(default_factory=list)
 
     def narrow(self, emit: Emitter, rows: torch.fx.Node) -> torch.fx.Node:
         """A message of blocks."""
         found = self.form.narrowed(emit, rows)
         self.message = self.message or found
+        self.roundings.append(Rounding(rows.name, found.name, self.form.name, float(self.form.error)))
         return found
 
     def widen(self, message: torch.fx.Node, emit: Emitter | None = None) -> torch.fx.Node:

@@ -31,8 +31,8 @@ from inductor_passes.ir.parameters import names_of
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import SENT
 from inductor_passes.problems.fx import NoHintError
-from inductor_passes.report import Decision, PassReport, Reason, Verdict
-from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome
+from inductor_passes.report import Decision, NarrowedReport, PassReport, Reason, Verdict
+from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Sent
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,34 @@ class CompressPass:
         report = PassReport(self.name, changed=bool(choice.taken), decisions=decisions, metrics=_metrics(choice))
         if not choice.taken:
             return _nothing(graph, report)
-        certificates = [
+        replaced = [
             replace(graph, one.collective, one.form, one.way, kept.get(one.collective.start.name))
             for one in choice.taken
         ]
-        certificates += [exact(graph, node) for node in _calls(graph)]
+        certificates = (*(one.certificate for one in replaced), *(exact(graph, node) for node in _calls(graph)))
+        narrowed = tuple(Sent(_report(one), made.roundings) for one, made in zip(choice.taken, replaced))
+        notes = (_note(choice, self.settings),)
         if any(one.forced for one in choice.taken):
-            return Outcome(report, tuple(certificates), forced=True, notes=(_note(choice, self.settings),))
-        return Outcome(report, tuple(certificates), before=choice.before, notes=(_note(choice, self.settings),))
+            return Outcome(report, certificates, narrowed=narrowed, forced=True, notes=notes)
+        return Outcome(report, certificates, narrowed=narrowed, before=choice.before, notes=notes)
+
+
+def _report(one: Candidate) -> NarrowedReport:
+    was, now, form = one.was, one.now, one.form
+    return NarrowedReport(
+        one.collective.start.name,
+        one.collective.label,
+        str(one.collective.kind),
+        form.name,
+        form.block,
+        was.sent_bytes,
+        now.sent_bytes,
+        was.link_ns,
+        now.link_ns,
+        float(form.error),
+        source=source_line(one.collective.start),
+        parameters=names_of([one.collective.start]),
+    )
 
 
 def _calls(graph: torch.fx.Graph) -> list[torch.fx.Node]:
@@ -152,9 +172,9 @@ def _taken(one: Candidate) -> Decision:
         f"each rounding within {float(form.error):g} of a block's largest element; "
         f"link {was.link_ns} -> {now.link_ns} ns, {one.compute_ns} ns of compute"
     )
-    asked = "; asked for whatever it gains" if one.forced else ""
     kept = "; what it loses is added to the next one" if one.kept else ""
-    return _decision(one.collective, Verdict.APPLIED, Reason.PROFITABLE, detail + kept + asked, gain_ns=one.gain_ns)
+    reason = Reason.ASKED if one.forced else Reason.PROFITABLE
+    return _decision(one.collective, Verdict.APPLIED, reason, detail + kept, gain_ns=one.gain_ns)
 
 
 def _where(one: Candidate) -> str:

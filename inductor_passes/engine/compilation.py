@@ -14,7 +14,7 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.pin.pins import Pins
 from inductor_passes.problems.fx import is_backward
 from inductor_passes.report import GraphReport
-from inductor_passes.rewriting.contract import Cap, Outcome, Scheduled
+from inductor_passes.rewriting.contract import Cap, Outcome, Scheduled, Sent
 from inductor_passes.rewriting.step_facts import StepFacts
 from inductor_passes.verify.rank_check import Steps
 
@@ -44,6 +44,7 @@ class Compilation:
         cap: on the graph's peak.
         least_peak_bytes: what the graph needs as the passes left it, see :class:`Cap`; None where nothing limits it.
         certificates: of the passes that were kept, in order.
+        narrowed: collectives that carry a narrower type.
         scheduled: the order that the graph has now; None when nothing ordered it.
         buckets: names of the starts that were merged, per bucket.
         carriers: name of the start that a bucket became -> names of the starts that it was made of.
@@ -60,6 +61,7 @@ class Compilation:
     cap: Cap = Cap()
     least_peak_bytes: int | None = None
     certificates: list[verify.Certificate] = field(default_factory=list)
+    narrowed: list[Sent] = field(default_factory=list)
     scheduled: Scheduled | None = None
     buckets: list[tuple[str, ...]] = field(default_factory=list)
     carriers: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -82,6 +84,8 @@ class Compilation:
     def enter(self, outcome: Outcome) -> None:
         """Enter all that a pass did."""
         self.certificates.extend(outcome.certificates)
+        self.narrowed.extend(outcome.narrowed)
+        self.report.narrowed.extend(one.report for one in outcome.narrowed)
         self.buckets.extend(outcome.buckets)
         for start, members in zip(outcome.carriers, outcome.buckets):
             self.carriers[start] = tuple(members)

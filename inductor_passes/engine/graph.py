@@ -17,10 +17,12 @@ from inductor_passes.engine import (
     identity,
     in_tree,
     joint,
+    measuring,
     naming,
     nothing,
     ranges,
     regions,
+    unfit,
     variants,
 )
 from inductor_passes.engine.barrier import guarded
@@ -73,14 +75,21 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     agreed = agreeing.reach(view, settings, profile, phase, step)
     job = alike.Job(graph, settings, profile, Known(phase, agreed=agreed.agreed, step=step), agreed, report.passes)
     pinned = _pins(report, collectives, names, settings) if agreed.agreed else None
+    idle = ""
+    with guarded("counting what the entries of compress fit", "nobody is told", settings):
+        idle = unfit.note(view, settings, phase)
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
     compilation = _decide(job, view, about, pinned)
     compilation.participants = _participants(agreed, settings)
     report = compilation.report
     report.notes.extend(() if step is None else step.notes)
+    report.notes.extend([idle] if idle else ())
     naming.enter(report, graph, names, settings)
     with guarded("making gathers safe on gloo", "they stay as they are", settings):
         if said := gloo.respell(graph, settings):
+            report.notes.append(said)
+    with guarded("measuring narrowed messages", "their errors are not measured", settings):
+        if said := measuring.insert(graph, compilation):
             report.notes.append(said)
     compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
     with guarded("writing down the plan", "the report has none", settings):

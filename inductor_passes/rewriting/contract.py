@@ -23,7 +23,7 @@ from inductor_passes.ir.canonical import Shards, shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.pins import Pins
 from inductor_passes.problems.fx import FxProblem, build
-from inductor_passes.report import PassReport, RedistributionReport, ScheduleReport
+from inductor_passes.report import NarrowedReport, PassReport, RedistributionReport, ScheduleReport
 from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import Plan
@@ -214,6 +214,31 @@ class Scheduled:
 
 
 @dataclass(frozen=True)
+class Rounding:
+    """A message of this rank that is narrower than what it carries, by the names of nodes.
+
+    Attributes:
+        rows: what is narrowed, [blocks, block] in float32.
+        message: what is sent of it.
+        form: the type, as in the settings.
+        bound: on the relative error.
+    """
+
+    rows: str
+    message: str
+    form: str
+    bound: float
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective that was narrowed: for the report, and what may be measured of it."""
+
+    report: NarrowedReport
+    roundings: tuple[Rounding, ...]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a pass did; kept or dropped as a whole.
 
@@ -226,6 +251,7 @@ class Outcome:
         scheduled: the order that it gave to the graph.
         buckets: names of the starts that it merged, per bucket; ``carriers`` the starts that they became, in order.
         redistributions: for the report.
+        narrowed: collectives that carry a narrower type now.
         apart: starts that later passes must not merge.
         given_up: why a pinned plan was given up, "" when it was not.
         pinned: the field of a plan file that asked for this, "" when none did. Where it cannot be kept the file is
@@ -246,6 +272,7 @@ class Outcome:
     buckets: tuple[tuple[str, ...], ...] = ()
     carriers: tuple[str, ...] = ()
     redistributions: tuple[RedistributionReport, ...] = ()
+    narrowed: tuple[Sent, ...] = ()
     apart: frozenset[str] = field(default_factory=frozenset)
     given_up: str = ""
     pinned: str = ""

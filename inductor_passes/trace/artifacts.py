@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inductor_passes.records.convert import plain
-from inductor_passes.report import SCHEMA_VERSION, GraphReport, NothingPlanned, PassReport, Timing
+from inductor_passes.report import SCHEMA_VERSION, GraphReport, NarrowedReport, NothingPlanned, PassReport, Timing
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace.payload import dumps
 from inductor_passes.trace.records import (
@@ -25,6 +25,8 @@ from inductor_passes.trace.records import (
     DecisionsArtifact,
     FailureArtifact,
     GroupRecord,
+    MeasuredArtifact,
+    MeasuredMessage,
     NothingPlannedArtifact,
     PassDecisions,
     TimingArtifact,
@@ -46,7 +48,9 @@ PLAN = "plan"
 NOTHING_PLANNED = "nothing_planned"
 #: What the setting ``tune`` measured: written when its steps are over, and again when all ranks' times are together.
 TIMING = "timing"
-KINDS = (*ALWAYS, *PLANNED, PLAN, *DEBUG, FAILURE, NOTHING_PLANNED, TIMING)
+#: While a graph runs whose narrowed messages are measured, more than once.
+MEASURED = "measured"
+KINDS = (*ALWAYS, *PLANNED, PLAN, *DEBUG, FAILURE, NOTHING_PLANNED, TIMING, MEASURED)
 
 _log = logging.getLogger("inductor_passes")
 _warned = False
@@ -156,6 +160,29 @@ def emit_timing(phase: str, graph_index: int, compile_id: str, rank: int, found:
             about = GraphReport(phase, graph_index, compile_id=compile_id, rank=rank)
             record = TimingArtifact(**identify(about), timing=found)
             trace_artifact_later(artifact_name(TIMING, about), lambda: dumps(plain(record)), compile_id)
+
+    guarded(write)
+
+
+def emit_measured(identity: dict[str, Any], name: str, narrowed: Sequence[NarrowedReport]) -> None:
+    """Write measured errors so far, while the graph runs; never raises.
+
+    Args:
+        identity: of the graph, see :func:`identify`.
+        name: of the artifact.
+    """
+
+    def write() -> None:
+        from inductor_passes._torch import trace_artifact, trace_enabled
+
+        if trace_enabled():
+            found = [
+                MeasuredMessage(one.name, one.measured, one.largest, one.runs)
+                for one in narrowed
+                if one.measured is not None
+            ]
+            record = MeasuredArtifact(**identity, narrowed=found)
+            trace_artifact(name, "json", lambda: dumps(plain(record)), identity["compile_id"])
 
     guarded(write)
 

@@ -119,9 +119,7 @@ def _args(number: int, task: Task, parameters: Mapping[str, Sequence[str]]) -> d
     return args
 
 
-def _memory(
-    problem: Problem, order: Sequence[int], at: Timeline, rank: int, budget_bytes: int | None
-) -> Iterator[str]:
+def _memory(problem: Problem, order: Sequence[int], at: Timeline, rank: int, budget_bytes: int | None) -> Iterator[str]:
     last = -1
     for i, size_bytes in zip(order, profile(problem, order)):
         if size_bytes == last:

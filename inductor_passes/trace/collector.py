@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from inductor_passes.report import GraphReport, Timing
+from inductor_passes.trace import measured
 
 
 @dataclass(eq=False)
@@ -45,7 +46,8 @@ def collect(*, what_if: bool = True) -> Iterator[list[GraphReport]]:
 
 
 def deliver(report: GraphReport) -> None:
-    """Hand a finished report to everybody who listens."""
+    """Hand a finished report to everybody who listens; what is measured later is entered into it."""
+    measured.follow(report)
     with _lock:
         for listener in _listeners:
             listener.reports.append(report)

@@ -39,9 +39,7 @@ def charge_stalls(problem: Problem, order: Sequence[int], timeline: Timeline) ->
     n = len(problem)
     machine = tables(problem).machine
     previous = _previous(problem, order)
-    behind = [
-        p if p >= 0 and timeline.lane_begin_ns[i] > timeline.end_ns[i] else -1 for i, p in enumerate(previous)
-    ]
+    behind = [p if p >= 0 and timeline.lane_begin_ns[i] > timeline.end_ns[i] else -1 for i, p in enumerate(previous)]
     charges = Charges([0] * n, [-1] * n, behind, previous)
     latest: dict[int, int] = {}
     last_end = 0

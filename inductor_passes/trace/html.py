@@ -65,9 +65,7 @@ def render_page(
         style=(folder / "report.css").read_text(encoding="utf-8"),
         script=(folder / "report.js").read_text(encoding="utf-8"),
         data=embed(data),
-        timelines=[
-            (f"timeline-{k}-{when}", embed(lines[when])) for k, lines in enumerate(drawn) for when in lines
-        ],
+        timelines=[(f"timeline-{k}-{when}", embed(lines[when])) for k, lines in enumerate(drawn) for when in lines],
     )
 
 

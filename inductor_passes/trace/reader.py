@@ -23,8 +23,8 @@ from inductor_passes.records.json_text import MAX_BYTES, RecordError, parse
 from inductor_passes.records.limits import Count
 from inductor_passes.records.text import printable, printable_lines
 from inductor_passes.report import GraphReport
-from inductor_passes.trace.artifacts import NOTHING_PLANNED
-from inductor_passes.trace.records import ChromeEvent, NothingPlannedArtifact
+from inductor_passes.trace.artifacts import MEASURED, NOTHING_PLANNED
+from inductor_passes.trace.records import ChromeEvent, MeasuredArtifact, NothingPlannedArtifact
 
 #: A payload above this is skipped with a note (a Chrome trace of 36,000 tasks has about 10 MiB).
 MAX_PAYLOAD_BYTES = MAX_BYTES
@@ -215,9 +215,7 @@ def _logs(root: Path, trace: Trace) -> list[Path]:
         reason = getattr(error, "strerror", None) or error
         raise TraceError(f"{shown} cannot be read ({reason}); expected the directory that TORCH_TRACE named") from None
     if not logs:
-        raise TraceError(
-            f"{shown} holds no .log file; run the program with TORCH_TRACE={printable(str(root))} first"
-        )
+        raise TraceError(f"{shown} holds no .log file; run the program with TORCH_TRACE={printable(str(root))} first")
     if len(logs) > MAX_FILES:
         trace.note(f"only the first {MAX_FILES} of {len(logs)} logs were read")
     return logs[:MAX_FILES]
@@ -345,5 +343,15 @@ def _assemble(graph: GraphTrace, trace: Trace) -> None:
                 one["decisions"] = more.get("decisions", [])
     try:
         graph.report = GraphReport.from_json(summary)
+        if MEASURED in graph.artifacts:
+            _enter_measured(graph.report, convert(graph.payload(MEASURED), MeasuredArtifact, "measured errors"))
     except RecordError as error:
         trace.note(f"{graph.log}: {graph.title}: {error}")
+
+
+def _enter_measured(report: GraphReport, found: MeasuredArtifact) -> None:
+    """Errors that were measured after the report was written."""
+    by_name = {one.name: one for one in found.narrowed}
+    for one in report.narrowed:
+        if (now := by_name.get(one.name)) is not None:
+            one.measured, one.largest, one.runs = now.measured, now.largest, now.runs

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from inductor_passes.records.limits import MOST, Count, Integer, one_of
+from inductor_passes.records.limits import MOST, Count, Integer, NotNegative, one_of
 from inductor_passes.report import PHASES, CollectiveReport, Decision, NothingPlanned, PassReport, Timing
 
 
@@ -61,6 +61,21 @@ class CollectivesArtifact(Identity, kw_only=True):
 
     groups: list[GroupRecord]
     collectives: list[CollectiveReport]
+
+
+class MeasuredMessage(Struct):
+    """A narrowed collective's errors so far, see ``NarrowedReport``."""
+
+    name: str
+    measured: NotNegative
+    largest: NotNegative
+    runs: Count
+
+
+class MeasuredArtifact(Identity, kw_only=True):
+    """Errors of narrowed messages, measured while the graph runs; a graph's last such record counts."""
+
+    narrowed: list[MeasuredMessage]
 
 
 class FailureArtifact(Identity, kw_only=True):

@@ -22,7 +22,10 @@ class PlainTable(Table):
 
     def __init__(self, *, title: str = "", show_header: bool = True) -> None:
         super().__init__(
-            box=box.SIMPLE, pad_edge=False, title=Text(title) if title else None, title_justify="left",
+            box=box.SIMPLE,
+            pad_edge=False,
+            title=Text(title) if title else None,
+            title_justify="left",
             show_header=show_header,
         )
         self._plain: list[list[RenderableType | None]] = []

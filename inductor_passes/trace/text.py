@@ -15,6 +15,7 @@ from inductor_passes.report import (
     CollectiveReport,
     CollectiveTiming,
     GraphReport,
+    NarrowedReport,
     Reason,
     RedistributionReport,
     ScheduleReport,
@@ -68,6 +69,8 @@ def render_graph(report: GraphReport, *, title: str = "", top: int | None = None
         parts += [_collectives(report.collectives, top), *_help(report.collectives)]
     if report.timing is not None:
         parts += _timing(report.timing, top)
+    if report.narrowed:
+        parts.append(_narrowed(report.narrowed, top))
     if report.redistributions:
         parts.append(_redistributions(report.redistributions, top))
     return Group(*parts, Text(""))
@@ -297,6 +300,34 @@ def _collectives(collectives: Sequence[CollectiveReport], top: int | None) -> Ta
         )
     if len(shown) < len(collectives):
         table.caption = Text(f"{len(shown)} of {len(collectives)} collectives, most exposed first")
+    return table
+
+
+def _narrowed(found: Sequence[NarrowedReport], top: int | None) -> Table:
+    """What was sent in a narrower type: what that saves, and what it costs in accuracy."""
+    shown = sorted(found, key=lambda one: one.link_after_ns - one.link_before_ns)[:top]
+    table = PlainTable()
+    for head in ("", "parameters", "sent as", "sent each, before", "after", "link, before", "after", "error, at most"):
+        table.add_column(head, justify="left" if head in ("", "parameters", "sent as") else "right")
+    if runs := max(one.runs for one in found):
+        table.add_column("measured last", justify="right")
+        table.add_column(f"largest of {runs}", justify="right")
+    for one in shown:
+        errors = ["" if one.measured is None else f"{e:.2g}" for e in (one.measured, one.largest)] if runs else []
+        above = one.measured is not None and one.largest > one.bound
+        table.add_row(
+            one.label,
+            "\n".join(one.parameters[:MOST_NAMES]),
+            one.form + (f", blocks of {one.block}" if one.block > 1 else ""),
+            size(one.bytes_before),
+            size(one.bytes_after),
+            duration(one.link_before_ns),
+            duration(one.link_after_ns),
+            f"{one.bound:g}",
+            *(Text(e, style="bold red" if above else "") for e in errors),
+        )
+    if len(shown) < len(found):
+        table.caption = Text(f"{len(shown)} of {len(found)} narrowed collectives, those that save most first")
     return table
 
 

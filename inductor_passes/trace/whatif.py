@@ -73,9 +73,7 @@ def scale_compute(problem: Problem, scale: Fraction) -> Problem:
     """The same program on a device ``scale`` times as fast. Raises :class:`ValueError` unless ``scale`` > 0."""
     if scale <= 0:
         raise ValueError(f"compute scale {float(scale)} is not allowed; expected a number above 0")
-    durations = {
-        i: int(task.duration_ns / scale) for i, task in enumerate(problem.tasks) if task.kind is Kind.COMPUTE
-    }
+    durations = {i: int(task.duration_ns / scale) for i, task in enumerate(problem.tasks) if task.kind is Kind.COMPUTE}
     return with_durations(problem, durations)
 
 

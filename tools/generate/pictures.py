@@ -1,6 +1,6 @@
 """Draws the documentation's pictures into docs/pictures from the planner and the cost model themselves.
 
-    tools/gen pictures
+tools/gen pictures
 """
 
 from __future__ import annotations

@@ -60,6 +60,10 @@ PARTS: dict[str, tuple[tuple[type, ...], str]] = {
         (records.TimingArtifact,),
         "What the setting `tune` measured of a graph, beside what was predicted; the last record counts. Times in ns.",
     ),
+    "measured": (
+        (records.MeasuredArtifact,),
+        "Errors of narrowed messages, measured while the graph runs; the last one of a graph counts.",
+    ),
     "nothing_planned": (
         (records.NothingPlannedArtifact,),
         "Why nothing was planned although graphs were compiled; once per process.",

@@ -231,6 +231,24 @@ const redistributions = (g) => {
   ], rows, { sortBy: 4, descending: true }) : empty("No redistribution was recorded for this graph."));
 };
 
+const narrowed = (g) => {
+  const rows = g.report.narrowed || [], measured = rows.some((n) => n.runs);
+  const share = (e) => Number(e.toPrecision(2)).toString();
+  const error = (n, e) => el("span", { class: n.largest > n.bound ? "tag bad" : null }, share(e));
+  fill("narrowed", rows.length ? sortable([
+    { head: "Collective", value: (n) => n.label, show: (n) => [n.label, el("span", { class: "sub" }, n.kind), n.source ? el("span", { class: "sub line" }, n.source) : null, ...carried(n.parameters)] },
+    { head: "Sent as", value: (n) => n.form, show: (n) => n.form + (n.block > 1 ? `, blocks of ${n.block}` : "") },
+    { head: "Sent per rank, before", number: true, value: (n) => n.bytes_before, show: (n) => size(n.bytes_before) },
+    { head: "After", number: true, value: (n) => n.bytes_after, show: (n) => [size(n.bytes_after), el("span", { class: "sub" }, change(n.bytes_before, n.bytes_after))] },
+    { head: "Link time saved", number: true, value: (n) => n.link_before_ns - n.link_after_ns, show: (n) => [time(n.link_before_ns - n.link_after_ns), el("span", { class: "sub" }, `of ${time(n.link_before_ns)}`)] },
+    { head: "Error, at most", number: true, value: (n) => n.bound, show: (n) => share(n.bound) },
+    ...(measured ? [
+      { head: "Measured last", number: true, value: (n) => n.measured || 0, show: (n) => (n.measured === null ? "" : error(n, n.measured)) },
+      { head: "Largest measured", number: true, value: (n) => n.largest, show: (n) => (n.measured === null ? "" : [error(n, n.largest), el("span", { class: "sub" }, `of ${n.runs} runs`)]) },
+    ] : []),
+  ], rows, { sortBy: 4, descending: true }) : empty("Nothing was sent in a narrower type."));
+};
+
 const passes = (g) => {
   const longest = Math.max(1, ...g.report.passes.map((p) => p.duration_ns));
   fill("passes", g.report.passes.length ? sortable([
@@ -508,7 +526,7 @@ const select = (index) => {
   byId("graph").value = String(index);
   overview();
   const g = data.graphs[index];
-  for (const section of [summary, help, collectives, redistributions, asyncTp, decisions, passes, ranks, config]) section(g);
+  for (const section of [summary, help, collectives, narrowed, redistributions, asyncTp, decisions, passes, ranks, config]) section(g);
   buildTimelines(index);
 };
 fill("notes", data.notes.map((note) => el("p", { class: "hint" }, "Note: " + note)));
