@@ -44,6 +44,9 @@ _UNITS = {
 # Numbers of thousands of digits are no sizes, and converting them raises errors of other kinds.
 _PERCENT = re.compile(r"([+-])\s*(\d{1,15}(?:\.\d{1,15})?)\s*%", re.ASCII)
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]+)", re.ASCII)
+_LARGER = re.compile(r"\+\s*(\d{1,15}(?:\.\d{1,15})?)\s*%\s+or\s+" + _BYTES.pattern, re.ASCII)
+#: A share alone would leave a small graph no room for a second message: its whole peak is a few of them.
+DEFAULT_BUDGET = "+5% or 1MiB"
 
 
 #: Longer values are cut in messages.
@@ -65,17 +68,19 @@ class MemoryBudget:
     """How far the peak of a plan may go above what its input needs, or how far it has to stay below.
 
     Exactly one of the forms is set: ``fraction`` of that on top of it ("0" is the fraction 0, "-30%" is -3/10),
-    ``extra_bytes`` on top of it ("2GiB"), ``absolute_bytes`` in all ("=12GiB"), or ``unlimited``.
+    ``extra_bytes`` on top of it ("2GiB"), ``absolute_bytes`` in all ("=12GiB"), or ``unlimited``. Beside a fraction
+    ``floor_bytes`` on top are always allowed ("+5% or 1MiB": the larger of both).
     """
 
     fraction: Fraction | None = None
     extra_bytes: int | None = None
     unlimited: bool = False
     absolute_bytes: int | None = None
+    floor_bytes: int = 0
 
     ALLOWED = (
-        '"0", "+5%" (of the input\'s peak), "2GiB" (on top of it), "unlimited", "-30%" (below the step\'s peak; less '
-        'than 100%) or "=12GiB" (the step\'s peak)'
+        '"0", "+5%" (of the input\'s peak), "2GiB" (on top of it), "+5% or 1MiB" (the larger of both), "unlimited", '
+        '"-30%" (below the step\'s peak; less than 100%) or "=12GiB" (the step\'s peak)'
     )
 
     @property
@@ -85,7 +90,7 @@ class MemoryBudget:
 
     @staticmethod
     def parse(value: object, key: str = "memory_budget") -> MemoryBudget:
-        """Parse "0", "+5%", "512MiB", "2GiB", "unlimited", "-30%" or "=12GiB".
+        """Parse "0", "+5%", "512MiB", "2GiB", "+5% or 1MiB", "unlimited", "-30%" or "=12GiB".
 
         Raises:
             ConfigError: anything else; a bare number other than 0 has no unit and is refused.
@@ -95,6 +100,9 @@ class MemoryBudget:
             return MemoryBudget(fraction=Fraction(0))
         if text.lower() == "unlimited":
             return MemoryBudget(unlimited=True)
+        if (match := _LARGER.fullmatch(text)) and match[3].upper() in _UNITS:
+            floor = int(Fraction(match[2]) * _UNITS[match[3].upper()])
+            return MemoryBudget(fraction=Fraction(match[1]) / 100, floor_bytes=floor)
         if match := _PERCENT.fullmatch(text):
             share = Fraction(match[1] + match[2]) / 100
             if share > -1:
@@ -114,7 +122,8 @@ class MemoryBudget:
         if self.extra_bytes is not None:
             return least_peak_bytes + self.extra_bytes
         assert self.fraction is not None
-        return least_peak_bytes + int(least_peak_bytes * self.fraction)
+        share = int(least_peak_bytes * self.fraction)
+        return least_peak_bytes + (max(share, self.floor_bytes) if self.floor_bytes else share)
 
 
 Numerics = Literal["exact", "reassociate"]
@@ -343,11 +352,12 @@ class PassConfig:
 
     memory_budget: str = _doc(
         "Cap on the peak memory of a planned graph, relative to what the original graph needs, in its own order or one "
-        'that needs less: "0" (never above it), "+5%", "2GiB" (on top of it) or "unlimited". A plan above the cap is '
+        'that needs less: "0" (never above it), "+5%", "2GiB" (on top of it), "+5% or 1MiB" (the larger of both: a '
+        'small graph has room for a few messages; a plain "+5%" is kept exactly) or "unlimited". A plan above the cap is '
         'not used. "-30%" (below the peak of the step as Inductor would save and gather for it) and "=12GiB" (the peak '
         "of the step, whatever it was) also compute activations again in backward where that is needed. See "
         "[tuning](tuning.md#less-memory-than-before).",
-        "+5%",
+        DEFAULT_BUDGET,
     )
     schedule: Switch = _doc("Reorder collectives around compute on the FX graph.", "on")
     numerics: Numerics = _doc(

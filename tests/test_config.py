@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import inductor_passes
 from inductor_passes import ConfigError, PassConfig, config
 from inductor_passes.async_tp.pass_ import AsyncTpPass
-from inductor_passes.config import MemoryBudget
+from inductor_passes.config import DEFAULT_BUDGET, MemoryBudget
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
@@ -29,6 +29,9 @@ from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
         ("- 12.5 %", 1000, 875),
         ("=12GiB", 1000, 12 * 2**30),
         ("= 700 B", 1000, 700),
+        ("+5% or 1MiB", 1000, 1000 + 2**20),
+        ("+5% or 1MiB", 2**30, 2**30 + 2**30 // 20),
+        ("+ 0% or 700 B", 1000, 1700),
     ],
 )
 def test_budgets(text: str, peak: int, limit: int | None) -> None:
@@ -37,7 +40,8 @@ def test_budgets(text: str, peak: int, limit: int | None) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    ["5", "5%", "-100%", "-2GiB", "=5%", "=unlimited", "+=1MB", "=0", "2 gigs", "", "+", "GiB", "nan%", "1e3MB", None,
+    ["+5% or", "-5% or 1MiB", "+5% or 1", "+5% or 5%", "0 or 1MiB", "+5% or 1MiB or 2MiB", "+5%or1MiB", "+5% or =1MiB",
+     "+5% or 1 gig", "5", "5%", "-100%", "-2GiB", "=5%", "=unlimited", "+=1MB", "=0", "2 gigs", "", "+", "GiB", "nan%", "1e3MB", None,
      5, True, -1],
 )
 def test_bad_budgets_are_refused(bad: object) -> None:
@@ -54,6 +58,13 @@ def test_which_budgets_shrink_a_step(text: str, shrinks: bool) -> None:
 def test_a_plan_file_does_not_go_with_a_budget_that_shrinks() -> None:
     with pytest.raises(ConfigError, match=r"plan='plan.json'.*nothing beside memory_budget"):
         PassConfig(memory_budget="-30%", plan="plan.json")
+
+
+@given(st.integers(0, 10**12))
+def test_the_default_leaves_a_small_graph_room_and_a_plain_share_is_kept(peak: int) -> None:
+    assert PassConfig().memory_budget == DEFAULT_BUDGET
+    assert PassConfig().budget.limit_bytes(peak) == peak + max(2**20, peak // 20)
+    assert PassConfig(memory_budget="+5%").budget.limit_bytes(peak) == peak + peak // 20
 
 
 @given(st.integers(0, 10**15), st.integers(0, 10**4))

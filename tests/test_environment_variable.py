@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from inductor_passes.config import DEFAULT_BUDGET
 from tests.support.processes import LIMIT_S, environment
 
 #: No compiled graph comes from a cache; kernels, which are the same with us and without, may.
@@ -163,7 +164,7 @@ with inductor_passes.config.patch(enabled=False):
     patched = config.reorder_for_compute_comm_overlap
 print(json.dumps([off, on, patched, config.reorder_for_compute_comm_overlap, compiled()]))
 """
-    assert result(code) == [False, True, False, True, ["+5%"]]
+    assert result(code) == [False, True, False, True, [DEFAULT_BUDGET]]
 
 
 def test_enabling_without_the_variable_is_as_late() -> None:
@@ -174,7 +175,7 @@ import torch
 early = heavy()
 print(json.dumps([early, compiled()]))
 """
-    assert result(code, INDUCTOR_PASSES="0") == [["config", "records"], ["+5%"]]
+    assert result(code, INDUCTOR_PASSES="0") == [["config", "records"], [DEFAULT_BUDGET]]
 
 
 def test_the_users_own_hooks_stay() -> None:
@@ -199,7 +200,7 @@ kept = config.post_grad_custom_post_pass.__name__
 print(json.dumps([reports, seen, kept]))
 """
     reports, seen, kept = result(code, **UNCACHED)
-    assert reports == [["+5%"], ["+5%"], ["+9%"]]
+    assert reports == [[DEFAULT_BUDGET], [DEFAULT_BUDGET], ["+9%"]]
     assert seen == ["before", "around", "before", "before"] and kept == "<lambda>"
 
 
@@ -211,8 +212,8 @@ from torch._dynamo.utils import counters
 print(json.dumps([found, dict(counters["inductor"]).get("fxgraph_cache_hit", 0)]))
 """
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    assert result(code, **cache) == [["+5%"], 0]
-    assert result(code, **cache) == [["+5%"], 1]
+    assert result(code, **cache) == [[DEFAULT_BUDGET], 0]
+    assert result(code, **cache) == [[DEFAULT_BUDGET], 1]
     assert result(code, INDUCTOR_PASSES_MEMORY_BUDGET="0", **cache) == [["0"], 0]
 
 
@@ -313,7 +314,7 @@ if __name__ == "__main__":
         env=environment(INDUCTOR_PASSES="1", **UNCACHED),
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == ["+5%"]
+    assert json.loads(done.stdout.splitlines()[-1]) == [DEFAULT_BUDGET]
 
 
 def test_pytest_runs(tmp_path: Path) -> None:

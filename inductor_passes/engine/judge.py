@@ -126,8 +126,9 @@ def larger(budget: MemoryBudget) -> list[str]:
     """The budgets of :data:`RUNGS` above one, the smallest first, then ``unlimited``."""
     if budget.unlimited:
         return []
-    own = budget.fraction or 0
-    return [*(r for r in reversed(RUNGS) if (MemoryBudget.parse(r).fraction or 0) > own), "unlimited"]
+    own, rungs = budget.fraction or 0, reversed(RUNGS)
+    floor = f" or {budget.floor_bytes}B" if budget.floor_bytes else ""
+    return [*(f"{r}{floor}" for r in rungs if (MemoryBudget.parse(r).fraction or 0) > own), "unlimited"]
 
 
 def fused_limit_bytes(compilation: Compilation, least_peak_bytes: int) -> int | None:
