@@ -353,9 +353,9 @@ class PassConfig:
     memory_budget: str = _doc(
         "Cap on the peak memory of a planned graph, relative to what the original graph needs, in its own order or one "
         'that needs less: "0" (never above it), "+5%", "2GiB" (on top of it), "+5% or 1MiB" (the larger of both: a '
-        'small graph has room for a few messages; a plain "+5%" is kept exactly) or "unlimited". A plan above the cap is '
-        'not used. "-30%" (below the peak of the step as Inductor would save and gather for it) and "=12GiB" (the peak '
-        "of the step, whatever it was) also compute activations again in backward where that is needed. See "
+        'small graph has room for a few messages; a plain "+5%" is kept exactly) or "unlimited". A plan above the cap '
+        'is not used. "-30%" (below the peak of the step as Inductor would save and gather for it) and "=12GiB" (the '
+        "peak of the step, whatever it was) also compute activations again in backward where that is needed. See "
         "[tuning](tuning.md#less-memory-than-before).",
         DEFAULT_BUDGET,
     )

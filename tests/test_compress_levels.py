@@ -537,7 +537,8 @@ def test_a_sum_in_the_narrow_type_is_found_out() -> None:
         before = verify.snapshot(gm.graph)
         (collective,) = GraphView(gm.graph).collectives
         levels = levels_of(collective, links(2, 2))
-        made = Forged(gm, before, emit.replace(gm.graph, collective, form_of("bf16", 64), Way(levels)).certificate, levels, group)
+        given = emit.replace(gm.graph, collective, form_of("bf16", 64), Way(levels)).certificate
+        made = Forged(gm, before, given, levels, group)
         assert made.findings() == []
         wide = next(n for n in gm.graph.nodes if n.name == made.certificate.narrowed[0].read)
         terms, (total,) = made.calls(aten.slice.Tensor), made.calls(aten.add.Tensor)

@@ -1,8 +1,8 @@
 """What the tests of torch's own overlap scheduling, bucketing and reordering expect, expected of our passes.
 
 Their situations in our own words, on graphs of the same shape; docs/peer_tests.md says which test is which and which do
-not apply. As in those tests a collective takes as long as a matmul unless said otherwise, and everything else nothing. The
-memory budget is the default unless a test sets one.
+not apply. As in those tests a collective takes as long as a matmul unless said otherwise, and everything else nothing.
+The memory budget is the default unless a test sets one.
 """
 
 from __future__ import annotations

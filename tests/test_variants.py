@@ -312,7 +312,8 @@ def test_a_variant_with_other_sizes_sends_the_same_in_the_same_order(budget: str
 
 @pytest.mark.parametrize(
     ("budget", "larger"),
-    [("0", ["+5%", "+25%", "+100%", "unlimited"]), ("+25%", ["+100%", "unlimited"]), ("unlimited", [])],
+    [("0", ["+5%", "+25%", "+100%", "unlimited"]), ("+25%", ["+100%", "unlimited"]), ("unlimited", []),
+     ("+5% or 1MiB", ["+25% or 1048576B", "+100% or 1048576B", "unlimited"])],
 )
 def test_budgets_are_raised_by_steps(budget: str, larger: list[str]) -> None:
     assert judge.larger(PassConfig(memory_budget=budget).budget) == larger

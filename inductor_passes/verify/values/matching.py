@@ -129,6 +129,8 @@ def _said(one: Anchored) -> str:
 
 def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> list[tuple[Access, Access]]:
     if len(was) == len(now) == 1 and not was[0].term.bound and not now[0].term.bound:
+        if not _as_fine(was[0], now[0]):
+            raise _coarser(now[0])
         return list(zip(was[0].term.reads, now[0].term.reads))
     swapped = len(was) > len(now)
     families, singles = (now, was) if swapped else (was, now)
@@ -139,7 +141,7 @@ def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> l
     while todo:
         single = todo.pop()
         try:
-            reads = _placed(space, families, covers, single)
+            reads = _placed(space, families, covers, single, swapped)
         except NeedsCut as cut:
             if cut.variable not in single.term.bound:
                 raise
@@ -149,6 +151,15 @@ def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> l
     for family, cover in zip(families, covers):
         _check(family, cover)
     return pairs
+
+
+def _as_fine(was: Anchored, now: Anchored) -> bool:
+    """Whether a term goes through no more additions of narrower types than it did."""
+    return now.term.through <= was.term.through and now.term.coarse <= was.term.coarse
+
+
+def _coarser(now: Anchored) -> Unequal:
+    return Unequal(f"adds {_said(now)} in a narrower type than the reference, or more often")
 
 
 def _count(space: Space, one: Anchored) -> int:
@@ -170,14 +181,22 @@ def _put(one: Anchored, variable: int, value: Affine) -> Anchored:
 
 
 def _placed(
-    space: Space, families: list[Anchored], covers: list[Cover], single: Anchored
+    space: Space, families: list[Anchored], covers: list[Cover], single: Anchored, swapped: bool
 ) -> tuple[Access, ...]:
-    """The reads of the family's terms that correspond to a single, which is entered there."""
+    """The reads of the family's terms that correspond to a single, which is entered there.
+
+    Args:
+        swapped: the families are those of the new graph, and the single is of the old one.
+    """
     count = _count(space, single)
-    full = False
+    full, coarser = False, None
     for family, cover in sorted(zip(families, covers), key=lambda one: one[1].room):
         solution = _solved(space, family, single)
         if solution is None:
+            continue
+        was, now = (single, family) if swapped else (family, single)
+        if not _as_fine(was, now):
+            coarser = now
             continue
         if not cover.has_room(count):
             full = True
@@ -187,6 +206,8 @@ def _placed(
         for variable, value in solution.items():
             reads = tuple(r.put(variable, value) for r in reads)
         return reads
+    if coarser is not None:
+        raise _coarser(coarser)
     said = "more often than the reference" if full else "at another place than the reference"
     raise Unequal(f"adds {_said(single)} {said}")
 

@@ -34,7 +34,7 @@ from inductor_passes.verify.values.replicas import Replicas
 from inductor_passes.verify.values.signatures import Signature
 from inductor_passes.verify.values.sizes import NoHintError
 from inductor_passes.verify.values.strided import NotRegularError
-from inductor_passes.verify.values.terms import Flattener, in_any_order, sum_op
+from inductor_passes.verify.values.terms import Flattener, Sum, in_any_order, is_zero, sum_op
 
 Numerics = Literal["exact", "reassociate"]
 #: What counts as equal on several ranks: what the graph shows, or what it implies, see ``implied``.
@@ -316,16 +316,51 @@ class Proof:
 
     def _sums(self, old: Head, new: Head, q: Question) -> Pairs:
         op = sum_op(old) or sum_op(new)
+        if isinstance(old, Constant) != isinstance(new, Constant) and self._both_nothing(old, new, q):
+            return []
         if not op or isinstance(old, Constant) or isinstance(new, Constant) or q.old.dtype != q.new.dtype:
             raise different(old, new)
         # What must not be added in another order is a function of its operands, and no more is asked of it.
         closed = self.exact and op == "sum" and (q.old.dtype.is_floating_point or q.old.dtype.is_complex)
+        try:
+            return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
+        except Unequal:
+            if self.exact:
+                raise
+            # Only now, because what is taken apart so can be compared in fewer ways.
+            apart = self._flattened(q, op, closed, widens=True)
+            if not apart[0].narrower:
+                raise
+            return self._same_sums(old, new, *apart)
+
+    def _both_nothing(self, old: Head, new: Head, q: Question) -> bool:
+        """Whether one is zero and the other a sum of zeros: padding is added to padding."""
+        place, read = (1, q.new) if isinstance(old, Constant) else (0, q.old)
+        number, other = (old, new) if place else (new, old)
+        if not isinstance(number, Constant) or not is_zero(number) or q.old.dtype != q.new.dtype:
+            return False
+        if sum_op(other) != "sum":
+            return False
+        resolver = (self.old, self.new)[place]
+        total = self._flatteners[place].flattened(read, "sum", read.dtype)
+        heads = [resolver.head(r) for term in total.terms for r in term.reads]
+        nothing = all(isinstance(head, Constant) and is_zero(head) for head in heads)
+        return nothing and all(term.scale > 0 for term in total.terms)
+
+    def _flattened(self, q: Question, op: str, closed: bool, widens: bool) -> tuple[Sum, Sum, bool]:
+        """Both sums, and whether what the new one adds was rounded to be sent."""
         rounded = self.new.roundings
-        was, now = (f.flattened(read, op, q.old.dtype, closed) for f, read in zip(self._flatteners, (q.old, q.new)))
+        was, now = (
+            f.flattened(read, op, q.old.dtype, closed, widens) for f, read in zip(self._flatteners, (q.old, q.new))
+        )
+        return was, now, self.new.roundings > rounded
+
+    def _same_sums(self, old: Head, new: Head, was: Sum, now: Sum, sent_rounded: bool) -> Pairs:
+        """What has to be equal for two sums to be."""
         if not was.joins and not now.joins:
             raise different(old, new)
         # A reduction over ranks may add in any order where what it adds was rounded to be sent.
-        free = isinstance(old, Reduction) and self.new.roundings > rounded
+        free = isinstance(old, Reduction) and sent_rounded
         if self.exact and not free and not in_any_order(self.space, was, now):
             raise changed(old, new, "the terms are added up in other steps, which the exact tier does not allow")
         if not now.roundings <= was.roundings or (was.once and not now.once):

@@ -3,10 +3,14 @@
 ``add``, ``sum``, ``mean``, a matrix product, a reduction over ranks, and a sum that is computed in a wider type and
 rounded once, are all sums. Nested ones flatten into terms: a factor, variables that run over everything that is added,
 and what is read for each of their values. ``min`` and ``max`` flatten likewise.
+
+A sum that was added up in a narrower type and then widened may count as a sum of widened terms (``widens``). Each of
+its terms then says through which additions of the narrower type it went; the new graph may send it through no more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -37,6 +41,8 @@ class Term:
         scale: factor.
         kind: "" or the product that the two reads belong to.
         places: functions of variables that run over a whole: which part of it the term is about.
+        through: kinds of additions in a narrower type that it goes through before it is widened: (type, kind).
+        coarse: how many of them at most.
     """
 
     reads: tuple[Access, ...]
@@ -44,6 +50,8 @@ class Term:
     scale: Fraction = Fraction(1)
     kind: object = ""
     places: tuple[Affine, ...] = ()
+    through: frozenset[tuple[torch.dtype, str]] = frozenset()
+    coarse: int = 0
 
     def put(self, variable: int, value: Affine) -> Term:
         """With a variable of its own replaced."""
@@ -63,6 +71,9 @@ class Sum:
         joins: how many sums were flattened into it.
         once: it is carried in a wider type and rounded at the end.
         closed: products and sums over dimensions were not taken apart.
+        widens: sums in a narrower type that are widened are taken apart.
+        steps: kinds of additions, whatever their type: ``add``, ``rank``, ``scale``.
+        narrower: how many sums in a narrower type were taken apart.
     """
 
     op: str
@@ -73,11 +84,19 @@ class Sum:
     once: bool = False
     products: int = 0
     closed: bool = False
+    widens: bool = False
+    steps: set[str] = field(default_factory=set)
+    narrower: int = 0
 
 
 def narrow(dtype: torch.dtype) -> bool:
     """Whether sums in this type are rounded more coarsely than in float32."""
     return dtype.is_floating_point and dtype.itemsize < 4
+
+
+def is_zero(number: Constant) -> bool:
+    """Whether a number is 0 and not -0.0, which adds up to 0 only with another sign."""
+    return number.value == 0 and not str(number.value).startswith("-")
 
 
 def sum_op(head: Head) -> str:
@@ -112,16 +131,17 @@ class Flattener:
     def __init__(self, space: Space, resolver: Resolver) -> None:
         self.space, self.resolver = space, resolver
 
-    def flattened(self, read: Access, op: str, dtype: torch.dtype, closed: bool = False) -> Sum:
+    def flattened(self, read: Access, op: str, dtype: torch.dtype, closed: bool = False, widens: bool = False) -> Sum:
         """The sum that ``read`` comes to.
 
         Args:
             closed: products and sums over dimensions are terms, and are not taken apart.
+            widens: sums in a narrower type that are widened to ``dtype`` are taken apart too.
 
         Raises:
             NeedsCut: a variable that is not bound by a term has to be cut first.
         """
-        result = Sum(op, dtype, closed=closed)
+        result = Sum(op, dtype, closed=closed, widens=widens)
         todo = [Term((read,))]
         while todo:
             term = todo.pop()
@@ -145,6 +165,10 @@ class Flattener:
             return []
         found = self._one(head, term, into)
         if found is None:
+            if isinstance(head, Cast) and _widening(head, into):
+                # The number that is added is the one that was widened.
+                term = replace(term, reads=(head.source,))
+                head = head.source
             into.terms.append(self._settled(head, term, into.op))
             return []
         into.joins += 1
@@ -155,7 +179,7 @@ class Flattener:
         if isinstance(head, Reduction):
             return self._ranks(head, term, into)
         if isinstance(head, Cast):
-            return self._rounded_once(head, term, into)
+            return self._rounded_once(head, term, into) or self._widened(head, term, into)
         if not isinstance(head, Access) or into.op != "sum" or head.byte is not None:
             return None
         if head.record.called in ("aten::div", "aten::mul"):
@@ -163,6 +187,7 @@ class Flattener:
         if head.dtype != into.dtype:
             return None
         if (added := _added(head)) is not None:
+            into.steps.add("add")
             if narrow(head.dtype):
                 into.roundings.add("add")
             return [replace(term, reads=(read,), scale=term.scale * sign) for read, sign in added]
@@ -174,6 +199,7 @@ class Flattener:
         op = "sum" if head.op == "avg" else head.op
         if op != into.op or head.dtype != into.dtype or head.byte is not None:
             return None
+        into.steps.add("rank")
         if narrow(head.dtype):
             into.roundings.add("rank")
         digits = self.space.box(n for n, _ in head.group.sorted_digits())
@@ -196,6 +222,21 @@ class Flattener:
             return self._joined_into(term, terms)
         return None
 
+    def _widened(self, head: Cast, term: Term, into: Sum) -> list[Term] | None:
+        """``cast(x + y)`` to a wider type, where sums of numbers count, is a sum of ``x`` and ``y``."""
+        if not _widening(head, into):
+            return None
+        inner = self.resolver.head(head.source)
+        if not isinstance(inner, Reduction) and not (isinstance(inner, Access) and _added(inner)):
+            return None
+        narrower = self.flattened(head.source, "sum", head.source.dtype, closed=True, widens=True)
+        into.narrower += 1 + narrower.narrower
+        # In any order none of so many terms goes through more additions.
+        most = sum(math.prod(self.space.extents[v] for v in t.bound) for t in narrower.terms) - 1
+        through = frozenset((head.source.dtype, step) for step in narrower.steps)
+        terms = [replace(t, through=t.through | through, coarse=t.coarse + most) for t in narrower.terms]
+        return self._joined_into(term, terms)
+
     def _joined_into(self, term: Term, inner: list[Term]) -> list[Term]:
         return [replace(t, bound=(*term.bound, *t.bound), scale=term.scale * t.scale) for t in inner]
 
@@ -215,6 +256,7 @@ class Flattener:
         read = found.uses[0].read(head, found.binding(head))
         if read.dtype != into.dtype or sum_op(self.resolver.head(read)) != "sum":
             return None
+        into.steps.add("scale")
         by = Fraction(factor) if head.record.called == "aten::mul" else 1 / Fraction(factor)
         return [replace(term, reads=(read,), scale=term.scale * by)]
 
@@ -265,6 +307,13 @@ class Flattener:
         elif op not in IDEMPOTENT:
             return term
         return replace(term, reads=reads, bound=tuple(v for v in term.bound if v in used), scale=scale)
+
+
+def _widening(head: Cast, into: Sum) -> bool:
+    """Whether a cast keeps the number that ``into`` adds, which is one with a point."""
+    wide, source = into.dtype, head.source.dtype
+    points = wide.is_floating_point and source.is_floating_point and holds(wide, source)
+    return into.widens and into.op == "sum" and head.byte is None and head.dtype == wide and points
 
 
 def _variables(functions: Iterable[Affine]) -> tuple[int, ...]:
