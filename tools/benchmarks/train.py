@@ -287,7 +287,7 @@ def _body(found: dict[str, Any], table: list[str], sizes: Sizes, steps: int, wor
 #: Whether two runs are equal -> what the page says.
 _EQUAL = {
     True: "are equal bit for bit, at every step and on all ranks",
-    False: "are not equal bit for bit: torch's aot_eager does not decompose operators, as Inductor and our backend do",
+    False: "are not equal bit for bit; presumably since torch's aot_eager decomposes fewer operators than our backend",
 }
 
 
