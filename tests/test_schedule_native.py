@@ -22,9 +22,12 @@ from inductor_passes.schedule import native
 from inductor_passes.schedule.bounds import tails
 from inductor_passes.schedule.construct import rules
 from inductor_passes.schedule.guarded import Timing, Trial, just_in_time
+from inductor_passes.schedule.implied import implied
+from inductor_passes.schedule.least_memory import greedy, large_needs_first, orders, small_first
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.local_search import SHAPES, local_search
 from inductor_passes.schedule.memory import live_bytes
+from inductor_passes.schedule.memory_bound import within
 from inductor_passes.schedule.placing import starts_up, waits_down
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Problem, ProblemError, Storage, Task
@@ -35,11 +38,13 @@ from inductor_passes.schedule.slack import as_progress, latest_issue
 from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.schedule.window import improve_window
 from tests.support.processes import LIMIT_S
-from tests.support.schedule_graphs import random_problem
+from tests.support.schedule_graphs import random_problem, training_graphs
 from tests.test_schedule_simulate import random_order
 
 pytestmark = pytest.mark.skipif(native._compiler() is None, reason="no C++ compiler")
 
+#: All there are.
+TIMINGS = [Timing(m, r, f) for m in (0, 1) for r in (False, True) for f in (False, True)]
 _SEEDS = st.integers(0, 1 << 30)
 
 
@@ -58,7 +63,7 @@ def all_rules(t: Tables, order: Sequence[int]) -> list[PriorityRule]:
     trial = Trial("", order, 0, 0)
     return [
         *rules(t, True),
-        *(just_in_time(t, trial, Timing(m, r, f)) for m in (0, 1) for r in (False, True) for f in (False, True)),
+        *(just_in_time(t, trial, timing) for timing in TIMINGS),
         PriorityRule("", by_tail, by_tail, eager=True),
         PriorityRule("", by_tail, range(t.n), fill=True, strict=True),
     ]
@@ -95,6 +100,54 @@ def test_replays_and_list_schedules_are_equal(seed: int, tasks: int) -> None:
             assert list_schedule(ours, rule, reach) == list_schedule(theirs, rule, reach)
         ends = Reach(order, max(live_bytes(theirs, order), default=0))
         assert list_schedule(ours, rule, ends, kept) == list_schedule(theirs, rule, ends, kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(_SEEDS, st.integers(1, 120))
+def test_rules_and_frugal_orders_are_equal(seed: int, tasks: int) -> None:
+    problem = random_problem(seed, tasks)
+    ours, theirs = both(problem)
+    order = random_order(problem, seed)
+    for timing in TIMINGS:
+        found, expected = (just_in_time(t, Trial("list/input", order, 0, 0), timing) for t in (ours, theirs))
+        assert (found.name, found.fill) == (expected.name, expected.fill)
+        assert list(found.compute) == list(expected.compute)
+        assert list(found.collective) == list(expected.collective)
+        assert list(found.release or ()) == list(expected.release or ())
+    for frugal in (greedy, small_first, large_needs_first):
+        assert frugal(ours) == frugal(theirs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(_SEEDS, st.integers(1, 120), st.sampled_from([-40, -20, -5, 0, 3, 10]))
+def test_implied_precedences_are_equal(seed: int, tasks: int, above: int) -> None:
+    problem = random_problem(seed, tasks)
+    ours, theirs = both(problem)
+    least = min(max(live_bytes(theirs, order), default=theirs.live0) for order in orders(theirs))
+    for cap in (least + least * above // 100, 1 << 70):
+        found, expected = implied(ours, cap), implied(theirs, cap)
+        assert (found is None) == (expected is None)
+        if found is not None and expected is not None:
+            assert (found.preds, found.succs, found.added) == (expected.preds, expected.succs, expected.added)
+            assert list(found.order) == list(expected.order)
+
+
+def test_implied_precedences_of_training_steps_are_equal() -> None:
+    added = refused = 0
+    for problem in training_graphs(6):
+        ours, theirs = both(problem)
+        came = max(live_bytes(theirs, range(theirs.n)))
+        for percent in (40, 60, 80, 90, 95, 98, 100, 105):
+            cap = came * percent // 100
+            found, expected = implied(ours, cap), implied(theirs, cap)
+            assert (found is None) == (expected is None), (problem.name, percent)
+            refused += found is None
+            if found is not None and expected is not None:
+                added += found.added
+                assert (found.preds, found.succs, found.added) == (expected.preds, expected.succs, expected.added)
+                assert list(found.order) == list(expected.order)
+            assert within(ours, cap) == within(theirs, cap)
+    assert added and refused
 
 
 @settings(max_examples=40, deadline=None)

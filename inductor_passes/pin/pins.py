@@ -294,7 +294,7 @@ def _broken_rule(problem: Problem, order: Sequence[int], names: Sequence[str]) -
         task = problem.tasks[i]
         if task.start >= 0 and position[task.start] > position[i]:
             return f"{names[i]} waits for {names[task.start]}, which starts later"
-    for i, preds in enumerate(problem.edges()):
+    for i, preds in enumerate(problem.expanded):
         for p in preds:
             if position[p] > position[i]:
                 fence = next((names[k] for k in (i, p) if problem.tasks[k].fence), "")

@@ -94,6 +94,12 @@ def tails(t: Tables, passages: Iterable[Passage] = ()) -> tuple[list[int], list[
     return tail, lane_tail
 
 
+@once
+def urgency(t: Tables) -> list[int]:
+    """A priority, smallest first: the task with the longest path after it."""
+    return [-q for q in tails(t)[0]]
+
+
 def one_machine(jobs: Iterable[tuple[int, int, int]]) -> int:
     """Jackson's preemptive bound in ns for jobs ``(head, processing, tail)`` on one machine. O(n log n)."""
     ordered = sorted(jobs)

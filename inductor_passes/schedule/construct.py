@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 
-from inductor_passes.schedule.bounds import tails
+from inductor_passes.schedule.bounds import urgency
 from inductor_passes.schedule.guarded import Guard, Timing, Trial, just_in_time
 from inductor_passes.schedule.justify import backwards, improve
 from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
@@ -29,8 +29,8 @@ def close_enough(bound: int, thorough: bool) -> int:
 
 def rules(t: Tables, thorough: bool) -> list[PriorityRule]:
     """The list-scheduling rules, in the order in which they are tried."""
-    position = list(range(t.n))
-    by_tail = [-q for q in tails(t)[0]]
+    position = range(t.n)
+    by_tail = urgency(t)
     found = [
         PriorityRule("list/input", position, position),
         PriorityRule("list/input-compute", position, by_tail, strict=True),
@@ -47,7 +47,7 @@ def prefetching(t: Tables) -> list[tuple[str, list[int]]]:
     Issuing takes time of the compute lane, in which a machine that is fed just in time falls idle; with many short
     collectives that adds up. The price is memory, so these come last.
     """
-    by_tail = [-q for q in tails(t)[0]]
+    by_tail = urgency(t)
     rules = (
         PriorityRule("list/input-eager", range(t.n), range(t.n), eager=True),
         PriorityRule("list/critical-path-eager", by_tail, by_tail, eager=True),

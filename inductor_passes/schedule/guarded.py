@@ -9,16 +9,17 @@ repeated from the best order found.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from inductor_passes.schedule import least_memory
+from inductor_passes.schedule import least_memory, native
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.memory_bound import within
 from inductor_passes.schedule.reference import lazy
 from inductor_passes.schedule.simulate import replay_time
 from inductor_passes.schedule.slack import as_progress, latest_issue, relieves
-from inductor_passes.schedule.tables import Tables
+from inductor_passes.schedule.tables import Tables, once
 
 #: Guarded schedules: about this many tasks scheduled in all, at least and at most that many schedules.
 _TASKS, _LEAST, _MOST = 64_000, 4, 24
@@ -55,6 +56,10 @@ class Timing:
 def just_in_time(t: Tables, ideal: Trial, timing: Timing) -> PriorityRule:
     """A rule that repeats the order of ``ideal`` with gathers issued no earlier than they are needed."""
     order = ideal.order
+    name = ideal.name.removesuffix(_SUFFIX) + _SUFFIX
+    if (flat := native.flat(t)) is not None:
+        rule = native.just_in_time(*flat, order, _relievers(t), timing.margin, timing.relief)
+        return PriorityRule(name, rule[0], rule[1], fill=timing.fill, release=rule[2])
     trace = replay_time(t, order)
     position = [0] * t.n
     for k, i in enumerate(order):
@@ -65,8 +70,12 @@ def just_in_time(t: Tables, ideal: Trial, timing: Timing) -> PriorityRule:
     release = [0 if early else d for early, d in zip(reliever, due)]
     if timing.relief:
         latest = [k - t.n if early else d for k, early, d in zip(position, reliever, latest)]
-    name = ideal.name.removesuffix(_SUFFIX) + _SUFFIX
     return PriorityRule(name, position, latest, fill=timing.fill, release=release)
+
+
+@once
+def _relievers(t: Tables) -> array[int]:
+    return array("q", relieves(t))
 
 
 class Guard:

@@ -23,6 +23,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from inductor_passes.schedule import native
 from inductor_passes.schedule.tables import Tables
 
 #: About this many tasks are looked at, chain by chain; at least and at most that many chains, half of them again with
@@ -58,6 +59,16 @@ class Precedence:
         self.added += 1
         if self._position[before] > self._position[after]:
             self._stale = True
+
+    def with_edges(self, edges: Sequence[tuple[int, int]], order: Sequence[int]) -> Precedence:
+        """The same with edges entered, and an order that they allow."""
+        for before, after in edges:
+            self.add(before, after)
+        position = [0] * len(order)
+        for k, i in enumerate(order):
+            position[i] = k
+        self.order, self._position, self._stale = order, position, False
+        return self
 
     def settle(self) -> bool:
         """Bring :attr:`order` up to date; False where there is none, because the edges run in a circle."""
@@ -118,6 +129,9 @@ def implied(t: Tables, cap_bytes: int) -> Precedence | None:
         for s in made:
             producer[s] = i
     chains = max(_LEAST, min(_MOST, _TASKS // t.n))
+    if (flat := native.flat(t)) is not None and cap_bytes <= native.LARGEST:
+        found = native.implied(*flat, (producer, t.releasable), chains, cap_bytes)
+        return None if found is None else precedence.with_edges(*found)
     for share in ((chains + 1) // 2, chains // 2):
         known = precedence.added
         weight = [1 + b + d for b, d in zip(t.busy_ns, t.lane_ns)]

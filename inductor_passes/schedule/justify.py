@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from inductor_passes.schedule.bounds import tails
+from inductor_passes.schedule.bounds import urgency
 from inductor_passes.schedule.list_schedule import PriorityRule, list_schedule
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import Trace, replay_time
@@ -81,7 +81,7 @@ def backwards(t: Tables) -> list[int]:
     """The order whose due dates are those of the mirrored program, scheduled by its longest tails; memory is unlimited.
     """
     mirror = mirrored(t)
-    return _there_and_back(t, mirror, [-q for q in tails(mirror)[0]])
+    return _there_and_back(t, mirror, urgency(mirror))
 
 
 def _there_and_back(t: Tables, mirror: Tables, priority: Sequence[int]) -> list[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
+from inductor_passes.schedule import native
 from inductor_passes.schedule.memory import live_bytes
 from inductor_passes.schedule.reference import lazy, on_demand
 from inductor_passes.schedule.tables import Tables, once
@@ -56,6 +57,8 @@ def least_peak(t: Tables) -> int:
 
 def greedy(t: Tables) -> list[int]:
     """In each step the ready task that frees most, of those that do not raise the peak so far."""
+    if (flat := native.flat(t)) is not None:
+        return native.greedy(*flat, _LOOKED_AT)
     unread = [len(readers) for readers in t.readers]
     missing = [len(p) for p in t.preds]
     done = bytearray(t.n)

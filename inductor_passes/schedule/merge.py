@@ -95,7 +95,7 @@ def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
         """Starts of one bucket. What one needs of another comes from its wait: between starts is only an order."""
         return bucket_of.get(before, -1) == bucket_of.get(after, -2)
 
-    for i, expanded in enumerate(problem.edges()):
+    for i, expanded in enumerate(problem.expanded):
         for p in problem.preds[i]:
             # Inside a bucket the chain says it all.
             if (problem.tasks[i].start != p or m.tasks[i] is not None) and not together(p, i):

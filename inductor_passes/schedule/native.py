@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 import time
@@ -41,13 +42,14 @@ WORTH_BUILDING = 96
 #: Members of a window that fit into the core's sets.
 LONGEST = 120
 #: Numbers whose sums surely fit into 64 bits.
-_LARGEST = 1 << 60
+LARGEST = 1 << 60
 #: What the core gives where it has no answer.
 _NO_TASK, _FAILED = -1, -2
 _FUNCTIONS = (
     *("replay", "live_bytes", "value", "latest_issue", "as_progress"),
     *("lazy", "list_schedule", "improve_window", "sweep"),
     *("waits_down", "starts_up", "makespans"),
+    *("just_in_time", "greedy", "on_demand", "implied"),
 )
 _BUILD_S = 120
 #: How often a process looks whether another one has built it.
@@ -106,20 +108,41 @@ def flat(t: Tables) -> tuple[ctypes.CDLL, Flat] | None:
 
 def _flatten(t: Tables) -> Flat | bool:
     """False: the numbers are too large."""
-    if sum(t.busy_ns) + sum(t.lane_ns) > _LARGEST or t.live0 + sum(t.alloc) > _LARGEST:
+    if sum(t.busy_ns) + sum(t.lane_ns) > LARGEST or t.live0 + sum(t.alloc) > LARGEST:
         return False
-    if max((abs(s) for s in t.size), default=0) > _LARGEST:
+    if max((abs(s) for s in t.size), default=0) > LARGEST:
         return False
     plain = [t.kind, t.busy_ns, t.lane_ns, t.machine, t.start, t.alloc, t.transient, t.size]
-    arrays = [_array(one) for one in plain]
+    arrays = [array_of(one) for one in plain]
     for lists in (t.preds, t.succs, t.consumes, t.readers):
-        arrays += [_array([0, *itertools.accumulate(map(len, lists))]), _array(itertools.chain.from_iterable(lists))]
+        arrays += _flat_lists(lists)
     view = _Tables(t.n, t.machines, len(t.size), t.live0, *(one.buffer_info()[0] for one in arrays))
     return Flat(ctypes.byref(view), t.n, arrays)
 
 
-def _array(numbers: Iterable[int]) -> array[int]:
-    return array("q", numbers)
+def _flat_lists(lists: Sequence[Sequence[int]]) -> tuple[array[int], array[int]]:
+    """Where each list begins, and all of them one after the other."""
+    ends = array_of([0, *itertools.accumulate(map(len, lists))])
+    return ends, array_of(list(itertools.chain.from_iterable(lists)))
+
+
+def array_of(numbers: Iterable[int]) -> array[int]:
+    """A copy for the core; through ``struct``, which takes a third of the time of an array's own way."""
+    if isinstance(numbers, range) and numbers.start == 0 and numbers.step == 1:
+        return array("q", _counted(len(numbers)))
+    if isinstance(numbers, array):
+        return array("q", numbers)
+    if not isinstance(numbers, (list, tuple)):
+        numbers = tuple(numbers)
+    try:
+        return array("q", struct.pack(f"{len(numbers)}q", *numbers))
+    except struct.error:
+        return array("q", numbers)  # which says what is wrong
+
+
+@functools.lru_cache(maxsize=8)
+def _counted(n: int) -> array[int]:
+    return array("q", range(n))
 
 
 def _at(numbers: array[int] | None) -> ctypes.c_void_p:
@@ -140,7 +163,7 @@ def replay(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[Any, ..
         ProblemError: a wait comes before its start.
         IndexError: a number that is no task's.
     """
-    given, makespan = _array(order), _I64()
+    given, makespan = array_of(order), _I64()
     out = [_empty(t.n) for _ in range(5)]
     _legal(t, library.ip_replay(t.view, _at(given), *map(_at, out), ctypes.byref(makespan)))
     return (makespan.value, *(one.tolist() for one in out))
@@ -148,7 +171,7 @@ def replay(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[Any, ..
 
 def live_bytes(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> list[int]:
     """See :func:`~inductor_passes.schedule.memory.live_bytes`."""
-    given, out = _array(order), _empty(t.n)
+    given, out = array_of(order), _empty(t.n)
     _checked(library.ip_live_bytes(t.view, _at(given), _at(out)))
     return out.tolist()
 
@@ -160,7 +183,7 @@ def value(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[int, int
         ProblemError: a wait comes before its start.
         IndexError: a number that is no task's.
     """
-    given, makespan, peak = _array(order), _I64(), _I64()
+    given, makespan, peak = array_of(order), _I64(), _I64()
     _legal(t, library.ip_value(t.view, _at(given), ctypes.byref(makespan), ctypes.byref(peak)))
     return makespan.value, peak.value
 
@@ -173,8 +196,8 @@ def latest_issue(
     wait_by: Sequence[int] | None,
 ) -> list[int]:
     """See :func:`~inductor_passes.schedule.slack.latest_issue`; ``times``: ``makespan``, ``begin``, ``lane_begin``."""
-    given, begin, lane_begin, out = _array(order), _array(times[1]), _array(times[2]), _empty(t.n)
-    until = None if wait_by is None else _array(wait_by)
+    given, begin, lane_begin, out = array_of(order), array_of(times[1]), array_of(times[2]), _empty(t.n)
+    until = None if wait_by is None else array_of(wait_by)
     _checked(
         library.ip_latest_issue(
             *(t.view, _at(given), _I64(times[0]), _at(begin), _at(lane_begin), _at(until), _at(out)),
@@ -187,14 +210,14 @@ def as_progress(
     library: ctypes.CDLL, t: Flat, order: Sequence[int], begin: Sequence[int], latest: Sequence[int]
 ) -> list[int]:
     """See :func:`~inductor_passes.schedule.slack.as_progress`."""
-    given, begins, times, out = _array(order), _array(begin), _array(latest), _empty(t.n)
+    given, begins, times, out = array_of(order), array_of(begin), array_of(latest), _empty(t.n)
     _checked(library.ip_as_progress(t.view, _at(given), _at(begins), _at(times), _at(out)))
     return out.tolist()
 
 
 def lazy(library: ctypes.CDLL, t: Flat, order: Sequence[int], hold_waits: bool) -> list[int]:
     """See :func:`~inductor_passes.schedule.reference.lazy`; ``order`` is one of all tasks."""
-    given, out = _array(order), _empty(t.n)
+    given, out = array_of(order), _empty(t.n)
     _checked(library.ip_lazy(t.view, _at(given), _I64(hold_waits), _at(out)))
     return out.tolist()
 
@@ -215,11 +238,11 @@ def list_schedule(
         memory: reference order and cap in bytes.
     """
     try:
-        compute, collective, release = (None if one is None else _array(one) for one in priorities)
-        reference, cap = (None, 0) if memory is None else (_array(memory[0]), min(memory[1], _LARGEST))
+        compute, collective, release = (None if one is None else array_of(one) for one in priorities)
+        reference, cap = (None, 0) if memory is None else (array_of(memory[0]), min(memory[1], LARGEST))
     except OverflowError:
         return None
-    begin, out = _array(first), _empty(t.n)
+    begin, out = array_of(first), _empty(t.n)
     failed = library.ip_list_schedule(
         *(t.view, _at(compute), _at(collective), _at(release), *map(_I64, flags)),
         *(_at(reference), _I64(cap), _at(begin), _I64(len(begin)), _at(out)),
@@ -231,9 +254,9 @@ def improve_window(
     library: ctypes.CDLL, t: Flat, window: Sequence[int], place: Place, cap_bytes: int | None, width: int
 ) -> tuple[list[int], tuple[int, int], int, bool]:
     """The fields of ``window.Answer``; the window has at most ``LONGEST`` members."""
-    given, out, facts = _array(window), _empty(len(window)), _empty(5)
+    given, out, facts = array_of(window), _empty(len(window)), _empty(5)
     head, tail = place.head, place.tail
-    lists = [_array(one) for one in (head.free, head.lane_end, tail.machine, tail.wait, place.unread)]
+    lists = [array_of(one) for one in (head.free, head.lane_end, tail.machine, tail.wait, place.unread)]
     free, lane_end, machine, wait, unread = map(_at, lists)
     _checked(
         library.ip_improve_window(
@@ -254,10 +277,10 @@ def sweep(
     allowance: int,
 ) -> tuple[list[int], int]:
     """``order`` with its windows improved, and the number of states expanded; ``shape``: length and width."""
-    changed = _array(order)
+    changed = array_of(order)
     used = _checked(
         library.ip_sweep(
-            *(t.view, _at(changed), _I64(shape[0]), _I64(shape[1]), *_cap(cap_bytes), _I64(min(allowance, _LARGEST))),
+            *(t.view, _at(changed), _I64(shape[0]), _I64(shape[1]), *_cap(cap_bytes), _I64(min(allowance, LARGEST))),
         )
     )
     return changed.tolist(), used
@@ -265,8 +288,8 @@ def sweep(
 
 def waits_down(library: ctypes.CDLL, t: Flat, order: Sequence[int], limit_bytes: int) -> list[int]:
     """See :func:`~inductor_passes.schedule.placing.waits_down`."""
-    given, out = _array(order), _empty(t.n)
-    _checked(library.ip_waits_down(t.view, _at(given), _I64(min(limit_bytes, _LARGEST)), _at(out)))
+    given, out = array_of(order), _empty(t.n)
+    _checked(library.ip_waits_down(t.view, _at(given), _I64(min(limit_bytes, LARGEST)), _at(out)))
     return out.tolist()
 
 
@@ -278,8 +301,8 @@ def starts_up(
     Raises:
         ProblemError: a wait comes before its start.
     """
-    given, out = _array(order), _empty(t.n)
-    limits = _I64(min(limit_bytes, _LARGEST)), _I64(min(ahead_ns, _LARGEST))
+    given, out = array_of(order), _empty(t.n)
+    limits = _I64(min(limit_bytes, LARGEST)), _I64(min(ahead_ns, LARGEST))
     _legal(t, library.ip_starts_up(t.view, _at(given), *limits, _at(out)))
     return out.tolist()
 
@@ -289,9 +312,67 @@ def makespans(
 ) -> list[int]:
     """See :func:`~inductor_passes.schedule.robust.makespans`; durations of all disturbances one after the other."""
     count = len(busy_ns) // t.n
-    given, out = _array(order), _empty(count)
+    given, out = array_of(order), _empty(count)
     _checked(library.ip_makespans(t.view, _at(given), _I64(count), _at(busy_ns), _at(lane_ns), _at(out)))
     return out.tolist()
+
+
+def just_in_time(
+    library: ctypes.CDLL, t: Flat, order: Sequence[int], early: array[int], margin: int, relief: bool
+) -> tuple[array[int], array[int], array[int]]:
+    """``compute``, ``collective`` and ``release`` of the rule that ``guarded.just_in_time`` gives.
+
+    Args:
+        early: ``slack.relieves``.
+
+    Raises:
+        ProblemError: a wait comes before its start.
+        IndexError: a number that is no task's.
+    """
+    given = array_of(order)
+    position, latest, release = (_empty(t.n) for _ in range(3))
+    ways = _I64(margin), _I64(relief)
+    _legal(t, library.ip_just_in_time(t.view, _at(given), _at(early), *ways, *map(_at, (position, latest, release))))
+    return position, latest, release
+
+
+def greedy(library: ctypes.CDLL, t: Flat, looked_at: int) -> list[int]:
+    """See :func:`~inductor_passes.schedule.least_memory.greedy`; ``looked_at`` ready tasks in each step."""
+    out = _empty(t.n)
+    _checked(library.ip_greedy(t.view, _I64(looked_at), _at(out)))
+    return out.tolist()
+
+
+def on_demand(
+    library: ctypes.CDLL, t: Flat, roots: Sequence[int], needs: Sequence[Sequence[int]]
+) -> list[int]:
+    """See :func:`~inductor_passes.schedule.reference.on_demand`; ``roots`` need all tasks."""
+    given, at, flat_needs = array_of(roots), *_flat_lists(needs)
+    out = _empty(t.n)
+    _checked(library.ip_on_demand(t.view, _at(given), _I64(len(given)), _at(at), _at(flat_needs), _at(out)))
+    return out.tolist()
+
+
+def implied(
+    library: ctypes.CDLL, t: Flat, storages: tuple[Sequence[int], Sequence[int]], chains: int, cap_bytes: int
+) -> tuple[list[tuple[int, int]], list[int]] | None:
+    """The edges that ``implied.implied`` adds, in its order, and a topological order; None: no order holds to the cap.
+
+    Args:
+        storages: producers, and whether somebody releases them.
+        chains: how many are looked at.
+    """
+    producer, releasable = map(array_of, storages)
+    # Of each task that is not on a chain up to three ways of holding memory, early and late.
+    edges, order, count = _empty(2 * 6 * max(1, chains) * t.n), _empty(t.n), _I64()
+    answer = library.ip_implied(
+        *(t.view, _at(producer), _at(releasable), _I64(chains), _I64(cap_bytes)),
+        *(_at(edges), ctypes.byref(count), _at(order)),
+    )
+    if _checked(answer):
+        return None
+    flat_edges = edges[: 2 * count.value].tolist()
+    return list(zip(flat_edges[::2], flat_edges[1::2])), order.tolist()
 
 
 def _legal(t: Flat, answer: int) -> None:
@@ -315,7 +396,7 @@ def _checked(answer: int) -> int:
 
 
 def _cap(cap_bytes: int | None) -> tuple[ctypes.c_int64, ctypes.c_int64]:
-    return _I64(cap_bytes is not None), _I64(0 if cap_bytes is None else min(cap_bytes, _LARGEST))
+    return _I64(cap_bytes is not None), _I64(0 if cap_bytes is None else min(cap_bytes, LARGEST))
 
 
 # -- building ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-// The planner's inner loops, compiled: `replay_time`, `live_bytes`, `list_schedule`, `local_search`, `placing` and
-// `robust.makespans` of this folder.
+// The planner's inner loops, compiled: `replay_time`, `live_bytes`, `list_schedule`, `local_search`, `placing`,
+// `least_memory`, `implied` and `robust.makespans` of this folder.
 //
 // Each function gives exactly what its Python namesake gives, ties included; tests hold both against each other. The
 // Python files explain the algorithms, this one does not repeat them. All numbers are signed 64-bit; the caller has
@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <queue>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -419,6 +420,351 @@ void makespans(const Tables &t, const i64 *order, i64 count, const i64 *busy, co
         out[c] = trace.makespan;
     }
 }
+
+// -- guarded.just_in_time, least_memory.greedy, reference.on_demand -------------------------------------------------
+
+// 0, or 1 + the number of a wait that comes before its start.
+i64 just_in_time(const Tables &t, const i64 *order, const i64 *early, i64 margin, bool relief, i64 *position,
+                 i64 *latest, i64 *release) {
+    OwnedTrace trace(t);
+    if (i64 wrong = replay(t, order, trace)) return wrong;
+    for (i64 k = 0; k < t.n; k++) position[order[k]] = k;
+    latest_issue(t, order, trace, nullptr, latest);
+    vector<i64> due(t.n);
+    for (i64 i = 0; i < t.n; i++) due[i] = latest[i] - margin * t.lane[i];
+    as_progress(t, order, trace.begin, due.data(), release);
+    for (i64 i = 0; i < t.n; i++) {
+        if (!early[i]) continue;
+        release[i] = 0;
+        if (relief) latest[i] = position[i] - t.n;
+    }
+    return 0;
+}
+
+void greedy(const Tables &t, i64 looked_at, i64 *out) {
+    using Small = std::pair<i64, i64>;
+    using Large = std::tuple<i64, i64, i64>;
+    vector<i64> unread = unread_counts(t), missing(t.n);
+    vector<char> done(t.n, 0);
+    auto growth = [&](i64 i) {
+        i64 freed = t.transient[i];
+        for (i64 e = t.eats_at[i]; e < t.eats_at[i + 1]; e++)
+            if (unread[t.eats[e]] == 1) freed += t.size[t.eats[e]];
+        return t.alloc[i] - freed;
+    };
+    std::priority_queue<Small, vector<Small>, std::greater<Small>> by_growth;
+    std::priority_queue<Large, vector<Large>, std::greater<Large>> by_size;
+    auto ready = [&](i64 i) {
+        by_growth.emplace(growth(i), i);
+        by_size.emplace(t.alloc[i], growth(i), i);
+    };
+    for (i64 i = 0; i < t.n; i++) {
+        missing[i] = t.pred_at[i + 1] - t.pred_at[i];
+        if (!missing[i]) ready(i);
+    }
+    i64 live = t.live0, most = t.live0;
+    vector<Small> passed;
+    for (i64 count = 0; count < t.n; count++) {
+        passed.clear();
+        i64 found = -1;
+        while (!by_growth.empty() && found < 0 && i64(passed.size()) < looked_at) {
+            Small entry = by_growth.top();
+            by_growth.pop();
+            if (done[entry.second]) continue;
+            if (live + t.alloc[entry.second] <= most)
+                found = entry.second;
+            else
+                passed.push_back(entry);
+        }
+        for (const Small &entry : passed) by_growth.push(entry);
+        while (found < 0) {
+            found = std::get<2>(by_size.top());
+            by_size.pop();
+            if (done[found]) found = -1;
+        }
+        i64 i = found;
+        done[i] = 1;
+        out[count] = i;
+        most = std::max(most, live + t.alloc[i]);
+        live += growth(i);
+        for (i64 e = t.eats_at[i]; e < t.eats_at[i + 1]; e++) {
+            i64 s = t.eats[e];
+            if (--unread[s] != 1) continue;
+            i64 r = t.reader_at[s];
+            while (done[t.readers[r]]) r++;
+            if (!missing[t.readers[r]]) by_growth.emplace(growth(t.readers[r]), t.readers[r]);
+        }
+        for (i64 e = t.succ_at[i]; e < t.succ_at[i + 1]; e++)
+            if (!--missing[t.succs[e]]) ready(t.succs[e]);
+    }
+}
+
+void on_demand(const Tables &t, const i64 *roots, i64 count, const i64 *need_at, const i64 *needs, i64 *out) {
+    vector<char> placed(t.n, 0);
+    vector<i64> stack;
+    i64 done = 0;
+    for (i64 k = 0; k < count; k++) {
+        stack.assign(1, roots[k]);
+        while (!stack.empty()) {
+            i64 i = stack.back();
+            if (placed[i]) {
+                stack.pop_back();
+                continue;
+            }
+            size_t before = stack.size();
+            for (i64 e = need_at[i + 1] - 1; e >= need_at[i]; e--)
+                if (!placed[needs[e]]) stack.push_back(needs[e]);
+            if (stack.size() > before) continue;
+            placed[i] = 1;
+            out[done++] = i;
+            stack.pop_back();
+        }
+    }
+}
+
+// -- implied --------------------------------------------------------------------------------------------------------
+
+class Tight {
+  public:
+    explicit Tight(const vector<i64> &room) : room_(room) {
+        vector<i64> nearest, open;
+        for (i64 k = 0; k < i64(room.size()); k++) {
+            while (!open.empty() && room[open.back()] >= room[k]) open.pop_back();
+            nearest.push_back(open.empty() ? -1 : open.back());
+            open.push_back(k);
+        }
+        earlier_.push_back(nearest);
+        while (*std::max_element(earlier_.back().begin(), earlier_.back().end()) >= 0) {
+            const vector<i64> &step = earlier_.back();
+            vector<i64> next(step.size());
+            for (size_t k = 0; k < step.size(); k++) next[k] = step[k] >= 0 ? step[step[k]] : -1;
+            earlier_.push_back(std::move(next));
+        }
+    }
+
+    i64 at_or_before(i64 k, i64 size) const {
+        if (k < 0 || room_[k] < size) return std::max<i64>(k, -1);
+        for (auto step = earlier_.rbegin(); step != earlier_.rend(); ++step)
+            if ((*step)[k] >= 0 && room_[(*step)[k]] >= size) k = (*step)[k];
+        return earlier_[0][k];
+    }
+
+  private:
+    const vector<i64> &room_;
+    vector<vector<i64>> earlier_;
+};
+
+class Implied {
+  public:
+    Implied(const Tables &t, const i64 *producer, const i64 *releasable, i64 cap)
+        : order(t.n), t_(t), producer_(producer), releasable_(releasable), cap_(cap), position_(t.n), preds_(t.n),
+          succs_(t.n), produces_(t.n) {
+        for (i64 i = 0; i < t.n; i++) {
+            order[i] = position_[i] = i;
+            preds_[i].assign(t.preds + t.pred_at[i], t.preds + t.pred_at[i + 1]);
+            succs_[i].assign(t.succs + t.succ_at[i], t.succs + t.succ_at[i + 1]);
+        }
+        for (i64 s = 0; s < t.storages; s++)
+            if (producer[s] >= 0) produces_[producer[s]].push_back(s);
+    }
+
+    // False: no order holds to the cap.
+    bool run(i64 chains) {
+        for (i64 share : {(chains + 1) / 2, chains / 2}) {
+            size_t known = added.size();
+            vector<i64> weight(t_.n);
+            for (i64 i = 0; i < t_.n; i++) weight[i] = 1 + t_.busy[i] + t_.lane[i];
+            for (i64 c = 0; c < share; c++) {
+                longest(weight);
+                if (std::none_of(tasks_.begin(), tasks_.end(), [&](i64 i) { return weight[i] != 0; })) break;
+                for (i64 i : tasks_) weight[i] = 0;
+                place();
+                if (*std::min_element(room_.begin(), room_.end()) < 0) return false;
+                not_before();
+                not_after();
+                if (!settle()) return false;
+            }
+            if (added.size() == known) break;
+        }
+        return true;
+    }
+
+    vector<i64> order;
+    vector<std::pair<i64, i64>> added;
+
+  private:
+    using Way = std::pair<i64, i64>;  // place, bytes
+    static constexpr size_t WAYS = 3;
+
+    void add(i64 before, i64 after) {
+        preds_[after].push_back(before);
+        succs_[before].push_back(after);
+        added.emplace_back(before, after);
+        if (position_[before] > position_[after]) stale_ = true;
+    }
+
+    bool settle() {
+        if (!stale_) return true;
+        vector<i64> missing(t_.n), found;
+        std::priority_queue<i64, vector<i64>, std::greater<i64>> ready;
+        for (i64 i = 0; i < t_.n; i++) {
+            missing[i] = i64(preds_[i].size());
+            if (!missing[i]) ready.push(i);
+        }
+        while (!ready.empty()) {
+            i64 i = ready.top();
+            ready.pop();
+            found.push_back(i);
+            for (i64 j : succs_[i])
+                if (!--missing[j]) ready.push(j);
+        }
+        if (i64(found.size()) < t_.n) return false;
+        for (i64 k = 0; k < t_.n; k++) position_[found[k]] = k;
+        order = std::move(found);
+        stale_ = false;
+        return true;
+    }
+
+    void longest(const vector<i64> &weight) {
+        vector<i64> best(t_.n, 0), came(t_.n, -1);
+        for (i64 i : order) {
+            i64 most = 0, from = -1;
+            for (i64 p : preds_[i])
+                if (best[p] > most) most = best[p], from = p;
+            best[i] = most + weight[i], came[i] = from;
+        }
+        tasks_.clear();
+        for (i64 i = std::max_element(best.begin(), best.end()) - best.begin(); i >= 0; i = came[i])
+            tasks_.push_back(i);
+        std::reverse(tasks_.begin(), tasks_.end());
+    }
+
+    void place() {
+        const i64 end = i64(tasks_.size());
+        place_.assign(t_.n, -1);
+        for (i64 k = 0; k < end; k++) place_[tasks_[k]] = k;
+        after_.assign(t_.n, -1);
+        before_.assign(t_.n, end);
+        for (i64 i : order) {
+            i64 k = place_[i];
+            if (k < 0)
+                for (i64 p : preds_[i]) k = std::max(k, after_[p]);
+            after_[i] = k;
+        }
+        for (auto at = order.rbegin(); at != order.rend(); ++at) {
+            i64 k = place_[*at];
+            if (k < 0) {
+                k = end;
+                for (i64 j : succs_[*at]) k = std::min(k, before_[j]);
+            }
+            before_[*at] = k;
+        }
+        last_.assign(t_.storages, end - 1);
+        vector<i64> change(end + 1, 0);
+        for (i64 s = 0; s < t_.storages; s++) {
+            if (releasable_[s]) {
+                last_[s] = -1;
+                for (i64 r = t_.reader_at[s]; r < t_.reader_at[s + 1]; r++)
+                    last_[s] = std::max(last_[s], after_[t_.readers[r]]);
+            }
+            i64 p = producer_[s], until = last_[s];
+            if (p < 0) {
+                if (releasable_[s]) change[until + 1] -= t_.size[s];
+            } else if (before_[p] <= until) {
+                change[before_[p]] += t_.size[s];
+                change[until + 1] -= t_.size[s];
+            }
+        }
+        room_.resize(end);
+        i64 live = t_.live0;
+        for (i64 k = 0; k < end; k++) {
+            live += change[k];
+            room_[k] = cap_ - live - t_.transient[tasks_[k]];
+        }
+    }
+
+    // Of sorted ways, the widest first, those that hold more than all wider ones.
+    static vector<Way> best(const vector<Way> &ways) {
+        vector<Way> kept;
+        for (const Way &way : ways)
+            if (kept.empty() || way.second > kept.back().second) kept.push_back(way);
+        if (kept.size() > WAYS) kept.resize(WAYS);
+        return kept;
+    }
+
+    void not_before() {
+        Tight tight(room_);
+        vector<vector<Way>> leaves(t_.n);
+        vector<Way> ways;
+        for (auto at = order.rbegin(); at != order.rend(); ++at) {
+            i64 i = *at;
+            if (place_[i] >= 0) continue;
+            ways.clear();
+            for (i64 s : produces_[i]) {
+                i64 size = t_.size[s];
+                if (last_[s] > after_[i]) ways.emplace_back(last_[s], size);
+                if (!releasable_[s]) continue;
+                for (i64 r = t_.reader_at[s]; r < t_.reader_at[s + 1]; r++)
+                    for (auto [k, held] : leaves[t_.readers[r]])
+                        if (k > last_[s]) ways.emplace_back(k, std::min(held, size));
+            }
+            if (ways.empty()) continue;
+            std::sort(ways.begin(), ways.end(), std::greater<Way>());
+            leaves[i] = best(ways);
+            for (auto [k, held] : leaves[i]) {
+                i64 found = tight.at_or_before(std::min(k, before_[i] - 1), held);
+                if (found > after_[i]) {
+                    add(tasks_[found], i);
+                    after_[i] = found;
+                }
+            }
+        }
+    }
+
+    void not_after() {
+        const i64 end = i64(room_.size());
+        vector<i64> turned(room_.rbegin(), room_.rend());
+        Tight tight(turned);
+        vector<vector<Way>> keeps(t_.n);
+        vector<Way> ways;
+        for (i64 i : order) {
+            if (place_[i] >= 0) continue;
+            ways.clear();
+            auto held_from = [&](i64 k, i64 held) {
+                if (k < before_[i]) ways.emplace_back(k, held);
+            };
+            for (i64 e = t_.eats_at[i]; e < t_.eats_at[i + 1]; e++) {
+                i64 s = t_.eats[e], p = producer_[s], size = t_.size[s], free = last_[s] + 1;
+                if (p < 0) {
+                    held_from(free, size);
+                    continue;
+                }
+                held_from(std::max(before_[p], free), size);
+                for (auto [k, held] : keeps[p]) held_from(std::max(k, free), std::min(held, size));
+            }
+            if (ways.empty()) continue;
+            std::sort(ways.begin(), ways.end(), [](const Way &a, const Way &b) {
+                return a.first != b.first ? a.first < b.first : a.second > b.second;
+            });
+            keeps[i] = best(ways);
+            for (auto [k, held] : keeps[i]) {
+                i64 found = end - 1 - tight.at_or_before(end - 1 - std::max(k, after_[i] + 1), held);
+                if (found < before_[i]) {
+                    add(i, tasks_[found]);
+                    before_[i] = found;
+                }
+            }
+        }
+    }
+
+    const Tables &t_;
+    const i64 *producer_, *releasable_;
+    i64 cap_;
+    bool stale_ = false;
+    vector<i64> position_;
+    vector<vector<i64>> preds_, succs_, produces_;
+    vector<i64> tasks_, place_, after_, before_, last_, room_;
+};
 
 // -- list_schedule --------------------------------------------------------------------------------------------------
 
@@ -1071,6 +1417,42 @@ i64 ip_makespans(const Tables *t, const i64 *order, i64 count, const i64 *busy, 
     return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         makespans(*t, order, count, busy, lane, out);
+        return 0;
+    });
+}
+
+i64 ip_just_in_time(const Tables *t, const i64 *order, const i64 *early, i64 margin, i64 relief, i64 *position,
+                    i64 *latest, i64 *release) {
+    return without_exceptions([&]() -> i64 {
+        if (!all_tasks(*t, order, t->n)) return NO_TASK;
+        return just_in_time(*t, order, early, margin, relief != 0, position, latest, release);
+    });
+}
+
+i64 ip_greedy(const Tables *t, i64 looked_at, i64 *out) {
+    return without_exceptions([&]() -> i64 {
+        greedy(*t, looked_at, out);
+        return 0;
+    });
+}
+
+i64 ip_on_demand(const Tables *t, const i64 *roots, i64 count, const i64 *need_at, const i64 *needs, i64 *out) {
+    return without_exceptions([&]() -> i64 {
+        if (!all_tasks(*t, roots, count) || !all_tasks(*t, needs, need_at[t->n])) return NO_TASK;
+        on_demand(*t, roots, count, need_at, needs, out);
+        return 0;
+    });
+}
+
+// 0 with the added edges and an order, or 1 where no order holds to the cap. Room for 6 edges per task and chain.
+i64 ip_implied(const Tables *t, const i64 *producer, const i64 *releasable, i64 chains, i64 cap, i64 *edges, i64 *count,
+               i64 *order) {
+    return without_exceptions([&]() -> i64 {
+        Implied found(*t, producer, releasable, cap);
+        if (!found.run(chains)) return 1;
+        *count = i64(found.added.size());
+        for (i64 k = 0; k < *count; k++) edges[2 * k] = found.added[k].first, edges[2 * k + 1] = found.added[k].second;
+        std::copy(found.order.begin(), found.order.end(), order);
         return 0;
     });
 }

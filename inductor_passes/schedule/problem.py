@@ -35,6 +35,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from inductor_passes.records.convert import check_version, convert, plain
@@ -150,9 +151,9 @@ class Problem:
         if len(self.preds) != n:
             raise ProblemError(f"{self.name}: {n} tasks but {len(self.preds)} predecessor lists")
         for i, task in enumerate(self.tasks):
-            for p in self.preds[i]:
-                if not 0 <= p < i:
-                    raise ProblemError(f"{self.name}: task {i} ({task.name}) has predecessor {p}; expected 0..{i - 1}")
+            if (before := self.preds[i]) and not (min(before) >= 0 and max(before) < i):
+                p = next(p for p in before if not 0 <= p < i)
+                raise ProblemError(f"{self.name}: task {i} ({task.name}) has predecessor {p}; expected 0..{i - 1}")
             if task.kind is Kind.COMPUTE:
                 if task.lane != -1:
                     raise ProblemError(f"{self.name}: compute task {task.name} has lane {task.lane}; expected -1")
@@ -167,7 +168,8 @@ class Problem:
         for storage in self.storages:
             if storage.size_bytes < 0 or not INPUT <= storage.producer < n:
                 raise ProblemError(f"{self.name}: storage {storage.name} is malformed: {storage}")
-            if any(not storage.producer < r < n for r in storage.readers):
+            readers = storage.readers
+            if readers and not (storage.producer < min(readers) and max(readers) < n):
                 raise ProblemError(
                     f"{self.name}: storage {storage.name} has a reader outside {storage.producer + 1}..{n - 1}"
                 )
@@ -182,21 +184,30 @@ class Problem:
 
     def edges(self) -> list[list[int]]:
         """Predecessor lists with every rule expanded: ``preds``, wait after start, reader after producer, lane order,
-        fences.
+        fences. The caller's own, to change.
 
         O(tasks + edges): lane order is a chain, and a fence is expanded as (communication since the last fence)
         -> fence -> (communication until the next fence).
         """
+        return [list(before) for before in self.expanded]
+
+    @cached_property
+    def expanded(self) -> list[list[int]]:
+        """:meth:`edges`, worked out once; nobody changes it."""
         result = [list(p) for p in self.preds]
         for storage in self.storages:
-            if storage.producer != INPUT:
+            if (producer := storage.producer) != INPUT:
                 for r in storage.readers:
-                    result[r].append(storage.producer)
+                    result[r].append(producer)
         last_on_lane: dict[int, int] = {}
         fence = -1
         since_fence: list[int] = []
         for i, task in enumerate(self.tasks):
             extra = result[i]
+            if task.kind is Kind.COMPUTE and not task.fence:
+                if len(extra) > 1:
+                    result[i] = sorted(set(extra))
+                continue
             if task.kind is Kind.WAIT:
                 extra.append(task.start)
             if task.fence:
@@ -228,9 +239,10 @@ class Problem:
             position[i] = k
         if len(order) != n:
             raise ProblemError(f"{self.name}: order has {len(order)} of {n} tasks")
-        for i, preds in enumerate(self.edges()):
+        for i, preds in enumerate(self.expanded):
+            own = position[i]
             for p in preds:
-                if position[p] > position[i]:
+                if position[p] > own:
                     raise ProblemError(
                         f"{self.name}: {self.tasks[i].name} runs before its predecessor {self.tasks[p].name}"
                     )

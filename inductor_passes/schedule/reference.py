@@ -45,6 +45,8 @@ def on_demand(t: Tables, roots: Sequence[int], needs: Sequence[Sequence[int]]) -
     Args:
         needs: the predecessors of each task, the first one to be placed first.
     """
+    if (flat := native.flat(t)) is not None:
+        return native.on_demand(*flat, roots, needs)
     placed = bytearray(t.n)
     result: list[int] = []
     for root in roots:

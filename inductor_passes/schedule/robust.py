@@ -9,8 +9,10 @@ and no time by the estimates.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from inductor_passes.schedule import native
@@ -58,35 +60,38 @@ def _durations(t: Tables) -> tuple[Sequence[int], Sequence[int]]:
     busy: list[int] = []
     lane: list[int] = []
     for of_compute, of_start in _disturbances(t):
-        busy.extend(b * of_compute(i) // 100 if t.kind[i] == _COMPUTE else b for i, b in enumerate(t.busy_ns))
-        lane.extend(d * of_start(i) // 100 for i, d in enumerate(t.lane_ns))
+        busy += [b * p // 100 if k == _COMPUTE else b for k, b, p in zip(t.kind, t.busy_ns, of_compute)]
+        lane += [d * p // 100 for d, p in zip(t.lane_ns, of_start)]
     # A peer comes late to one collective a third, and one two thirds, through the program.
     starts = [i for i in range(t.n) if t.kind[i] == _START]
     late = sum(b for b, k in zip(t.busy_ns, t.kind) if k == _COMPUTE) * _LATE // 100
     for k in (1, 2) if starts else ():
         held = starts[k * len(starts) // 3]
-        busy.extend(t.busy_ns)
-        lane.extend(d + late if i == held else d for i, d in enumerate(t.lane_ns))
+        busy += t.busy_ns
+        lane += t.lane_ns
+        lane[held - t.n] += late
     try:
-        return array("q", busy), array("q", lane)
+        return native.array_of(busy), native.array_of(lane)
     except OverflowError:
         return busy, lane
 
 
-def _disturbances(t: Tables) -> Iterator[tuple[Callable[[int], int], Callable[[int], int]]]:
+def _disturbances(t: Tables) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
     """Percent of its estimate that a kernel, and that a transfer, takes, by task number."""
-
-    def all_of(percent: int) -> Callable[[int], int]:
-        return lambda i: percent
-
     for percent in (100 - SPREAD, 100 + SPREAD):
-        yield all_of(percent), all_of(100)
-        yield all_of(100), all_of(percent)
+        yield itertools.repeat(percent), itertools.repeat(100)
+        yield itertools.repeat(100), itertools.repeat(percent)
     for m in range(t.machines if 1 < t.machines <= _MACHINES else 0):
-        yield all_of(100), lambda i, m=m: 100 + SPREAD if t.machine[i] == m else 100  # type: ignore[misc]
+        yield itertools.repeat(100), [100 + SPREAD if machine == m else 100 for machine in t.machine]
     for seed in range(_MIXED):
-        own = [100 + SPREAD if _bit(i, seed) else 100 - SPREAD for i in range(t.n)]
-        yield own.__getitem__, own.__getitem__
+        # The same for every problem, so worked out for a few lengths only.
+        own = _mixed(seed, 1 << t.n.bit_length())
+        yield own, own
+
+
+@functools.lru_cache(maxsize=4 * _MIXED)
+def _mixed(seed: int, n: int) -> tuple[int, ...]:
+    return tuple(100 + SPREAD if _bit(i, seed) else 100 - SPREAD for i in range(n))
 
 
 def _bit(number: int, seed: int) -> bool:

@@ -123,7 +123,7 @@ def _build(problem: Problem) -> Tables:
     for i, s in enumerate(start):
         if s >= 0:
             waits[s].append(i)
-    preds = problem.edges()
+    preds = problem.expanded
 
     alloc, transient = [0] * n, [0] * n
     produces: list[list[int]] = [[] for _ in range(n)]
@@ -131,7 +131,7 @@ def _build(problem: Problem) -> Tables:
     size, readers, releasable = [], [], []
     live0 = problem.base_bytes
     for number, storage in enumerate(problem.storages):
-        reads = tuple(sorted(set(storage.readers)))
+        reads = storage.readers if len(storage.readers) < 2 else tuple(sorted(set(storage.readers)))
         # An input without readers is never handed back to the allocator by the program, so it stays.
         dies = not storage.pinned and (bool(reads) or storage.producer != INPUT) and storage.size_bytes > 0
         size.append(storage.size_bytes)
