@@ -229,6 +229,8 @@ def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 def holding(problem: Problem, starts: set[str]) -> Problem:
     """The forward problem when the results of the gathers ``starts`` live to its end."""
+    if not starts:
+        return problem
     storages = tuple(
         dataclasses.replace(s, pinned=True) if s.name in starts else s for s in problem.storages
     )
@@ -237,6 +239,8 @@ def holding(problem: Problem, starts: set[str]) -> Problem:
 
 def without_gathers(problem: Problem, starts: set[str]) -> Problem:
     """The backward problem when the results of the gathers ``starts`` are there from the beginning."""
+    if not starts:
+        return problem
     gone = {i for i, t in enumerate(problem.tasks) if t.kind is Kind.START and t.name in starts}
     waits = {i for i, t in enumerate(problem.tasks) if t.kind is Kind.WAIT and t.start in gone}
     tasks = tuple(

@@ -19,9 +19,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
-from inductor_passes.schedule.bounds import tails
+from inductor_passes.schedule.bounds import urgency
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.memory import peak_bytes, profile
 from inductor_passes.schedule.problem import INPUT, Problem, ProblemError, Storage, Task
@@ -118,15 +119,16 @@ def derived(step: Step, again: Sequence[int]) -> tuple[Problem, Problem] | None:
     Chains run directly before their first reader, as torch places them, and what they need is brought forward.
     """
     chosen = [step.candidates[i] for i in sorted(again)]
+    if not chosen:
+        return step.forward, step.backward
     gone = {c.forward_storage for c in chosen}
     forward = dataclasses.replace(
         step.forward,
         storages=tuple(
-            dataclasses.replace(s, pinned=False) if i in gone else s for i, s in enumerate(step.forward.storages)
+            Storage(s.size_bytes, s.producer, s.readers, False, s.name) if i in gone else s
+            for i, s in enumerate(step.forward.storages)
         ),
     )
-    if not chosen:
-        return forward, step.backward
     backward = _Backward(step, chosen)
     order = backward.order()
     return None if order is None else (forward, backward.problem(order))
@@ -189,9 +191,10 @@ class _Backward:
     def problem(self, order: Sequence[int]) -> Problem:
         """The problem with its tasks renumbered in ``order``."""
         backward, forward = self.step.backward, self.step.forward
-        place = {one: k for k, one in enumerate(order)}
-        place[INPUT] = INPUT
-        preds = [*map(list, backward.preds), *(self.preds[n] for n in range(self.first, len(self.preds)))]
+        # One more, because ``INPUT`` is the last index.
+        place = [INPUT] * (len(order) + 1)
+        for k, one in enumerate(order):
+            place[one] = k
         tasks = []
         for one in order:
             if one >= self.first:
@@ -200,30 +203,33 @@ class _Backward:
             else:
                 task = backward.tasks[one]
                 tasks.append(task if task.start < 0 else dataclasses.replace(task, start=place[task.start]))
-        storages = []
-        everyone = [{*s.readers, *self.readers.get(b, ())} for b, s in enumerate(backward.storages)]
-        for view, whole in self.whole.items():
-            everyone[whole] |= everyone[view]
-        for b, s in enumerate(backward.storages):
-            producer = self.producer.get(b, s.producer)
-            readers = everyone[b] - {producer}
-            storages.append(
-                dataclasses.replace(
-                    s,
-                    size_bytes=0 if b in self.whole else s.size_bytes,
-                    producer=place[producer],
-                    readers=tuple(sorted(place[r] for r in readers)),
-                )
-            )
-        storages += self._inside(place)
+        preds = [*backward.preds, *self.preds[self.first :]]
         return dataclasses.replace(
             backward,
             tasks=tuple(tasks),
-            preds=tuple(tuple(sorted({place[p] for p in preds[one]})) for one in order),
-            storages=tuple(storages),
+            preds=tuple([_places(place, preds[one]) for one in order]),
+            storages=(*self._moved(place), *self._inside(place)),
         )
 
-    def _inside(self, place: Mapping[int, int]) -> list[Storage]:
+    def _moved(self, place: Sequence[int]) -> list[Storage]:
+        """Backward's own memory, with its tasks renumbered."""
+        of_whole: dict[int, list[int]] = {}
+        for view, whole in self.whole.items():
+            of_whole.setdefault(whole, []).append(view)
+        storages = self.step.backward.storages
+        result = []
+        for b, s in enumerate(storages):
+            producer = self.producer.get(b, s.producer)
+            readers: Collection[int] = s.readers
+            if b in self.readers or b in of_whole:
+                blocks = [b, *of_whole.get(b, ())]
+                everyone = {r for one in blocks for r in (*storages[one].readers, *self.readers.get(one, ()))}
+                readers = everyone - {producer}
+            size_bytes = 0 if b in self.whole else s.size_bytes
+            result.append(Storage(size_bytes, place[producer], _places(place, readers), s.pinned, s.name))
+        return result
+
+    def _inside(self, place: Sequence[int]) -> list[Storage]:
         """Memory that only the chains need."""
         found = []
         for i in self.step.callers:
@@ -240,6 +246,13 @@ class _Backward:
         return found
 
 
+def _places(place: Sequence[int], ones: Collection[int]) -> tuple[int, ...]:
+    """Where tasks are, each once, ascending."""
+    if len(ones) < 2:
+        return tuple([place[one] for one in ones])
+    return tuple(sorted({place[one] for one in ones}))
+
+
 def rankings(step: Step) -> tuple[tuple[int, ...], ...]:
     """Two orders in which candidates are taken: by time per byte, the first layers first, and by position alone."""
 
@@ -253,8 +266,16 @@ def rankings(step: Step) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(numbers, key=lambda i: (cost(i), i))), tuple(numbers)
 
 
-def states(step: Step, most: int) -> list[tuple[int, ...]]:
-    """Sets of candidates, ascending within; at most ``most`` per series, none of them twice, nothing at all first."""
+#: Sets of candidates, ascending within, with what :func:`derived` gives for them.
+Made: TypeAlias = dict[tuple[int, ...], tuple[Problem, Problem]]
+
+
+def states(step: Step, most: int, made: Made | None = None) -> list[tuple[int, ...]]:
+    """Sets of candidates, ascending within; at most ``most`` per series, none of them twice, nothing at all first.
+
+    Args:
+        made: filled for sets whose problems were derived on the way.
+    """
     found: dict[tuple[int, ...], None] = {(): None}
     for ranking in rankings(step):
         total, taken, level = sum(step.candidates[i].size_bytes for i in ranking), 0, 1
@@ -263,22 +284,25 @@ def states(step: Step, most: int) -> list[tuple[int, ...]]:
             if taken * most >= total * level or k == len(ranking):
                 found[tuple(sorted(ranking[:k]))] = None
                 level = taken * most // total + 1 if total else level
-    found.update(dict.fromkeys(from_peak_to_peak(step, most)))
+    found.update(dict.fromkeys(from_peak_to_peak(step, most, made)))
     return list(found)
 
 
-def from_peak_to_peak(step: Step, most: int) -> list[tuple[int, ...]]:
+def from_peak_to_peak(step: Step, most: int, made: Made | None = None) -> list[tuple[int, ...]]:
     """A series of sets of candidates, each with some more of those that are in the way at the peak of the last one.
 
     Candidates come by time per byte, where work that a chain shares with those taken counts once. What makes the peak
     higher is left out: a chain that runs long before its values are read holds more than it frees. The series ends
     where nothing that could be computed again lives at the peak. At most ``most`` sets, evenly spaced, the last one
     among them. O(``most`` * (tasks + candidates)).
+
+    Args:
+        made: filled for the sets of the series.
     """
     whole = -(-len(step.candidates) // max(1, most))
     several, taken, left_out = whole, frozenset[int](), set[int]()
-    at_peak = _at_peak(step, taken)
-    assert at_peak is not None
+    problems: Made = {}
+    at_peak = _at_peak(step, (step.forward, step.backward))
     result = []
     trials = _LOOKED_AT_TASKS // max(1, len(step.forward) + len(step.backward))
     for _ in range(max(most, min(_TRIALS * most, trials))):
@@ -286,17 +310,23 @@ def from_peak_to_peak(step: Step, most: int) -> list[tuple[int, ...]]:
         if not helping:
             break
         some = _cheapest(step, taken, helping)[:several]
-        tried = _at_peak(step, taken.union(some))
-        if tried is not None and tried[0] < at_peak[0]:
-            taken, at_peak, several = taken.union(some), tried, whole
-            result.append(tuple(sorted(taken)))
+        more = tuple(sorted(taken.union(some)))
+        both = derived(step, more)
+        tried = None if both is None else _at_peak(step, both)
+        if both is not None and tried is not None and tried[0] < at_peak[0]:
+            taken, at_peak, several = frozenset(more), tried, whole
+            result.append(more)
+            problems[more] = both
         elif len(some) > 1:
             several = len(some) // 2
         else:
             left_out.update(some)
     # Each set costs schedules. Where sets had to be small there are more than that.
     kept = min(most, len(result))
-    return [result[(k + 1) * len(result) // kept - 1] for k in range(kept)]
+    series = [result[(k + 1) * len(result) // kept - 1] for k in range(kept)]
+    if made is not None:
+        made.update((state, problems[state]) for state in series)
+    return series
 
 
 def _cheapest(step: Step, taken: Collection[int], helping: Sequence[int]) -> list[int]:
@@ -311,14 +341,9 @@ def _cheapest(step: Step, taken: Collection[int], helping: Sequence[int]) -> lis
     return sorted(helping, key=cost)
 
 
-def _at_peak(step: Step, taken: Collection[int]) -> tuple[int, list[int]] | None:
-    """The higher peak of the two graphs, and what is saved across it and would not be there when computed again.
-
-    None where no order of backward can do without what is taken.
+def _at_peak(step: Step, both: tuple[Problem, Problem]) -> tuple[int, list[int]]:
+    """The higher peak of the two graphs of a state, and what is saved across it and would not be when computed again.
     """
-    both = derived(step, sorted(taken))
-    if both is None:
-        return None
     peaks = [profile(p) for p in both]
     where = max((0, 1), key=lambda graph: max(peaks[graph], default=0))
     live, storages = peaks[where], both[where].storages
@@ -349,8 +374,9 @@ def points(step: Step, gathered: Sequence[keep.Gathered] = (), kept: Sequence[in
     size = max(1, len(step.forward) + len(step.backward))
     most = max(_FEWEST_STATES, min(_MOST_STATES, _SCHEDULED_TASKS // (_SERIES * len(counts) * size)))
     found = []
-    for state in states(step, most):
-        both = derived(step, state)
+    made: Made = {}
+    for state in states(step, most, made):
+        both = made.pop(state, None) or derived(step, state)
         if both is None:
             continue
         spent = sum(step.forward.tasks[t].duration_ns for t in {t for i in state for t in step.candidates[i].chain})
@@ -380,7 +406,7 @@ def _within(
 
 def _quick(t: Tables, cap_bytes: int) -> list[tuple[int, int]]:
     """(makespan, peak) of a few list schedules within a cap that the input order keeps: cheap where many are asked."""
-    by_tail = [-q for q in tails(t)[0]]
+    by_tail = urgency(t)
     position = range(t.n)
     rules = (
         PriorityRule("list/input", position, position),
