@@ -63,7 +63,7 @@ def durations(matmul: float = 1.0, latency: float = 0.0, pointwise: float = 0.0)
 
 
 def optimised(gm: torch.fx.GraphModule, estimator: Estimator | None = None, **settings: Any) -> GraphReport:
-    """Our passes over a graph with room for small messages, every one verified; all ranks compute the same bits as before."""
+    """Our passes over a graph with room for messages, every one verified; all ranks compute the same bits as before."""
     inputs = inputs_by_rank(gm, RANKS)
     expected, layouts = run_all_ranks(gm, inputs), output_layouts(gm)
     config = PassConfig(
