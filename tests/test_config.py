@@ -62,9 +62,9 @@ def test_a_plan_file_does_not_go_with_a_budget_that_shrinks() -> None:
 
 
 @given(st.integers(0, 10**12))
-def test_the_default_leaves_a_small_graph_room_and_a_plain_share_is_kept(peak: int) -> None:
+def test_a_floor_leaves_a_small_graph_room_and_a_plain_share_is_kept(peak: int) -> None:
     assert PassConfig().memory_budget == DEFAULT_BUDGET
-    assert PassConfig().budget.limit_bytes(peak) == peak + max(2**20, peak // 20)
+    assert PassConfig(memory_budget="+5% or 1MiB").budget.limit_bytes(peak) == peak + max(2**20, peak // 20)
     assert PassConfig(memory_budget="+5%").budget.limit_bytes(peak) == peak + peak // 20
 
 
