@@ -109,6 +109,18 @@ def test_what_loses_nothing_keeps_nothing(rules: object, feedback: str, error: s
         assert all(torch.equal(-y, sum(whole).split(8)[rank]) for rank, y in enumerate(arrived))
 
 
+@pytest.mark.parametrize(("kind", "advised"), [("all_gather", False), ("reduce_scatter", True)])
+def test_advice_where_nothing_is_kept(kind: str, advised: bool) -> None:
+    """Of a gradient without residuals; weights are gathered, and have none."""
+    with fake_world(2) as group:
+        p = Program()
+        gm = p.done(p.collective(kind, p.input(64, 32), group))
+        chosen = config("*=int8", compress_feedback="on")
+        done = run_passes(gm.graph, [CompressPass(chosen.narrowing)], chosen, link(2, 1.0))
+    (note,) = [note for note in done.report.notes if note.startswith("compress:")]
+    assert ("see inductor_passes.add_feedback" in note) is advised
+
+
 def test_what_is_not_finite_is_not_kept() -> None:
     with fake_world(2) as group:
         p = Program()

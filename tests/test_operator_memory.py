@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -196,6 +197,17 @@ def test_what_a_schema_says(name: str, written: tuple[str, ...], results: tuple[
 def test_schemas_that_say_nothing() -> None:
     assert _torch.memory_use(_op("prim::Print")) is None
     assert _torch.memory_use(_op("aten::_test_string_default")) is not None, "quotes in a default value"
+
+
+def test_writes_of_operators_that_are_python_functions() -> None:
+    """Torch names their alias sets by place (``Tensor(a1!)``)."""
+
+    @torch.library.custom_op("inductor_passes_tests::fill", mutates_args=("out", "more"))
+    def fill(x: torch.Tensor, out: torch.Tensor, more: Sequence[torch.Tensor], value: float) -> None:
+        raise AssertionError("nobody calls it")
+
+    use = _torch.memory_use(torch.ops.inductor_passes_tests.fill.default)
+    assert use is not None and use.written == ("out", "more") and not use.views
 
 
 def test_every_collective_is_what_its_name_says() -> None:

@@ -218,7 +218,6 @@ from inductor_passes._torch.tracing import (
     compile_span,
     recompile_limit,
     trace_artifact,
-    trace_artifact_later,
     trace_enabled,
 )
 from inductor_passes._torch.wrapper_state import (
@@ -429,7 +428,6 @@ __all__ = [
     "timing_events",
     "torch_version",
     "trace_artifact",
-    "trace_artifact_later",
     "trace_enabled",
     "traced_call",
     "traced_modules",

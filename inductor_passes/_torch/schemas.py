@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-#: ``a``, ``a|b``, ``a!``, ``a -> *``, ``a! -> a|b``, ``*``
-_SET = r"(?:\*|[a-z](?:\|[a-z])*)"
+#: ``a``, ``a|b``, ``a!``, ``a -> *``, ``a! -> a|b``, ``*``; ``a2!`` where torch made the schema from a Python function.
+_SET = r"(?:\*|[a-z]\d*(?:\|[a-z]\d*)*)"
 _ANNOTATION = re.compile(rf"\(({_SET})(!)?(?: -> ({_SET}))?\)")
 
 #: Operators whose results are memory of these arguments, against their schema.

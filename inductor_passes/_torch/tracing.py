@@ -17,43 +17,25 @@ def trace_enabled() -> bool:
 
 
 def trace_artifact(name: str, encoding: str, payload_fn: Callable[[], str], under: str = "") -> None:
-    """Write one artifact into the structured trace under the current compile id, or under the one in ``under``.
+    """Write one artifact into the structured trace under the current compile id.
 
     ``encoding`` is ``json`` or ``string``, the two that tlparse renders. ``payload_fn`` is called only when a trace
     is being written. Errors of the payload and of the file system pass through to the caller.
-    """
-    from torch._guards import CompileContext, CompileId, compile_context
-    from torch._logging import trace_structured
 
-    def write() -> None:
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda: {"name": name, "encoding": encoding},
-            payload_fn=payload_fn,
-            expect_trace_id=False,
-        )
-
-    if not under:
-        write()
-        return
-    with compile_context(CompileContext(CompileId.from_string(under))):
-        write()
-
-
-def trace_artifact_later(name: str, payload_fn: Callable[[], str], compile_id: str) -> None:
-    """Write a JSON artifact about a compilation that is over, under its id as :func:`compile_id` gave it.
-
-    Under no id where this torch cannot read one. Errors as for :func:`trace_artifact`.
+    Args:
+        under: the id of a compilation that is over, as :func:`compile_id` gave it; no id where this torch cannot read
+            one.
     """
     from torch._guards import CompileId
     from torch._logging import trace_structured
 
     given: dict[str, Any] = {}
-    with contextlib.suppress(AttributeError, ValueError, AssertionError):
-        given["compile_id"] = CompileId.from_string(compile_id or None)
+    if under:
+        with contextlib.suppress(AttributeError, ValueError, AssertionError):
+            given["compile_id"] = CompileId.from_string(under)
     trace_structured(
         "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "json"},
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
         payload_fn=payload_fn,
         expect_trace_id=False,
         **given,

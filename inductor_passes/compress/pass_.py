@@ -149,9 +149,10 @@ def _note(choice: Choice, settings: Narrowing) -> str:
 
 def _kept(taken: Sequence[Candidate], settings: Narrowing) -> str:
     """What becomes of the errors."""
-    if not settings.feedback:
-        return ""
     count = sum(one.kept for one in taken)
+    # What gathers of weights lose is never kept, so that none of them is needs no advice.
+    if not settings.feedback or not (count or any(one.collective.kind.reduces for one in taken)):
+        return ""
     return f"; {count} of them with error feedback" + ("" if count else ": see inductor_passes.add_feedback")
 
 

@@ -286,35 +286,48 @@ void as_progress(const Tables &t, const i64 *order, const i64 *begin, const i64 
     }
 }
 
-void lazy(const Tables &t, const i64 *order, bool hold_waits, i64 *out) {
-    vector<char> placed(t.n, 0), waited(t.n, 0);
-    vector<i64> stack;
-    i64 count = 0;
-    for (i64 i = 0; i < t.n; i++)
-        if (t.kind[i] > START) waited[t.start[i]] = 1;
-    auto place = [&](i64 root) {
-        stack.assign(1, root);
-        while (!stack.empty()) {
-            i64 i = stack.back();
-            if (placed[i]) {
-                stack.pop_back();
+// Places tasks behind all that they need, which is given by task; each once.
+class Placing {
+  public:
+    Placing(const i64 *need_at, const i64 *needs, i64 n, i64 *out)
+        : need_at_(need_at), needs_(needs), placed_(n, 0), out_(out) {}
+
+    void place(i64 root) {
+        stack_.assign(1, root);
+        while (!stack_.empty()) {
+            i64 i = stack_.back();
+            if (placed_[i]) {
+                stack_.pop_back();
                 continue;
             }
-            size_t before = stack.size();
-            for (i64 e = t.pred_at[i + 1] - 1; e >= t.pred_at[i]; e--)
-                if (!placed[t.preds[e]]) stack.push_back(t.preds[e]);
-            if (stack.size() > before) continue;
-            placed[i] = 1;
-            out[count++] = i;
-            stack.pop_back();
+            size_t before = stack_.size();
+            for (i64 e = need_at_[i + 1] - 1; e >= need_at_[i]; e--)
+                if (!placed_[needs_[e]]) stack_.push_back(needs_[e]);
+            if (stack_.size() > before) continue;
+            placed_[i] = 1;
+            out_[count_++] = i;
+            stack_.pop_back();
         }
-    };
+    }
+
+  private:
+    const i64 *need_at_, *needs_;
+    vector<char> placed_;
+    vector<i64> stack_;
+    i64 count_ = 0, *out_;
+};
+
+void lazy(const Tables &t, const i64 *order, bool hold_waits, i64 *out) {
+    vector<char> waited(t.n, 0);
+    for (i64 i = 0; i < t.n; i++)
+        if (t.kind[i] > START) waited[t.start[i]] = 1;
+    Placing placing(t.pred_at, t.preds, t.n, out);
     for (i64 k = 0; k < t.n; k++) {
         i64 i = order[k];
         bool unread = t.succ_at[i] == t.succ_at[i + 1];
-        if (t.kind[i] == COMPUTE || (t.kind[i] == START ? !waited[i] : hold_waits || unread)) place(i);
+        if (t.kind[i] == COMPUTE || (t.kind[i] == START ? !waited[i] : hold_waits || unread)) placing.place(i);
     }
-    for (i64 k = 0; k < t.n; k++) place(order[k]);
+    for (i64 k = 0; k < t.n; k++) placing.place(order[k]);
 }
 
 // -- placing.waits_down, placing.starts_up, robust.makespans --------------------------------------------------------
@@ -500,26 +513,8 @@ void greedy(const Tables &t, i64 looked_at, i64 *out) {
 }
 
 void on_demand(const Tables &t, const i64 *roots, i64 count, const i64 *need_at, const i64 *needs, i64 *out) {
-    vector<char> placed(t.n, 0);
-    vector<i64> stack;
-    i64 done = 0;
-    for (i64 k = 0; k < count; k++) {
-        stack.assign(1, roots[k]);
-        while (!stack.empty()) {
-            i64 i = stack.back();
-            if (placed[i]) {
-                stack.pop_back();
-                continue;
-            }
-            size_t before = stack.size();
-            for (i64 e = need_at[i + 1] - 1; e >= need_at[i]; e--)
-                if (!placed[needs[e]]) stack.push_back(needs[e]);
-            if (stack.size() > before) continue;
-            placed[i] = 1;
-            out[done++] = i;
-            stack.pop_back();
-        }
-    }
+    Placing placing(need_at, needs, t.n, out);
+    for (i64 k = 0; k < count; k++) placing.place(roots[k]);
 }
 
 // -- implied --------------------------------------------------------------------------------------------------------

@@ -154,12 +154,12 @@ def emit_timing(phase: str, graph_index: int, compile_id: str, rank: int, found:
     """Write what was measured of a graph, outside of its compilation; never raises."""
 
     def write() -> None:
-        from inductor_passes._torch import trace_artifact_later, trace_enabled
+        from inductor_passes._torch import trace_artifact, trace_enabled
 
         if trace_enabled():
             about = GraphReport(phase, graph_index, compile_id=compile_id, rank=rank)
             record = TimingArtifact(**identify(about), timing=found)
-            trace_artifact_later(artifact_name(TIMING, about), lambda: dumps(plain(record)), compile_id)
+            trace_artifact(artifact_name(TIMING, about), "json", lambda: dumps(plain(record)), compile_id)
 
     guarded(write)
 
