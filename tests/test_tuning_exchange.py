@@ -81,20 +81,20 @@ def test_a_rank_that_does_not_come_costs_the_result_and_nothing_else(gone: int) 
 
 def test_a_rank_that_dies_after_the_others_know_it_is_named() -> None:
     store = dist.HashStore()
-    held = talk(3, 0.5, boards={2: FailingBoard(store, 0, Dies)}, store=store)
+    held = talk(3, 3.0, boards={2: FailingBoard(store, 0, Dies)}, store=store)
     assert held[0].why == held[1].why == "rank 2 did not hand in any times"
     assert held[0].content is None and held[1].content is None
 
 
 def test_a_first_rank_that_dies_is_named() -> None:
     store = dist.HashStore()
-    held = talk(2, 0.4, boards={0: FailingBoard(store, 1, Dies)}, store=store)
+    held = talk(2, 3.0, boards={0: FailingBoard(store, 1, Dies)}, store=store)
     assert held[1].content is None and held[1].why == "rank 0 did not answer rank 1"
 
 
 def test_a_store_that_is_lost_is_said() -> None:
     store = dist.HashStore()
-    held = talk(2, 0.4, boards={1: FailingBoard(store, 1, StoreError)}, store=store)
+    held = talk(2, 20.0, boards={1: FailingBoard(store, 1, StoreError)}, store=store)
     assert held[0].content is not None, "its times were there"
     assert held[1].content is None and "store cannot be used" in held[1].why
 
