@@ -14,6 +14,7 @@ import torch.fx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import ConfigError, PassConfig, verify
 from inductor_passes.bucket.pass_ import BucketPass
@@ -286,6 +287,30 @@ def test_random_sizes(kind: str, name: str, block: str, world: int, rows: int, c
     terms = error * (max(peaks) if kind in ("all_gather", "all_to_all") else sum(peaks))
     again = error * (sum(peaks) + terms) if kind == "all_reduce" else 0.0
     assert max(float((e - f).abs().max()) for e, f in zip(expected[0], found[0])) <= (terms + again) * 1.001
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["all narrow", "first one wide"])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("between", ["mm", "neg"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_sum_of_what_some_ranks_hold_alike(dim: int, between: str, kind: str, wide: bool) -> None:
+    """On a 2 x 2 mesh: reduced over one dimension, computed with, and then narrowed over all ranks."""
+    with fake_world(4) as everybody:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        p = Program()
+        x = p.collective("all_reduce", p.input(32, 16), mesh.get_group(dim).group_name)
+        y = p.call(aten.mm.default, x, p.call(aten.permute.default, x, [1, 0])) if between == "mm" else p.call(
+            aten.neg.default, x
+        )
+        gm = p.done(p.collective(kind, y, everybody))
+        values = inputs_by_rank(gm, 4)
+        expected = run_all_ranks(gm, values)
+        rules = "mesh_a=off,mesh_b=off,*=bf16" if wide else "*=bf16"
+        report = run(gm, config(rules), link(4, 1.0))
+        assert report.changed and report.rolled_back is None
+        found = run_all_ranks(gm, values)
+    for e, f in zip(expected[0], found[0], strict=True):
+        assert float((e - f).abs().max()) <= 0.05 * float(e.abs().max())
 
 
 def test_odd_sizes_of_an_all_reduce() -> None:

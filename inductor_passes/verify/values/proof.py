@@ -75,6 +75,8 @@ class Proof:
             Side(self.space, self.old, self._kept, self._place),
             Side(self.space, self.new, self.same, self._place),
         )
+        # What is read on the same ranks needs no replicas: looked at first, since a replica may stand for many ranks.
+        self._apart = tuple(Side(self.space, side.resolver, side.common, _itself) for side in self._sides)
         self._flatteners = Flattener(self.space, self.old), Flattener(self.space, self.new)
         self._asked: set[object] = set()
         self._questions = 0
@@ -365,7 +367,15 @@ class Proof:
             raise changed(old, new, "the terms are added up in other steps, which the exact tier does not allow")
         if not now.roundings <= was.roundings or (was.once and not now.once):
             raise changed(old, new, f"it adds in {now.dtype} where the reference adds in a wider type")
-        return matched(self.space, (was, self._sides[0]), (now, self._sides[1]))
+        try:
+            return matched(self.space, (was, self._apart[0]), (now, self._apart[1]))
+        except Unequal:
+            return matched(self.space, (was, self._sides[0]), (now, self._sides[1]))
+
+
+def _itself(name: str, rank: Affine) -> Affine:
+    """As ``Proof._place``, where every rank is taken for itself."""
+    return rank
 
 
 def _same_byte(old: Head, new: Head) -> tuple[Head, Head]:
