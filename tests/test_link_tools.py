@@ -5,19 +5,25 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
 from inductor_passes.config import PassConfig
 from inductor_passes.emulation.link_model import Record
 from inductor_passes.models import LlamaConfig, language_batch, language_model
+from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage, Task
+from tools.benchmarks import budgets as bench_budgets
 from tools.benchmarks import link as bench_link
 from tools.link import lab as link_lab
 from tools.link import models as link_models
 from tools.link import report as link_report
+from tools.link import sweep as link_sweep
 from tools.link import worker as link_worker
+from tools.link.prediction import predicted_peak
 
 
 def _record(kind: str, wire: int, duration: int = 0) -> Record:
@@ -222,3 +228,57 @@ def test_the_reference_must_survive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_link, "torchrun", lambda *_: (1, "no gloo"))
     with pytest.raises(RuntimeError, match="status 1 while starting inductor"):
         bench_link.run_job({"contenders": ["inductor"]}, 2, 1, Console(file=io.StringIO()))
+
+
+def _point(name: str, step: int, peak: int, **changes: Any) -> dict[str, Any]:
+    family = "ours" if name.startswith("ours") else "inductor"
+    return _row(name, family, step, peak_bytes=peak, predicted_ns=step, **changes)
+
+
+def test_ours_and_the_sweep_at_each_peak() -> None:
+    rows = [
+        _point("inductor", 200, 1_000),
+        _point("inductor-saved-50", 210, 900),
+        _point("ours-saved-50", 150, 950),
+        _point("ours-less-30", 140, 700, predicted_peak_bytes=714),
+        _point("ours-less-10", 120, 900, worst_loss_difference=1e-9),
+        _point("ours-auto", 130, 1_000),
+    ]
+    everyone = bench_budgets.measured(_results(*rows))
+    lines, whole, today = bench_budgets.at_each_peak(everyone)
+    # Nothing of the sweep fits where ours needs least; what needs less is allowed to ours at every peak.
+    assert [line[4] for line in lines] == ["nobody", "default Inductor, 50% saved", "our order, 50% saved"]
+    assert whole == [210 / 120, 150 / 120] and today == [210 / 120, 200 / 120]
+    assert [m.name for m in bench_budgets.front(everyone)] == ["ours-less-30", "ours-less-10"]
+    caps = {line[0]: line[1:] for line in bench_budgets.at_caps(everyone)}
+    assert caps["0.6"] == ["nobody", "-", "nobody", "-", "-"]
+    assert caps["0.8"][2:] == ["nobody", "-", "-"] and caps["0.9"][-1] == "1.750"
+    text = "\n".join(bench_budgets.page([{**_results(*rows), "model": "tiny"}]))
+    assert "Least peak of ours: 0.0 MB" in text and "off by 2.0% at most (1 points)" in text
+    assert 'not bit-equal for ours, "auto", "-10%"' in text
+
+
+def test_contenders_of_the_sweep_are_chosen_by_pattern() -> None:
+    everyone = bench_budgets.selected(None)
+    assert len(everyone) == len({*link_sweep.SWEEP, *link_sweep.BUDGETS}) and everyone[0] == "inductor"
+    # What is relative to the step's peak comes behind a contender that says what that is.
+    assert everyone.index("ours-less-10") < everyone.index("ours-within-100")
+    assert bench_budgets.selected(["ours-less-[12]0"]) == ["inductor", "ours-less-10", "ours-less-20"]
+    with pytest.raises(typer.BadParameter, match="our-less is not known"):
+        bench_budgets.selected(["our-less"])
+    for contender in link_sweep.EVERY.values():
+        if contender.family == "ours":
+            PassConfig(**contender.settings)
+    within = link_sweep.BUDGETS["ours-within-110"]
+    with pytest.raises(ValueError, match="ours-within-110 needs a contender with a budget below the peak"):
+        within.compile_options("profile.json")
+
+
+def test_a_peak_is_predicted_without_what_the_caller_holds(tmp_path: Path) -> None:
+    storages = (Storage(100, INPUT, (0,), True), Storage(20, INPUT, (0,)), Storage(5, 0, (), True))
+    problem = Problem((Task("a", Kind.COMPUTE, 1),), ((),), storages=storages, name="backward_0")
+    (tmp_path / "rank0_backward_0_x.json").write_text(json.dumps(problem.to_json()))
+    backward = SimpleNamespace(phase="backward", schedules=[SimpleNamespace(peak_after_bytes=125)])
+    reports: Any = [backward, SimpleNamespace(phase="forward", schedules=[])]
+    assert predicted_peak(reports, tmp_path, 0) == 25
+    assert predicted_peak(reports, tmp_path, 1) == 0

@@ -22,7 +22,7 @@ from tests.support.world import fake_world
 def predicted_peaks(folder: Path, orders: dict[str, Any]) -> dict[str, int]:
     """Planned peaks by phase, without what the caller holds: parameters, inputs, and what is saved of them."""
     found = {}
-    for path in folder.glob("rank0_*.json"):
+    for path in folder.glob("rank0_*ward_*.json"):
         problem = Problem.from_json(json.loads(path.read_text()))
         held = sum(s.size_bytes for s in problem.storages if s.producer == INPUT and s.pinned)
         phase = problem.name.split("_")[0]

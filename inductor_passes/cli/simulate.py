@@ -1,10 +1,12 @@
 """``inductor-passes simulate``: plan a captured graph again for other links, devices and memory budgets.
 
 A problem file comes from ``dump_problem`` or from the ``inductor_passes_problem`` artifact of a trace at debug level.
+A step file (``rank0_step_*.json``) has forward and backward: what is computed again and kept is chosen anew, too.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -32,6 +34,7 @@ T = TypeVar("T")
 MAX_TASKS = 100_000
 MAX_CASES = 1_000
 MAX_EFFORT = 100
+MOST_RANKS = 2**20
 #: No link or device is so many times faster than another.
 MOST_SCALE = 10**6
 _NUMBER = re.compile(r"([+-]?\d{1,15}(?:\.\d{0,15})?|[+-]?\.\d{1,15})(?:/(\d{1,15}))?", re.ASCII)
@@ -64,6 +67,11 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a chart of the step over the swept option.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write the last case's timeline as a Chrome trace.")] = None,
+    profile: Annotated[
+        str, typer.Option(help="Of a step: the links of this cost profile, a file or a device such as h100.")
+    ] = "",
+    ranks: Annotated[int, typer.Option(min=0, max=MOST_RANKS, help="Of a step, with --profile: so many share it.")] = 0,
+    step: Annotated[str, typer.Option(help="Of a step: the least memory for these times, such as 120ms,100ms.")] = "",
 ) -> None:
     """Plan a captured graph again for other links, budgets and devices.
 
@@ -83,7 +91,22 @@ def simulate(
     count = math.prod(len(values) for values in swept)
     if count > MAX_CASES:
         raise CommandError(f"the options make {count} combinations; expected at most {MAX_CASES}")
-    problem, curve = _load(problem_file)
+    data = _read(problem_file)
+    if isinstance(data, dict) and "forward" in data:
+        if svg is not None or perfetto is not None:
+            raise CommandError("--svg and --perfetto are for a problem of one graph; this is a whole step")
+        from inductor_passes.cli import simulate_step
+
+        links = [Case("", *values) for values in itertools.product(*swept[1:])]
+        labels = [", ".join(f"{name} {_SWEPT[name](case)}" for name in _different(links)) for case in links]
+        changes = [functools.partial(_change, case=case) for case in links]
+        asked = _values("--step", step, _duration) if step else []
+        wanted = simulate_step.Wanted(swept[0], asked, profile, ranks or None)
+        simulate_step.answer(problem_file, data, list(zip(labels, changes)), wanted, as_json=as_json)
+        return
+    if profile or ranks or step:
+        raise CommandError("--profile, --ranks and --step are for a whole step (rank0_step_*.json of dump_problem)")
+    problem, curve = _load(problem_file, data)
     cases = [Case(*values) for values in itertools.product(*swept)]
     answers = [(case, changed, _plan(changed, case, effort)) for case in cases for changed in [_change(problem, case)]]
     # Files first: whoever reads the text may stop reading (`| head`), which ends us.
@@ -104,14 +127,23 @@ def simulate(
         terminal.say(f"wrote {path}", err=as_json)
 
 
-def _load(path: Path) -> tuple[Problem, list[tuple[int, int]]]:
-    """A problem, and the curve of its step where it has one."""
+def _read(path: Path) -> Any:
     from inductor_passes.records.json_text import RecordError, read
+
+    try:
+        return read(path, "a problem")
+    except RecordError as error:
+        raise CommandError(f"{path}: {error}") from error
+
+
+def _load(path: Path, data: object) -> tuple[Problem, list[tuple[int, int]]]:
+    """A problem, and the curve of its step where it has one."""
+    from inductor_passes.records.json_text import RecordError
     from inductor_passes.schedule.curve import curve_of
     from inductor_passes.schedule.problem import Problem, ProblemError
 
     try:
-        problem = Problem.from_json(read(path, "a problem"))
+        problem = Problem.from_json(data)
         if len(problem) > MAX_TASKS:
             raise ProblemError(f"{len(problem)} tasks are too many; expected at most {MAX_TASKS}")
         return problem, curve_of(problem)
@@ -229,7 +261,12 @@ def _record(answer: Answer) -> dict[str, object]:
 
 def _varying(answers: Iterable[Answer]) -> list[str]:
     """Swept options with more than one value."""
-    cases = [case for case, _, _ in answers]
+    return _different([case for case, _, _ in answers])
+
+
+def _different(cases: Iterable[Case]) -> list[str]:
+    """Options whose value is not the same in all cases."""
+    cases = list(cases)
     return [name for name, show in _SWEPT.items() if len({show(case) for case in cases}) > 1]
 
 

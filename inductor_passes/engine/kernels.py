@@ -18,7 +18,7 @@ from inductor_passes.engine.compilation import Compilation
 from inductor_passes.engine.complain import complain, warn_once
 from inductor_passes.engine.publish import publish, somebody_looks, write_problem
 from inductor_passes.ir.parameters import reported
-from inductor_passes.problems.kernel_memory import donated_inputs
+from inductor_passes.problems.kernel_memory import donated_inputs, saved_together
 from inductor_passes.problems.kernels import build
 from inductor_passes.problems.record import schedule_report
 from inductor_passes.replay import order_check
@@ -91,13 +91,13 @@ def _checked(
     report.changed = ordered.changed
     if not ordered.changed:
         return ordered
-    donated = donated_inputs(compilation.backward)
+    donated, together = donated_inputs(compilation.backward), saved_together(compilation.backward)
     allowed = None
     if limit is not None:
         # Memory by the verifier's own replay, relative to its own idea of Inductor's order.
-        allowed = verify.snodes_peak_bytes(nodes, donated) + max(0, limit - ordered.before.peak_bytes)
+        allowed = verify.snodes_peak_bytes(nodes, donated, together) + max(0, limit - ordered.before.peak_bytes)
     planned = [nodes[i] for i in ordered.plan.order]
-    findings = verify.check_snodes(planned, nodes, memory_budget=allowed, donated=donated)
+    findings = verify.check_snodes(planned, nodes, memory_budget=allowed, donated=donated, together=together)
     if not findings:
         return ordered
     report.changed, report.findings, report.rolled_back = False, findings, Reason.VERIFIER

@@ -22,7 +22,7 @@ from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.pin import pins
 from inductor_passes.problems.fx import FxProblem, NoHintError
-from inductor_passes.problems.graph_memory import mark_views_of_inputs
+from inductor_passes.problems.graph_memory import mark_saved_blocks, mark_views_of_inputs
 from inductor_passes.records.errors import MeantError
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewriting.step_facts import StepFacts
@@ -124,6 +124,8 @@ class Separation:
                 checkpointing.describe(module.graph)
         with guarded("looking for saved views of parameters", "backward counts them as its own", lambda: self.settings):
             mark_views_of_inputs(both[0].graph, both[1].graph)
+        with guarded("looking for saved views of one value", "backward counts each of them", lambda: self.settings):
+            mark_saved_blocks(both[0].graph, both[1].graph)
         return both
 
     @garbage.paused()

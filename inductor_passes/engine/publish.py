@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from inductor_passes import _torch
 from inductor_passes.engine.compilation import Compilation
@@ -13,6 +14,7 @@ from inductor_passes.pin import file as plan_file
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import Timeline, simulate
+from inductor_passes.step.stored import StoredStep
 from inductor_passes.trace.artifacts import emit
 from inductor_passes.trace.collector import deliver, what_if_wanted
 from inductor_passes.trace.payload import dumps
@@ -80,11 +82,20 @@ def publish_fx(compilation: Compilation) -> None:
 
 def write_problem(problem: Problem, report: GraphReport, directory: str) -> None:
     """Write a planned problem for ``inductor-passes simulate``; a directory that cannot be written is a warning."""
-    name = f"rank{report.rank}_{problem.name}_{problem.digest()}.json"
+    _write(f"rank{report.rank}_{problem.name}_{problem.digest()}.json", problem.to_json(), directory)
+
+
+def write_step(step: StoredStep, directory: str) -> None:
+    """Write a whole step, with what could be computed again and kept, as :func:`write_problem` does with a graph."""
+    digests = "_".join(problem.digest() for problem in (step.step.forward, step.step.backward))
+    _write(f"rank{_torch.rank_and_world_size()[0]}_step_{digests}.json", step.to_json(), directory)
+
+
+def _write(name: str, data: dict[str, Any], directory: str) -> None:
     try:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(dumps(problem.to_json(), indent=None), encoding="utf-8")
+        (folder / name).write_text(dumps(data, indent=None), encoding="utf-8")
     except OSError as error:
         warn_once(f"inductor_passes: cannot write the problem to dump_problem={directory}: {error}")
 

@@ -16,14 +16,14 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, checkpointing
+from inductor_passes.engine import agreeing, checkpointing, publish
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
-from inductor_passes.step import keep, picture, recompute, saved
+from inductor_passes.step import keep, picture, recompute, saved, stored
 from inductor_passes.step.recompute import Point
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
@@ -121,6 +121,9 @@ class Shrinking:
         found = saved.read(views, fx, self.outputs, tagged)
         recompute.check(found.step)
         gathered = keep.candidates(*views, self.profile)
+        if self.settings.dump_problem:
+            messages = stored.messages_of(views[0]), stored.messages_of(views[1])
+            publish.write_step(stored.StoredStep(found.step, tuple(gathered), messages), self.settings.dump_problem)
         possible = recompute.points(found.step, gathered)
         return self._best(base, found, gathered, possible)
 

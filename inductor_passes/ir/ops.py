@@ -32,10 +32,14 @@ from inductor_passes.ir.memory import (
 )
 from inductor_passes.operators import BLOCKING_COLLECTIVES, COLLECTIVES, CollectiveKind, Role, role_of
 
+#: In the meta of an input of a backward: (name of the first input that is memory of the same block, the block's bytes).
+SAVED_BLOCK = "inductor_passes_saved_block"
+
 __all__ = [
     "BLOCKING_COLLECTIVES",
     "COLLECTIVES",
     "NOT_CROSSED",
+    "SAVED_BLOCK",
     "CollectiveKind",
     "Role",
     "collective_kind",

@@ -3,6 +3,7 @@
 Aliasing is derived from operator schemas (``memory``) rather than from fake tensors' storages: passes replace fake
 tensors freely. ``wait_tensor`` returns its input's memory although its schema does not say so, and so does what
 receives from another rank; ``getitem`` selects one of several results, each of which may be memory of another input.
+Of a backward's inputs its own graph does not show it: whoever saw forward has noted it (``ops.SAVED_BLOCK``).
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Storages:
         self._place: dict[torch.fx.Node, Place] = {}
         self._of: dict[torch.fx.Node, tuple[FxStorage, ...]] = {}
         self._attributes: dict[object, Place] = {}
+        self._saved: dict[str, Place] = {}
         self.all: list[FxStorage] = []
         for node in graph.nodes:
             if node.op == "output":
@@ -112,7 +114,7 @@ class Storages:
     def _where(self, node: torch.fx.Node) -> Place:
         value = node.meta.get("val")
         if node.op == "placeholder":
-            return self._new(node, value)
+            return self._given(node, value)
         if node.op == "get_attr":
             key = _identity(node)
             if key not in self._attributes:
@@ -155,6 +157,18 @@ class Storages:
         if isinstance(value, dict):
             return {k: self._new(node, v) for k, v in value.items()}
         return ()
+
+    def _given(self, node: torch.fx.Node, value: object) -> Place:
+        """The memory of an input; inputs that were saved as views of one block are that block."""
+        first, size_bytes = node.meta.get(ops.SAVED_BLOCK, ("", 0))
+        if first in self._saved:
+            return self._saved[first]
+        place = self._new(node, value)
+        if first and isinstance(place, tuple):
+            self._saved[first] = place
+            for storage in place:
+                storage.size_bytes = size_bytes
+        return place
 
     def _shared(self, node: torch.fx.Node, value: object, sources: tuple[FxStorage, ...], own: bool) -> Place:
         """Every tensor in a value lives in all of ``sources``, and with ``own`` in memory of its own as well."""

@@ -9,8 +9,8 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir.canonical import PADS, Shards
-from inductor_passes.ir.ops import Role, role
-from inductor_passes.ir.storages import FxStorage
+from inductor_passes.ir.ops import SAVED_BLOCK, Role, role
+from inductor_passes.ir.storages import FxStorage, Storages
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.problems.builder import CALLERS, OF_CALLER, Block, Builder, NoHintError
@@ -44,6 +44,24 @@ def mark_views_of_inputs(forward: torch.fx.Graph, backward: torch.fx.Graph) -> N
             source = source.all_input_nodes[0] if role(source) is Role.FREE and source.all_input_nodes else None
         if source is not None:
             node.meta[OF_CALLER] = True
+
+
+def mark_saved_blocks(forward: torch.fx.Graph, backward: torch.fx.Graph) -> None:
+    """Note in a backward's graph which of its inputs are one block of memory: only forward's graph shows it.
+
+    That is so for several saved views of one value. Values that may be memory of several blocks are left apart.
+    """
+    storages = Storages(forward)
+    saved = {node.name: node for node in forward.output_node().all_input_nodes if node.op == "call_function"}
+    together: dict[FxStorage, list[torch.fx.Node]] = {}
+    for node in backward.find_nodes(op="placeholder"):
+        blocks = storages.of(saved[str(node.target)]) if str(node.target) in saved else ()
+        if len(blocks) == 1 and not kept_by_caller(node, True):
+            together.setdefault(blocks[0], []).append(node)
+    for block, nodes in together.items():
+        if len(nodes) > 1 and block.size_bytes:
+            for node in nodes:
+                node.meta[SAVED_BLOCK] = (nodes[0].name, block.size_bytes)
 
 
 def _is_unread(storage: FxStorage) -> bool:
@@ -184,7 +202,7 @@ class GraphMemory:
             collectives = self._view.collectives_of_wait.get(owner, ())
             uneven = any(c in self._shards.uneven for c in collectives)
             return sum(c.output_bytes or 0 for c in collectives) if uneven else storage.size_bytes
-        if self._view.role(storage.producer) is Role.INPUT:
+        if self._view.role(storage.producer) is Role.INPUT and SAVED_BLOCK not in storage.producer.meta:
             starts = {
                 user if self._view.role(user) is Role.START else self._owner.get(user)
                 for user in storage.producer.users

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from inductor_passes import _torch
+from inductor_passes.ir.ops import SAVED_BLOCK
 from inductor_passes.problems.builder import CALLERS, OF_CALLER, Block, Builder
 from inductor_passes.schedule.problem import INPUT
 
@@ -21,7 +22,7 @@ def donated_inputs(backward: bool) -> dict[str, int]:
     """Inputs of the graph being lowered that are freed after their last use, with their bytes.
 
     A backward owns its saved activations. Parameters, inputs, views of them, and incoming gradients belong to the
-    caller.
+    caller. Of inputs that are one block (:func:`saved_together`) each has the block's bytes.
     """
     if not backward:
         return {}
@@ -29,7 +30,25 @@ def donated_inputs(backward: bool) -> dict[str, int]:
     inputs = [] if module is None else module.graph.find_nodes(op="placeholder")
     views = {str(node.target) for node in inputs if OF_CALLER in node.meta}
     found = _torch.lowered_inputs().items()
-    return {name: size for name, size in found if not name.startswith(CALLERS) and name not in views}
+    whole = {str(node.target): node.meta[SAVED_BLOCK][1] for node in inputs if SAVED_BLOCK in node.meta}
+    return {
+        name: whole.get(name, size) for name, size in found if not name.startswith(CALLERS) and name not in views
+    }
+
+
+def saved_together(backward: bool) -> dict[str, str]:
+    """Inputs of the graph being lowered that are memory of another input -> that one."""
+    module = _torch.current_graph_module()
+    inputs = [] if module is None or not backward else module.graph.find_nodes(op="placeholder")
+    first: dict[str, str] = {}
+    found = {}
+    for node in inputs:
+        if SAVED_BLOCK in node.meta:
+            name = str(node.target)
+            one = first.setdefault(node.meta[SAVED_BLOCK][0], name)
+            if one != name:
+                found[name] = one
+    return found
 
 
 def kernel_blocks(
@@ -41,12 +60,14 @@ def kernel_blocks(
         producer: name of a buffer -> number of the node that defines it, which is that of its task in ``builder``.
         backward: whether inputs other than parameters and gradients are freed after their last use.
     """
+    freed = donated_inputs(backward)
     found = _Buffers(nodes, producer)
+    found.join(saved_together(backward), freed)
     for i, node in enumerate(nodes):
         found.define(i, node)
     for start in builder.waits_of:
         found.hold(nodes[start], builder.in_flight(start))
-    found.pin(donated_inputs(backward))
+    found.pin(freed)
     for i, node in enumerate(nodes):
         found.overwrite(i, node)
     return list(found.blocks.values())
@@ -62,6 +83,14 @@ class _Buffers:
         #: Wholes that are defined after their parts.
         self._early: set[str] = set()
         self.blocks = {name: Block(name, size, INPUT) for name, size in _torch.lowered_inputs().items()}
+
+    def join(self, together: Mapping[str, str], sizes: Mapping[str, int]) -> None:
+        """Make one block of inputs that are memory of another one."""
+        for name, first in together.items():
+            if name in self.blocks and first in self.blocks:
+                del self.blocks[name]
+                self._root[name] = first
+                self.blocks[first].size_bytes = sizes[first]
 
     def _find(self, name: str) -> str:
         """The buffer whose block ``name`` lives in."""

@@ -55,6 +55,11 @@ class Gathered:
     source: str
     group: str
 
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Less is better: by link time per byte, then what forward gathers last."""
+        return -(self.link_ns * 10**6 // self.held_bytes), -self.position
+
 
 @dataclass(frozen=True)
 class KeepChoice:
@@ -98,7 +103,7 @@ def candidates(forward: GraphView, backward: GraphView, profile: CostProfile) ->
         for c in forward.collectives
         if c.kind is CollectiveKind.ALL_GATHER and c.start.name in again and c.output_bytes
     ]
-    return sorted(found, key=lambda g: (-(g.link_ns * 10**6 // g.held_bytes), -g.position))
+    return sorted(found, key=lambda g: g.rank)
 
 
 def _link_ns(c: Collective, profile: CostProfile) -> int:

@@ -143,7 +143,7 @@ class _Backward:
         self.again = sorted({t for c in chosen for t in c.chain})
         self.number = {t: self.first + k for k, t in enumerate(self.again)}
         self.producer = {b: self._made_by(c) for c in chosen for b in c.backward_storages}
-        # Backward counts views of one saved block as inputs of their own. Made again they are one block.
+        # Where nobody noted that several inputs are one block they count for themselves. Made again they are one.
         self.whole = {b: c.backward_storages[0] for c in chosen for b in c.backward_storages[1:]}
         self.twin = {c.forward_storage for c in chosen}
         self.preds = step.backward.edges() + [self._preds(t) for t in self.again]

@@ -151,7 +151,8 @@ class _Reader:
         if block.producer not in chain.nodes:
             return "what allocates it is not part of what makes it"
         inputs = [self.inputs[m.name] for m in block.members if m.name in self.saved]
-        theirs = tuple(i for n in inputs for s in self.back.storages.of(n) for i in self.back_storage.get(s, ()))
+        blocks = dict.fromkeys(s for n in inputs for s in self.back.storages.of(n))
+        theirs = tuple(i for s in blocks for i in self.back_storage.get(s, ()))
         if not theirs or any(self.backward.problem.storages[i].pinned for i in theirs):
             return "backward does not free it"
         one = Candidate(

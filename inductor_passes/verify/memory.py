@@ -4,7 +4,8 @@ Counted are storages, not the allocator's reserve. Views share a storage, and an
 collective or a transfer live until the last of its waits. Graph inputs and attributes belong to the caller and live for
 the whole call unless they are named as donated. Outputs live to the end. A node's results are allocated before its
 operands are released. A view does not touch memory, so a view that nobody reads keeps none alive. An input that nobody
-reads is never released, because generated code drops its inputs after a use.
+reads is never released, because generated code drops its inputs after a use. Inputs that are noted as one block
+(``ops.SAVED_BLOCK``) are allocated once, and released behind the last use of any of them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection
 import torch
 import torch.fx
 
-from inductor_passes.ir.ops import Role
+from inductor_passes.ir.ops import SAVED_BLOCK, Role
 from inductor_passes.verify.facts.storages import Block
 from inductor_passes.verify.facts.view import View
 
@@ -34,9 +35,15 @@ def peak_of(view: View, donated: Collection[str] = ()) -> int | None:
     released: list[int] = [0] * (last + 2)
     allocated: list[int] = [0] * (last + 2)
     live = 0
+    #: First input of a block -> its bytes and the ends of all inputs that are the block.
+    together: dict[str, tuple[int, list[int]]] = {}
     for storage in view.storages.all:
         if storage.size_bytes is None:
             return None
+        if (noted := storage.producer.meta.get(SAVED_BLOCK)) is not None and storage.producer.name in donated:
+            first, size_bytes = noted
+            together.setdefault(first, (size_bytes, []))[1].append(_last_touch(view, storage))
+            continue
         if storage.producer.op in ("placeholder", "get_attr"):
             live += storage.size_bytes
             if storage.producer.name not in donated:
@@ -46,6 +53,10 @@ def peak_of(view: View, donated: Collection[str] = ()) -> int | None:
         end = _last_touch(view, storage)
         if 0 <= end < last:
             released[end] += storage.size_bytes
+    for size_bytes, ends in together.values():
+        live += size_bytes
+        if min(ends) >= 0 and max(ends) < last:
+            released[max(ends)] += size_bytes
     peak = live
     for index in range(last + 1):
         live += allocated[index]

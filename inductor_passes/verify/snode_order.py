@@ -131,12 +131,17 @@ class SnodeOrder:
                 ends[i] = ends[i + 1]
         return ends
 
-    def peak_bytes(self, donated: Mapping[str, int]) -> int:
+    def peak_bytes(self, donated: Mapping[str, int], together: Mapping[str, str] | None = None) -> int:
         """Replay of allocations in this order; a collective's inputs and results live at least until its waits.
 
         Memory is allocated for the first part that is written to it, which may come before the node that names it. What
         C++ kernels in a row have read is freed behind the last of them: they become one function.
+
+        Args:
+            donated: graph inputs that are freed after their last use, with the bytes of their blocks.
+            together: inputs that are memory of another one -> that one, with which they are freed.
         """
+        together = together or {}
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         waits: dict[str, int] = {}
@@ -153,11 +158,17 @@ class SnodeOrder:
                 end = max((waits[r] for r in self.roots_of(self.outputs[i]) if r in waits), default=i)
                 for read in self.roots_of(_torch.snode_data_reads(node)):
                     last[read] = max(last.get(read, i), end)
+        for name, one in together.items():
+            if name in last:
+                last[one] = max(last.get(one, 0), last[name])
+        last.update({name: last[one] for name, one in together.items() if one in last})
         ends, used = self._rows(), last
         last = {root: ends[i] for root, i in last.items()}
         kept = set(self.roots_of(_torch.lowered_outputs()))
         delta = [0] * (len(self.nodes) + 1)
         for name, size in donated.items():
+            if name in together:
+                continue
             delta[0] += size
             if name not in kept and name in last:
                 delta[last[name] + 1] -= size

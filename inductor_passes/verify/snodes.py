@@ -28,6 +28,7 @@ def check_snodes(
     *,
     memory_budget: int | None = None,
     donated: Mapping[str, int] | None = None,
+    together: Mapping[str, str] | None = None,
     group_order: GroupOrder = "kept",
 ) -> list[Finding]:
     """Everything the verifier holds against an order of scheduler nodes; empty when it is legal.
@@ -37,6 +38,7 @@ def check_snodes(
         reference_order: the same nodes as Inductor had them.
         memory_budget: cap in bytes on :func:`snodes_peak_bytes`; None: no cap. Needs the graph being lowered.
         donated: graph inputs that are freed after their last use, with their bytes.
+        together: inputs that are memory of another one -> that one.
         group_order: as in :func:`~inductor_passes.verify.check`.
     """
     found = _permutation(nodes, reference_order)
@@ -49,18 +51,21 @@ def check_snodes(
     found.extend(_sequences(before, after, group_order))
     found.extend(_fences(before, after))
     if memory_budget is not None:
-        peak = after.peak_bytes(donated or {})
+        peak = after.peak_bytes(donated or {}, together)
         if peak > memory_budget:
             found.append(Finding("memory", "", f"peak is {peak} bytes, budget {memory_budget} bytes"))
     return found
 
 
-def snodes_peak_bytes(nodes: Sequence[Any], donated: Mapping[str, int] | None = None) -> int:
+def snodes_peak_bytes(
+    nodes: Sequence[Any], donated: Mapping[str, int] | None = None, together: Mapping[str, str] | None = None
+) -> int:
     """Peak bytes of what scheduler nodes allocate and of the ``donated`` inputs; inside of Inductor's lowering only.
 
     ``donated`` maps graph inputs that are freed after their last use to their bytes; other inputs are not counted.
+    ``together`` maps inputs that are memory of another one to that one.
     """
-    return SnodeOrder(nodes).peak_bytes(donated or {})
+    return SnodeOrder(nodes).peak_bytes(donated or {}, together)
 
 
 def _permutation(nodes: Sequence[Any], reference: Sequence[Any]) -> list[Finding]:

@@ -12,6 +12,7 @@ from tools.benchmarks.adopt import adopt
 from tools.benchmarks.assemble import assemble
 from tools.benchmarks.async_tp import async_tp
 from tools.benchmarks.best import best
+from tools.benchmarks.budgets import budgets
 from tools.benchmarks.compile import compile_time
 from tools.benchmarks.gpu import gpu
 from tools.benchmarks.link import link
@@ -34,6 +35,7 @@ app.command()(trainer)
 app.command()(summary)
 app.command()(plan)
 app.command()(best)
+app.command()(budgets)
 app.command(name="compile")(compile_time)
 app.command(name="async-tp")(async_tp)
 app.command()(redistribute)

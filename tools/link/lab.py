@@ -32,7 +32,7 @@ LEARNING_RATE = 0.5
 # Renamed in torch 2.13; the old names warn.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_IN_TREE_ORDER = {
+IN_TREE_ORDER = {
     "reorder_for_compute_comm_overlap": True,
     # What the comment on this setting in torch/_inductor/config.py recommends.
     "reorder_for_compute_comm_overlap_passes": [
@@ -61,6 +61,9 @@ class Contender:
         adopted: and then given to ``adopt``.
         regional: each block is compiled by itself.
         saved: torch's ``activation_memory_budget``: the share of what it would save that it may save.
+        checkpointed: every block of its model is computed again in backward, as the user asked.
+        within: the memory budget in percent of the step's peak as Inductor would run it, as ``"=..."``; 0: by
+            ``settings``.
     """
 
     name: str
@@ -74,6 +77,8 @@ class Contender:
     adopted: bool = False
     regional: bool = False
     saved: float = 1.0
+    checkpointed: bool = False
+    within: int = 0
 
     @property
     def planned(self) -> bool:
@@ -85,13 +90,30 @@ class Contender:
         """Whether its messages do not carry the values of parameters and gradients."""
         return "compress" in self.settings
 
-    def compile_options(self, profile: str) -> dict[str, Any] | None:
-        """Options for ``torch.compile``; who plans gets the cost profile in file ``profile``."""
+    def compile_options(
+        self, profile: str, problems: str = "", step_peak_bytes: int | None = None
+    ) -> dict[str, Any] | None:
+        """Options for ``torch.compile``; who plans gets the cost profile in file ``profile``.
+
+        Args:
+            problems: folder for the problems of ours, "" for none.
+            step_peak_bytes: what ``within`` is relative to.
+
+        Raises:
+            ValueError: that is not known.
+        """
         if self.scheduler:
             return {**(self.options or {}), **in_tree_schedule.compile_options(CostProfile.load(profile))}
         if self.family != "ours":
             return self.options
-        return inductor_passes.options(cost_profile=profile, **self.settings)
+        settings = {**self.settings, "cost_profile": profile}
+        if self.within:
+            if step_peak_bytes is None:
+                raise ValueError(f"{self.name} needs a contender with a budget below the peak before it")
+            settings["memory_budget"] = f"={step_peak_bytes * self.within // 100}B"
+        if problems:
+            settings["dump_problem"] = problems
+        return inductor_passes.options(**settings)
 
 
 CONTENDERS = {
@@ -100,9 +122,9 @@ CONTENDERS = {
         Contender("eager", "eager", "eager"),
         Contender("fsdp2", "eager FSDP2", "eager", wrapped=True),
         Contender("inductor", "default Inductor", "inductor", {}),
-        Contender("reorder", "in-tree reorder", "in-tree", _IN_TREE_ORDER),
+        Contender("reorder", "in-tree reorder", "in-tree", IN_TREE_ORDER),
         Contender("bucket", "in-tree bucketing", "in-tree", _IN_TREE_BUCKETS),
-        Contender("both", "in-tree both", "in-tree", {**_IN_TREE_ORDER, **_IN_TREE_BUCKETS}),
+        Contender("both", "in-tree both", "in-tree", {**IN_TREE_ORDER, **_IN_TREE_BUCKETS}),
         Contender("overlap", "in-tree overlap scheduling", "in-tree", scheduler=True),
         Contender("schedule", "ours, schedule alone", "ours", None, {**_ALONE, "schedule": "on"}),
         Contender("buckets", "ours, buckets alone", "ours", None, {**_ALONE, "bucket": "on"}),
@@ -118,7 +140,7 @@ CONTENDERS = {
         Contender("ours-auto-25", 'ours, "auto", "+25%"', "ours", None, {"memory_budget": "+25%"}, reshard="auto"),
         Contender("ours-auto-100", 'ours, "auto", "+100%"', "ours", None, {"memory_budget": "+100%"}, reshard="auto"),
         Contender("half", "default Inductor, half saved", "inductor", {}, saved=0.5),
-        Contender("reorder-half", "in-tree reorder, half saved", "in-tree", _IN_TREE_ORDER, saved=0.5),
+        Contender("reorder-half", "in-tree reorder, half saved", "in-tree", IN_TREE_ORDER, saved=0.5),
         Contender("ours-less-10", 'ours, "auto", "-10%"', "ours", None, {"memory_budget": "-10%"}, reshard="auto"),
         Contender("ours-less-20", 'ours, "auto", "-20%"', "ours", None, {"memory_budget": "-20%"}, reshard="auto"),
         Contender("ours-less-30", 'ours, "auto", "-30%"', "ours", None, {"memory_budget": "-30%"}, reshard="auto"),
@@ -151,19 +173,26 @@ WRAPPED = {
 }
 ALL_CONTENDERS = {**CONTENDERS, **NARROWER, **WRAPPED}
 
-
 class Trial:
     """One contender with its model, on this rank."""
 
-    def __init__(self, contender: Contender, layout: Layout, config: LlamaConfig, profile: str) -> None:
+    def __init__(
+        self,
+        contender: Contender,
+        layout: Layout,
+        config: LlamaConfig,
+        profile: str,
+        problems: str = "",
+        step_peak_bytes: int | None = None,
+    ) -> None:
         self.contender = contender
         self.losses: list[float] = []
-        laid = layout.build(config, Spread(contender.wrapped, contender.reshard))
+        laid = layout.build(config, Spread(contender.wrapped, contender.reshard, contender.checkpointed))
         self.model, self.groups, self._batch_of = laid.model, laid.groups, laid.batch
         if contender.adopted:
             inductor_passes.adopt(self.model)
         step = own_code(self.model, contender.name)
-        options = contender.compile_options(profile)
+        options = contender.compile_options(profile, problems, step_peak_bytes)
         if contender.regional:
             for layer in getattr(self.model, "module", self.model).layers:
                 layer.compile(options=options)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from inductor_passes.models import DEMO, LanguageModel, LlamaConfig, language_batch, language_model, tensor_parallel
 from inductor_passes.simple_fsdp import simple_fsdp
@@ -40,10 +41,25 @@ class Laid:
 
 @dataclass(frozen=True)
 class Spread:
-    """How parameters are sharded: ``native`` by torch's eager FSDP2; ``reshard`` as ``reshard_after_forward``."""
+    """How parameters are sharded: ``native`` by torch's eager FSDP2; ``reshard`` as ``reshard_after_forward``.
+
+    With ``checkpointed`` every block is computed again in backward, where the layout knows that.
+    """
 
     native: bool = False
     reshard: bool | Literal["auto"] = True
+    checkpointed: bool = False
+
+
+class Checkpointed(nn.Module):
+    """A block that saves its input alone. Nothing in it draws random numbers, so no state of a generator is kept."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any) -> Any:
+        return checkpoint(self.inner, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,9 @@ def _native(model: LanguageModel | HuggingFace, mesh: DeviceMesh) -> nn.Module:
 def _fsdp(config: LlamaConfig, spread: Spread) -> Laid:
     mesh = _mesh(dist.get_world_size(), names=("dp",))
     model = language_model(config)
+    if spread.checkpointed:
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = Checkpointed(layer)
     whole = _native(model, mesh) if spread.native else simple_fsdp(model, mesh, reshard_after_forward=spread.reshard)
     return Laid(whole, _batches(config, dist.get_rank()), _groups(mesh))
 

@@ -22,13 +22,12 @@ import torch
 import torch.distributed as dist
 
 from inductor_passes.cost.calibrate import calibrate
+from inductor_passes.cost.profile import CostProfile
 from inductor_passes.emulation import link as emulated_link
 from inductor_passes.emulation.link_model import Record, StepTime
-from inductor_passes.report import GraphReport
 from inductor_passes.trace.collector import collect
 from tools.link.census import judged
 from tools.link.lab import (
-    ALL_CONTENDERS,
     RATES,
     Trial,
     communication_alone,
@@ -38,6 +37,8 @@ from tools.link.lab import (
     tuned,
 )
 from tools.link.models import ALL_LAYOUTS
+from tools.link.prediction import foretold, predicted_peak, step_peak
+from tools.link.sweep import EVERY
 from tools.shared.leave import leave
 
 #: The contender whose compute alone sets the link's rate, and to which losses are compared.
@@ -58,6 +59,8 @@ class Job:
         rates: keys of ``lab.RATES``.
         rounds: interleaved steps per contender and rate.
         folder: receives all files.
+        kept: folder in which links and cost profiles stay, so that the next run compiles nothing again; "": each run
+            sets and measures them.
     """
 
     layout: str
@@ -66,6 +69,7 @@ class Job:
     rates: list[str]
     rounds: int
     folder: str
+    kept: str = ""
 
     def file(self, name: str) -> Path:
         """Path of a file of this job."""
@@ -101,6 +105,8 @@ class Bench:
         self.trials: dict[str, Trial] = {}
         self.failed: dict[str, str] = {}
         self.predicted: dict[str, dict[str, int]] = {}
+        self.profile = self.job.file("profile.json")
+        self.step_peak_bytes: int | None = None
         self.steps: dict[str, list[StepTime]] = {}
         self.compute_alone: list[StepTime] = []
         self.communication_alone: list[StepTime] = []
@@ -118,12 +124,18 @@ class Bench:
         self.note("compiling", name)
         error = ""
         try:
-            trial = Trial(ALL_CONTENDERS[name], self.layout, self.config, str(self.job.file("profile.json")))
+            problems = self.profile.parent / f"problems_{self.profile.stem}_{name}" if self.job.kept else None
+            trial = Trial(
+                EVERY[name], self.layout, self.config, str(self.profile), str(problems or ""), self.step_peak_bytes
+            )
             with collect(what_if=False) as reports:
                 for _ in range(2):
                     trial.plain_step()
             self.trials[name] = trial
             self.predicted[name] = foretold(reports)
+            if problems is not None:
+                self.predicted[name]["predicted_peak_bytes"] = predicted_peak(reports, problems, self.rank)
+            self.step_peak_bytes = self.step_peak_bytes or step_peak(reports)
         except Exception as caught:
             traceback.print_exc()
             error = f"{type(caught).__name__}: {caught}".splitlines()[0]
@@ -149,8 +161,33 @@ class Bench:
     def set_rate(self, name: str, compute_ns: float, records: Sequence[Record]) -> dict[str, Any]:
         """Set the link's rate and calibrate the cost profile at it."""
         rate = RATES[name]
-        latency_ns, bytes_per_s = gathered(tuned(records, compute_ns, rate))[0]
+        known = self._known(name)
+        latency_ns, bytes_per_s = known or gathered(tuned(records, compute_ns, rate))[0]
         emulated_link.set_rate(latency_ns, bytes_per_s)
+        if known is None:
+            self._calibrate()
+            if self.rank == 0 and self.job.kept:
+                text = json.dumps([latency_ns, bytes_per_s])
+                self.profile.with_suffix(".link").write_text(text, encoding="utf-8")
+        dist.barrier()
+        facts = {"rate": name, "ratio": rate.ratio, "latency_ns": latency_ns, "bytes_per_s": bytes_per_s}
+        return {**facts, "profile_hash": CostProfile.load(self.profile).hash()}
+
+    def _known(self, name: str) -> tuple[int, float] | None:
+        """The link of an earlier run, whose cost profile is there too; None: there was none."""
+        self.step_peak_bytes = None
+        if not self.job.kept:
+            return None
+        folder = Path(self.job.kept)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.profile = folder / f"{name}.json"
+        link = self.profile.with_suffix(".link")
+        # One rank looks: another one could look after files have been written.
+        there = gathered(json.loads(link.read_text(encoding="utf-8")) if link.is_file() else None)[0]
+        return None if there is None else (int(there[0]), float(there[1]))
+
+    def _calibrate(self) -> None:
+        """Measure the link as it is now, and write the profile."""
         self.note("calibrating", REFERENCE)
         profile = calibrate(
             self.trials[REFERENCE].groups,
@@ -161,10 +198,7 @@ class Bench:
             timed=emulated_link.timed,
         )
         if self.rank == 0:
-            profile.save(self.job.file("profile.json"))
-        dist.barrier()
-        known = {"rate": name, "ratio": rate.ratio, "latency_ns": latency_ns, "bytes_per_s": bytes_per_s}
-        return {**known, "profile_hash": profile.hash()}
+            profile.save(self.profile)
 
     def replace_planned(self) -> None:
         """Compile the contenders: those that a cost profile steers again for every rate, the others once."""
@@ -263,16 +297,6 @@ def wire_by_kind(step: StepTime) -> dict[str, int]:
         if record.wire_bytes:
             result[record.kind] = result.get(record.kind, 0) + record.wire_bytes
     return dict(sorted(result.items()))
-
-
-def foretold(reports: Sequence[GraphReport]) -> dict[str, int]:
-    """What a plan says of its step in ns, and when durations are not as estimated; 0 where nobody planned."""
-    schedules = [report.schedule for report in reports if report.schedule is not None]
-    return {
-        "predicted_ns": sum(s.makespan_after_ns for s in schedules),
-        "disturbed_ns": sum(s.disturbed_after_ns for s in schedules),
-        "disturbed_worst_ns": sum(s.disturbed_worst_ns for s in schedules),
-    }
 
 
 def gathered(value: Any) -> list[Any]:

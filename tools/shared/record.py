@@ -26,6 +26,8 @@ from tools.shared.launch import ROOT
 
 RESULTS = ROOT / "docs" / "results"
 FINDINGS = "## Findings"
+#: Options that say where files go.
+_PLACES = ("--out=", "--kept=")
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,10 @@ def _command() -> str:
     # Where results go does not change them, and would be a path of this machine.
     arguments, skip = [], False
     for argument in sys.argv[1:]:
-        if skip or argument.startswith("--out="):
+        if skip or argument.startswith(_PLACES):
             skip = False
             continue
-        skip = argument == "--out"
+        skip = argument in ("--out", "--kept")
         if not skip:
             arguments.append(argument if argument and " " not in argument else repr(argument))
     return " ".join(["tools/bench", *arguments])
