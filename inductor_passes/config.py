@@ -45,7 +45,8 @@ _UNITS = {
 _PERCENT = re.compile(r"([+-])\s*(\d{1,15}(?:\.\d{1,15})?)\s*%", re.ASCII)
 _BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]+)", re.ASCII)
 _LARGER = re.compile(r"\+\s*(\d{1,15}(?:\.\d{1,15})?)\s*%\s+or\s+" + _BYTES.pattern, re.ASCII)
-DEFAULT_BUDGET = "+5%"
+#: A share alone would leave a small graph no room for a second message: its whole peak is a few of them.
+DEFAULT_BUDGET = "+5% or 1MiB"
 
 
 #: Longer values are cut in messages.

@@ -88,7 +88,7 @@ def test_each_of_these_would_go_wrong_without_an_agreement(program: Callable[...
                     CostProfile.default("cpu"),
                     known=Known("inference", agreed=True),
                 )
-                found += [f"{c.kind} {c.dtypes}" for c in GraphView(graph).collectives]
+                found += [f"{c.kind} {c.dtypes} {c.input_bytes}" for c in GraphView(graph).collectives]
 
             torch._dynamo.reset()
             gate = Gate(REASSOCIATING)

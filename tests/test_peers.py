@@ -2,7 +2,7 @@
 
 Their situations in our own words, on graphs of the same shape; docs/peer_tests.md says which test is which and which do
 not apply. As in those tests a collective takes as long as a matmul unless said otherwise, and everything else nothing.
-The memory budget has a floor of 1 MiB unless a test sets another one: 5% of such graphs is no room.
+The memory budget is the default unless a test sets one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from tests.support.world import fake_world
 RANKS = 4
 UNIT_NS = 1_000_000
 cast = torch.ops.prims.convert_element_type.default
-SMALL = "+5% or 1MiB"
 Estimator = Callable[[torch.fx.Node], "float | None"]
 
 
@@ -63,11 +62,11 @@ def durations(matmul: float = 1.0, latency: float = 0.0, pointwise: float = 0.0)
 
 
 def optimised(gm: torch.fx.GraphModule, estimator: Estimator | None = None, **settings: Any) -> GraphReport:
-    """Our passes over a graph with room for messages, every one verified; all ranks compute the same bits as before."""
+    """Our passes over a graph at the default budget, every one verified; all ranks compute the same bits as before."""
     inputs = inputs_by_rank(gm, RANKS)
     expected, layouts = run_all_ranks(gm, inputs), output_layouts(gm)
     config = PassConfig(
-        **{"verify": "strict", "memory_budget": SMALL, "redistribute": "off", "estimator": estimator, **settings}
+        **{"verify": "strict", "redistribute": "off", "estimator": estimator, **settings}
     )
     profile = CostProfile.default("cuda")
     done = run_passes(gm.graph, passes_of(config), config, profile)
@@ -259,7 +258,7 @@ def test_a_random_draw_among_collectives_keeps_its_place_among_draws(world: str)
     gm = p.done(p.wait(gathered), *draws)
     torch.manual_seed(0)
     names = [n.name for n in gm.graph.nodes if n.target is aten.rand_like.default]
-    config = PassConfig(verify="strict", memory_budget=SMALL, estimator=durations(pointwise=1.0))
+    config = PassConfig(verify="strict", estimator=durations(pointwise=1.0))
     run_passes(gm.graph, passes_of(config), config, CostProfile.default("cuda"))
     assert [n.name for n in gm.graph.nodes if n.target is aten.rand_like.default] == names
     assert schedule(gm) == "AG0 W0"
@@ -384,7 +383,7 @@ def test_groups_do_not_mix(world: str) -> None:
     parameters = [p.collective("all_gather", p.input(4, 4), world) for _ in range(2)]
     activation = p.call(aten.add.Tensor, p.input(4, 4), p.input(4, 4))
     gm = p.done(*parameters, p.collective("all_gather", activation, tensor_parallel))
-    config = PassConfig(verify="strict", memory_budget=SMALL)
+    config = PassConfig(verify="strict")
     run_passes(gm.graph, passes_of(config), config, CostProfile.default("cuda"))
     by_group = [c.group.name for c in GraphView(gm.graph).collectives]
     assert sorted(by_group) == sorted([world, tensor_parallel])
@@ -451,7 +450,7 @@ def test_buckets_never_make_the_plan_longer(world: str, needs: bool) -> None:
     mm2 = mm(p, mm1, c)
     gm = p.done(mm1, mm2, *gathered)
     profile = CostProfile.default("cuda")
-    config = PassConfig(memory_budget=SMALL, redistribute="off", bucket="off")
+    config = PassConfig(redistribute="off", bucket="off")
     copied = torch.fx.Graph()
     copied.output(copied.graph_copy(gm.graph, {}))
     alone = run_passes(copied, passes_of(config), config, profile).report

@@ -58,7 +58,7 @@ def simulate(
     problem_file: Annotated[Path, typer.Argument(metavar="PROBLEM", help="A captured scheduling problem.")],
     budget: Annotated[
         str, typer.Option(help='Memory budgets, comma-separated: "0", "+5%", "2GiB", "+5% or 1MiB", "unlimited".')
-    ] = "+5%",
+    ] = "+5% or 1MiB",
     bandwidth_scale: Annotated[str, typer.Option(help="Link rates, as multiples: 0.5,1,2.")] = "1",
     latency_scale: Annotated[str, typer.Option(help="Link latencies, as multiples, where sizes tell them.")] = "1",
     latency: Annotated[str, typer.Option(help="Time added to each collective: 0us,20us,1ms.")] = "0us",
