@@ -20,22 +20,18 @@ import shutil
 import struct
 import subprocess
 import tempfile
-import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from inductor_passes.records.words import NATIVE
 from inductor_passes.schedule.problem import ProblemError
 from inductor_passes.schedule.tables import Tables
 from inductor_passes.schedule.window import Place
-
-try:
-    import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 #: Up to this many tasks Python is done before a compiler would be.
 WORTH_BUILDING = 96
@@ -461,18 +457,10 @@ def _build(compiler: str, path: Path) -> None:
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """One process at a time; together with others where files cannot be locked, or one takes ``_BUILD_S``."""
-    with open(lock, "a") as file:
-        if fcntl is not None:
-            # A network's file system may have no locks; a process that was stopped would keep its lock for ever.
-            until = time.monotonic() + _BUILD_S
-            while time.monotonic() < until:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(_LOOK_S)
-                except OSError:
-                    break
+    with contextlib.ExitStack() as held:
+        # A network's file system may have no locks; a process that was stopped would keep its lock for ever.
+        with contextlib.suppress(OSError, NotImplementedError):
+            held.enter_context(FileLock(lock, timeout=_BUILD_S, poll_interval=_LOOK_S))
         yield
 
 
