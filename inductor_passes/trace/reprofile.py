@@ -28,8 +28,12 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def updated_profile(base: CostProfile, measured: Sequence[Measured], name: str = "") -> CostProfile:
-    """``base`` with everything that was measured laid over it; the same for the same input on every machine."""
-    return profile_from(base, [pair for one in measured for pair in one.pairs], name)
+    """``base`` with everything that was measured laid over it; the same for the same input on every machine.
+
+    Kinds of collectives that were not seen on a layout are scaled as those that were.
+    """
+    pairs = [pair for one in measured for pair in one.pairs]
+    return others_scaled(base, profile_from(base, pairs, name), pairs)
 
 
 def profile_from(base: CostProfile, pairs: Sequence[Pair], name: str = "", *, every_size: bool = False) -> CostProfile:
@@ -103,7 +107,9 @@ def others_scaled(base: CostProfile, profile: CostProfile, pairs: Sequence[Pair]
         moved = [p for p in found if p.what == "transfer"]
         costs = list(group.costs)
         if moved:
-            factor = _ratio(sum(p.predicted_ns for p in moved), sum(p.measured_ns for p in moved))
+            # What lines say of the same messages: one outlier does not count here either.
+            before, after = (sum(_transfer_ns(by, p) for p in moved) for by in (base, profile))
+            factor = _ratio(before, after)
             seen = {p.kind for p in moved}
             costs = [cost for cost in costs if cost.kind in seen]
             costs += [_scaled(base, kind, moved[0], factor) for kind in KINDS if kind not in seen]
@@ -118,6 +124,10 @@ def _scaled(base: CostProfile, kind: str, like: Pair, factor: float) -> Collecti
     empty, full = base.issue_ns(kind, 0, 0, one.ranks), base.issue_ns(kind, *_sizes(one), one.ranks)
     per_byte = max(0.0, (full - empty) / max(1, one.size_bytes))
     return CollectiveCost(kind, alpha * factor, beta * factor, float(empty), per_byte)
+
+
+def _transfer_ns(by: CostProfile, pair: Pair) -> int:
+    return by.communication_ns(pair.kind, *_sizes(pair), pair.ranks)
 
 
 def _ratio(predicted_ns: int, measured_ns: int) -> float:
