@@ -43,16 +43,33 @@ from tests.support.wrapped import Net, sharded, whole
 
 #: Rows of each rank's batches: the ranks meet other sizes at other times, and run all pairs of variants.
 ROWS = [(5, 5), (5, 5), (5, 9), (9, 5), (9, 9), (5, 7), (8, 5)]
+#: Each rank meets 8 rows alone, and both at once.
+SPECIALISED = [(5, 5), (8, 5), (5, 7), (9, 8), (8, 8), (5, 8), (8, 7)]
 #: The same, different from the first step on.
 EARLY = [(5, 9), (9, 5), (5, 5), (9, 9), (7, 8), (5, 9)]
 
 
-def steps(model: Any, called: Any, rank: int, rows: list[tuple[int, int]]) -> list[float]:
+class Even(torch.nn.Sequential):
+    """Sizes that the ranks share evenly: torch makes other sizes of parameters symbols where it specialises."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(wrapped.WIDTH, 8), torch.nn.ReLU(), torch.nn.Linear(8, 12), torch.nn.Linear(12, 2))
+
+
+def eight_rows(rows: int) -> bool:
+    """For torch's ``specialize_on``, which reads the source of such a function."""
+    return rows == 8
+
+
+def steps(model: Any, called: Any, rank: int, rows: list[tuple[int, int]], specialised: bool = False) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step, of_rank in enumerate(rows):
         drawn = torch.Generator().manual_seed(100 * step + rank)
-        loss = called(torch.randn(of_rank[rank], wrapped.WIDTH, generator=drawn)).square().mean()
+        batch = torch.randn(of_rank[rank], wrapped.WIDTH, generator=drawn)
+        if specialised:
+            torch._dynamo.mark_dynamic(batch, 0, specialize_on=[eight_rows])
+        loss = called(batch).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -61,7 +78,7 @@ def steps(model: Any, called: Any, rank: int, rows: list[tuple[int, int]]) -> li
 
 
 def padded_differently(
-    rank: int, world_size: int, wrap: Any, rows: list[tuple[int, int]], fails: str = ""
+    rank: int, world_size: int, wrap: Any, rows: list[tuple[int, int]], fails: str = "", specialised: bool = False
 ) -> tuple[float, list[str], int]:
     """How far losses and parameters are off, what each graph sends by phase, and how many buckets there are.
 
@@ -70,14 +87,15 @@ def padded_differently(
     """
     torch.manual_seed(0)
     torch._dynamo.reset()
-    plain = Net()
+    plain = Even() if specialised else Net()
     reference, ours = wrap(copy.deepcopy(plain)), adopt(wrap(copy.deepcopy(plain)))
     settings = {"codegen": "aot_eager", "memory_budget": "unlimited", "rank_agreement": "8s"}
     options = {f"inductor_passes.{key}": value for key, value in settings.items()}
     expected = steps(reference, reference, rank, rows)
     broken = mock.patch.object(alike.Job, fails, side_effect=RuntimeError("broken")) if fails else nullcontext()
     with collect(what_if=False) as reports, broken:
-        found = steps(ours, torch.compile(ours, backend="inductor_passes", options=options), rank, rows)
+        called = torch.compile(ours, backend="inductor_passes", options=options)
+        found = steps(ours, called, rank, rows, specialised)
     off = [abs(a - b) for a, b in zip(expected, found)]
     states = reference.state_dict(), ours.state_dict()
     off += [(whole(states[0][k]) - whole(states[1][k])).abs().max().item() for k in states[0]]
@@ -489,3 +507,13 @@ def test_the_last_variant_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
         alike.warn_of_limit(About(f"3/{number}", "forward", ""))
         assert bool(said) == (number == 7)
     assert "compiled 8 times" in said[0] and "recompile_limit=8" in said[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("wrap", [wrapped.flat, wrapped.ddp], ids=lambda f: f.__name__)
+def test_ranks_may_meet_a_size_that_torch_specialises_at_other_times(two_ranks: Ranks, wrap: Any) -> None:
+    """``specialize_on`` compiles when a rank first meets the size: its graph sends what the one for all sizes sends."""
+    found = two_ranks.run(padded_differently, wrap, SPECIALISED, "", True)
+    for off, sends, buckets in found:
+        assert off <= 1e-6, off
+        assert buckets > 0 and len(sends) == 2 * len(set(sends)), sends

@@ -7,13 +7,16 @@ dynamo did not make, a backward that is compiled later and a torch without descr
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.fx
+from torch._guards import TracingContext
 
 #: An argument's number in dynamo's graph, or the name of an attribute of the module that AOTAutograd got.
 Key = int | str
@@ -22,6 +25,10 @@ Key = int | str
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\.(\w+)|\['([^']*)'\]|\[(\d+)\]")
 #: Where an attribute of a module begins.
 _MEMBER = re.compile(r"\._(?:modules|parameters)\['")
+#: By the context that a graph and its specialised forms are compiled in. Modules end when nobody else has them.
+_of_context: weakref.WeakKeyDictionary[
+    TracingContext, Mapping[Key, tuple[Source, weakref.ref[torch.nn.Module] | None]]
+] = weakref.WeakKeyDictionary()
 #: Where dynamo keeps the modules that a node was traced in; of a backward node's forward one, too.
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 #: How dynamo writes an attribute whose name is no identifier.
@@ -62,13 +69,13 @@ class Source:
 
 
 def parameter_sources() -> Mapping[Key, Source]:
-    """The parameters among the arguments of the graph that dynamo hands over right now; empty outside of that."""
+    """The parameters among the arguments of the graph that is compiled now; empty where dynamo did not make it."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         output = InstructionTranslator.current_tx().output
     except (ImportError, AttributeError):
-        return {}
+        return _specialised()
     scopes = {"L": getattr(output, "local_scope", {}), "G": getattr(output, "global_scope", {})}
     found: dict[Key, Source] = {}
     placeholders = (node for node in output.graph.nodes if node.op == "placeholder")
@@ -80,7 +87,30 @@ def parameter_sources() -> Mapping[Key, Source]:
         source = _source(given, scopes, None)
         if source is not None:
             found[name] = source
+    _remember(found)
     return found
+
+
+def _remember(sources: Mapping[Key, Source]) -> None:
+    """Keep them for graphs that are compiled when a size of ``specialize_on`` is met: dynamo is over by then."""
+    context = TracingContext.try_get()
+    shapes = getattr(getattr(context, "fake_mode", None), "shape_env", None)
+    if context is not None and getattr(shapes, "specializations", None):
+        _of_context[context] = {
+            key: (dataclasses.replace(source, module=None), source.module and weakref.ref(source.module))
+            for key, source in sources.items()
+        }
+
+
+def _specialised() -> Mapping[Key, Source]:
+    """The parameters of the graph that dynamo had made, for one that is compiled for a size of ``specialize_on``."""
+    context = TracingContext.try_get()
+    if context is None:
+        return {}
+    return {
+        key: dataclasses.replace(source, module=module and module())
+        for key, (source, module) in _of_context.get(context, {}).items()
+    }
 
 
 def _source(source: Any, scopes: Mapping[str, Any], value: Any) -> Source | None:

@@ -125,8 +125,11 @@ class About:
 
     @property
     def number(self) -> int:
-        """How many variants of the function came before. Numbers begin again after ``torch._dynamo.reset()``."""
-        return int(self._parts[1]) if self._parts[1].isdecimal() else 0
+        """How many variants of the function came before. Numbers begin again after ``torch._dynamo.reset()``.
+
+        A graph without a number is no first one: torch compiles it when a size of ``specialize_on`` is met.
+        """
+        return int(self._parts[1]) if self._parts[1].isdecimal() else 1
 
     @property
     def _parts(self) -> tuple[str, str]:
