@@ -24,7 +24,7 @@ from inductor_passes.compress.pass_ import CompressPass
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.rewriting.emit import Emitter
-from inductor_passes.simple_fsdp import SimpleFSDPError, simple_fsdp
+from inductor_passes.simple_fsdp import SimpleFSDPError, residuals, simple_fsdp
 from tests.support.bucket_graphs import Program, check_fakes, inputs_by_rank, run_all_ranks
 from tests.support.graphs import aten
 from tests.support.world import fake_world
@@ -301,24 +301,54 @@ def test_a_rounding_that_no_message_sends_is_found_out() -> None:
 
 
 def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 5, bias=False))
+    return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4, bias=False))
+
+
+def taken(model: nn.Module) -> nn.Module:
+    model[0].register_buffer("weight_residual", torch.zeros(1))
+    return model
 
 
 def test_buffers_of_a_module() -> None:
-    """Whole gradients on each rank, padded as they are sent; DTensors over all ranks in what is saved."""
+    """Whole gradients on each rank; DTensors over all ranks in what is saved."""
     with fake_world(4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
         model = simple_fsdp(small(), mesh)
         model[1].weight.requires_grad_(False)
         assert inductor_passes.add_feedback(model) is model
         found = {name: (tuple(b.shape), tuple(b.to_local().shape)) for name, b in model.named_buffers()}
-        assert found == {"0.weight_residual": ((32, 8), (8, 8)), "0.bias_residual": ((32,), (8,))}
+        assert found == {"0.weight_residual": ((48, 8), (12, 8)), "0.bias_residual": ((48,), (12,))}
         assert set(found) <= set(model.state_dict())
         model[0].weight_residual.to_local().fill_(1.0)
         other = copy.deepcopy(model)
         inductor_passes.reset_feedback(model)
         assert float(model[0].weight_residual.to_local().abs().max()) == 0
         assert float(other[0].weight_residual.to_local().min()) == 1
+
+
+def test_unequal_shards_have_none() -> None:
+    """They are never narrowed, and reading a residual would make graphs of ranks differ in sizes."""
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "dp"))
+        model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 3), nn.Linear(3, 8))
+        inductor_passes.add_feedback(simple_fsdp(model, mesh, mode="hybrid_shard"))
+        assert {name.partition("_")[0] for name, _ in model.named_buffers()} == {
+            "0.weight", "0.bias", "2.weight", "2.bias"
+        }
+
+
+def test_what_was_frozen_is_added_later() -> None:
+    with fake_world(2):
+        model = simple_fsdp(small(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        model[0].requires_grad_(False)
+        inductor_passes.add_feedback(model)
+        kept = model[1].weight_residual
+        model[0].requires_grad_(True)
+        inductor_passes.add_feedback(model)
+        assert model[1].weight_residual is kept
+        assert {name for name, _ in model.named_buffers()} == {
+            "0.weight_residual", "0.bias_residual", "1.weight_residual"
+        }
 
 
 def test_a_part_of_a_model_alone() -> None:
@@ -365,7 +395,8 @@ def test_what_shares_a_parameter_shares_what_is_kept() -> None:
             lambda mesh: simple_fsdp(small(), mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
             "reduce_dtype=torch.float32",
         ),
-        (lambda mesh: inductor_passes.add_feedback(simple_fsdp(small(), mesh)), "has weight_residual already"),
+        (lambda mesh: inductor_passes.add_feedback(simple_fsdp(small(), mesh)), "has residuals already"),
+        (lambda mesh: taken(simple_fsdp(small(), mesh)), "has weight_residual already"),
     ],
 )
 def test_refusals_change_nothing(make: Callable[[object], nn.Module], says: str) -> None:
@@ -376,6 +407,6 @@ def test_refusals_change_nothing(make: Callable[[object], nn.Module], says: str)
         with pytest.raises(SimpleFSDPError, match=says):
             inductor_passes.add_feedback(model)
         assert [name for name, _ in model.named_buffers()] == before
-        if not before:
+        if not any(residuals.names_of(part) for part in model.modules()):
             with pytest.raises(SimpleFSDPError, match="call add_feedback first"):
                 inductor_passes.reset_feedback(model)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import inductor_passes
 from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
@@ -285,3 +286,54 @@ def test_ddp_leaves_each_rank_its_own(two_ranks: Ranks) -> None:
     first, second = two_ranks.run(normed)
     assert not torch.equal(first["module.linear.weight_residual"], second["module.linear.weight_residual"])
     assert all(torch.count_nonzero(one["module.linear.weight_residual"]) > 0 for one in (first, second))
+
+
+def odd_classes(rank: int, world_size: int, kind: str) -> tuple[list[int], dict[str, float], float]:
+    """Narrowed messages of backward without and with feedback; of each residual the largest element; with DDP
+    how far what arrived and what is kept is from the sum of the gradients."""
+    counts = []
+    for feedback in ("off", "on"):
+        torch.manual_seed(0)
+        model = wrapped(kind, world_size, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 11)))
+        if feedback == "on":
+            inductor_passes.add_feedback(model)
+        step = compiled(model, feedback)
+        sums: dict[str, torch.Tensor] = {}
+        with collect(what_if=False) as reports:
+            for number in range(3):
+                drawn = torch.Generator().manual_seed(10 * number + rank)
+                step(torch.randn(8, WIDTH, generator=drawn)).square().mean().backward()
+                for name, parameter in model.named_parameters():
+                    assert parameter.grad is not None
+                    sums[name] = sums.get(name, 0) + local(parameter.grad).clone()
+                    parameter.grad = None
+        counts.append(sum(len(r.narrowed) for r in reports if r.phase == "backward"))
+    kept = {name: float(local(one).abs().max()) for name, one in model.named_buffers()}
+    if kind != "ddp":
+        # Parameters are narrowed as well, so gradients are not those of the plain model.
+        return counts, kept, 0.0
+    weight = "module.2.weight"
+    terms, piece = (local(model.get_buffer(f"{weight}_residual{n}")).clone() for n in ("", "2"))
+    torch.distributed.all_reduce(terms)
+    pieces = [torch.empty_like(piece) for _ in range(world_size)]
+    torch.distributed.all_gather(pieces, piece)
+    lost = (terms + torch.cat(pieces))[: 11 * WIDTH].view(11, WIDTH)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 11))
+    for number in range(3):
+        for other in range(world_size):
+            drawn = torch.Generator().manual_seed(10 * number + other)
+            (plain(torch.randn(8, WIDTH, generator=drawn)).square().mean() / world_size).backward()
+    found = plain[2].weight.grad
+    return counts, kept, float((sums[weight] + lost - found).abs().max() / found.abs().max())
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "fsdp2", "ddp"])
+def test_sizes_that_do_not_divide_keep_nothing_else_from_being_narrowed(two_ranks: Ranks, kind: str) -> None:
+    for (without, narrowed), kept, off in two_ranks.run(odd_classes, kind):
+        assert narrowed >= without > 0
+        if kind == "ddp":
+            assert kept["module.2.weight_residual"] > 0 and kept["module.2.weight_residual2"] > 0
+        else:
+            assert set(kept) == {"0.weight_residual", "0.bias_residual"} and min(kept.values()) > 0
+        assert off <= 1e-5

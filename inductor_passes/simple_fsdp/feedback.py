@@ -24,7 +24,9 @@ def add_feedback(module: nn.Module) -> nn.Module:
 
     Each parameter with a gradient gets buffers named ``<parameter>_residual`` in float32, for FSDP as large as the
     *whole* gradient on every rank: a rank narrows what it sends to all others. They are saved and loaded with the
-    module, by as many ranks; :func:`reset_feedback` empties them. Without a narrow message they stay zero. Gradients
+    module, by as many ranks; :func:`reset_feedback` empties them. Parameters that ranks hold in unequal shards have none:
+    their messages are never narrowed. Called again, it adds what is missing, e.g. for parameters that were frozen
+    before. Without a narrow message they stay zero. Gradients
     that are held and reduced later (``no_sync``) travel as they are; residuals then wait for the next narrow message.
 
     Args:
@@ -35,8 +37,8 @@ def add_feedback(module: nn.Module) -> nn.Module:
         ``module``.
 
     Raises:
-        SimpleFSDPError: no parameter is managed, one has residuals, is on the meta device, or is reduced in another
-            type than float32. The module is unchanged then.
+        SimpleFSDPError: no parameter is managed, all have residuals already, or one is on the meta device, has a buffer of
+            that name, or is reduced in another type than float32. The module is unchanged then.
     """
     inner = getattr(module, "_orig_mod", module)
     needed = _needed(inner)
@@ -72,17 +74,20 @@ def _needed(module: nn.Module) -> list[tuple[nn.Module, list[tuple[Managed, torc
     """The parts of a module, what they store and what it needs residuals for; nothing is changed."""
     if not isinstance(module, nn.Module):
         raise SimpleFSDPError(f"module={type(module).__name__}; expected a torch.nn.Module")
-    found, problems = [], []
+    found, problems, kept = [], [], []
     for path, part in module.named_modules():
         own = []
         for one in managed_parameters(part):
             stored, label = _torch.stored_parameter(part, one.name), f"{path}.{one.name}".lstrip(".")
             if stored is None or not stored.requires_grad:
                 continue
+            if one.reader.residuals:
+                kept.append(label)
+                continue
             lost = one.reader.losses(stored)
             taken = [n for k in range(len(lost.shapes)) if hasattr(part, n := _buffer_name(one.name, k))]
-            if one.reader.residuals or taken:
-                problems.append(f"{label} has {', '.join(one.reader.residuals or taken)} already")
+            if taken:
+                problems.append(f"{label} has {', '.join(taken)} already")
             elif lost.problem:
                 problems.append(f"{label} {lost.problem}")
             own.append((one, stored, lost))
@@ -90,6 +95,8 @@ def _needed(module: nn.Module) -> list[tuple[nn.Module, list[tuple[Managed, torc
             found.append((part, own))
     if problems:
         raise SimpleFSDPError(f"no error feedback for this {type(module).__name__}: {'; '.join(problems[:5])}")
+    if not found and kept:
+        raise SimpleFSDPError(f"every parameter of this {type(module).__name__} with a gradient has residuals already")
     if not found:
         raise SimpleFSDPError(
             f"no parameter with a gradient of this {type(module).__name__} is managed: apply simple_fsdp or adopt first"

@@ -71,15 +71,19 @@ def summed(
     """
     flat = value.reshape(-1)
     if missing := terms.shape[0] - flat.shape[0]:
-        flat = torch.nn.functional.pad(flat, [0, missing])
+        flat = torch.cat([flat, flat.new_zeros(missing)])
     piece = compensated(flat, terms, lambda x: _torch.reduce_scatter_in(x, group, ranks))
     whole = compensated(piece, total, lambda x: _torch.all_gather_in(x, group, ranks))
     return whole[: value.numel()].view(value.shape)
 
 
 def summed_shapes(elements: int, ranks: int) -> list[tuple[int, ...]]:
-    """Shapes of the residuals of :func:`summed`."""
-    each = -(-elements // ranks)
+    """Shapes of the residuals of :func:`summed`.
+
+    Ranks have equal pieces. What does not divide gets one element more per rank: only as much as makes it divide is
+    what a graph shows where ranks have unequal ones.
+    """
+    each = elements // ranks + (2 if elements % ranks else 0)
     return [(each * ranks,), (each,)]
 
 
@@ -104,7 +108,8 @@ class Losses(NamedTuple):
 
     Attributes:
         mesh: of the ranks; each has residuals of its own.
-        shapes: of one rank's residuals; none where its gradient is not reduced.
+        shapes: of one rank's residuals; none where its gradient is not reduced, or into unequal shards, which travel as
+            they are.
         problem: why messages of its gradient cannot be compensated, or nothing.
     """
 
