@@ -4,6 +4,10 @@ A term is recognised by its *anchor*: the value that both graphs have and that i
 and the place where it is read. The anchor's address, as a function of the family's variables, is a numeral in mixed
 radix. Solving it for the variables of the other graph's family says which of its terms each term is. Then the pieces
 have to cover the family exactly, and each has to be the same value, which the proof is asked next.
+
+What several ranks hold alike is one term, so many times over, for a graph that adds it up on one group of ranks, and a
+term per rank for one that adds what each rank sends. Where families do not correspond, sums are compared term by term:
+at each place, how often it is added has to be the same.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 from inductor_passes.verify.values.access import Access, Constant
 from inductor_passes.verify.values.affine import ZERO, Affine, NeedsCut, Space
@@ -25,6 +30,9 @@ from inductor_passes.verify.values.signatures import ONE
 from inductor_passes.verify.values.terms import IDEMPOTENT, Sum, Term
 
 MAX_DEPTH = 10_000
+#: How many terms are compared one by one.
+MAX_POINTS = 20_000
+Pairs = list[tuple[Access, Access]]
 
 
 @dataclass(frozen=True)
@@ -97,23 +105,90 @@ class Side:
         return result
 
 
-def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side]) -> list[tuple[Access, Access]]:
+def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side]) -> Pairs:
     """Pairs of reads that have to be equal for the two sums to be.
 
     Raises:
         Unequal: no terms correspond so.
         NeedsCut: a variable that no term binds has to be cut first.
     """
+    was, now = (side.anchored(total.terms) for total, side in (old, new))
+    try:
+        return _families(space, was, now, new[0].op)
+    except Unequal:
+        pairs = _point_by_point(space, was, now) if new[0].op == "sum" else None
+        if pairs is None:
+            raise
+        return pairs
+
+
+def _families(space: Space, old: list[Anchored], new: list[Anchored], op: str) -> Pairs:
     groups: dict[tuple[object, ...], tuple[list[Anchored], list[Anchored]]] = {}
-    for place, (total, side) in enumerate((old, new)):
-        for one in side.anchored(total.terms):
+    for place, terms in enumerate((old, new)):
+        for one in terms:
             groups.setdefault(one.key, ([], []))[place].append(one)
-    pairs: list[tuple[Access, Access]] = []
+    pairs: Pairs = []
     for was, now in groups.values():
         if not was or not now:
             raise _unmatched(was, now)
-        pairs += _group(space, was, now, new[0].op)
+        pairs += _group(space, was, now, op)
     return pairs
+
+
+class _Point:
+    """All terms of one sum that are recognised by one place.
+
+    Attributes:
+        counts: how often they are added and taken off, with their factors.
+        terms: one for each way to read them.
+    """
+
+    def __init__(self) -> None:
+        self.counts = [Fraction(0), Fraction(0)]
+        self.terms: dict[tuple[object, ...], Anchored] = {}
+
+    def enter(self, one: Anchored) -> None:
+        self.counts[one.term.scale < 0] += one.term.scale
+        self.terms[(one.term.reads, one.term.through, one.term.coarse)] = one
+
+
+def _point_by_point(space: Space, old: list[Anchored], new: list[Anchored]) -> Pairs | None:
+    """As :func:`matched`, for sums that add each value equally often; None when they do not, or have too many terms.
+
+    Of all that is read at one place in one graph, everything has to be equal to the first of the other graph: so all of
+    it is equal, and the factors add up.
+    """
+    points = _points(space, old), _points(space, new)
+    if points[0] is None or points[1] is None or points[0].keys() != points[1].keys():
+        return None
+    pairs: dict[tuple[Access, Access], None] = {}
+    for place, one in points[0].items():
+        other = points[1][place]
+        if one.counts != other.counts:
+            return None
+        was, now = list(one.terms.values()), list(other.terms.values())
+        if not all(_as_fine(a, b) for a in was for b in now):
+            return None
+        for a, b in [*((was[0], b) for b in now), *((a, now[0]) for a in was[1:])]:
+            pairs.update(dict.fromkeys(zip(a.term.reads, b.term.reads)))
+    return list(pairs)
+
+
+def _points(space: Space, terms: list[Anchored]) -> dict[tuple[object, ...], _Point] | None:
+    """Terms by what they are recognised by, each family term by term; None: too many, or nobody knows how many."""
+    sizes = [space.extents[v] for one in terms for v in one.term.bound]
+    if any(type(size) is not int for size in sizes) or sum(_count(space, one) for one in terms) > MAX_POINTS:
+        return None
+    found: dict[tuple[object, ...], _Point] = {}
+    todo = terms[::-1]
+    while todo:
+        one = todo.pop()
+        if one.term.bound:
+            v = one.term.bound[0]
+            todo += [_put(one, v, Affine(i)) for i in reversed(range(space.extents[v]))]
+        else:
+            found.setdefault((one.leaf, one.term.kind, one.address), _Point()).enter(one)
+    return found
 
 
 def _unmatched(was: list[Anchored], now: list[Anchored]) -> Unequal:
@@ -127,7 +202,7 @@ def _said(one: Anchored) -> str:
     return product if one.term.scale == 1 else f"{one.term.scale} * {product}"
 
 
-def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> list[tuple[Access, Access]]:
+def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> Pairs:
     if len(was) == len(now) == 1 and not was[0].term.bound and not now[0].term.bound:
         if not _as_fine(was[0], now[0]):
             raise _coarser(now[0])
@@ -135,7 +210,7 @@ def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> l
     swapped = len(was) > len(now)
     families, singles = (now, was) if swapped else (was, now)
     covers = [Cover(space, family.term.bound, op in IDEMPOTENT) for family in families]
-    pairs: list[tuple[Access, Access]] = []
+    pairs: Pairs = []
     # The largest first, each where it fits most tightly: one term may be of several families.
     todo = sorted(singles, key=lambda one: _count(space, one))
     while todo:
