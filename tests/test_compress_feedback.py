@@ -146,6 +146,25 @@ def test_a_value_that_two_messages_carry_is_not_kept() -> None:
     assert not any("added to the next one" in d.detail for d in report.decisions)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("again", ["all_gather", "all_reduce"])
+def test_what_arrives_is_sent_on(again: str, name: str) -> None:
+    """Narrow a second time. Found: undone, as the second message does not bring the codes of the first one."""
+    with fake_world(4) as group:
+        p = Program()
+        outputs = compensated(p, "all_to_all", group, 16, 32)
+        brought = outputs[0].args[0]
+        gm = p.done(*outputs, p.call(aten.neg.default, p.collective(again, brought, group)))  # type: ignore[arg-type]
+        values = inputs_by_rank(gm, 4)
+        expected = run_all_ranks(gm, values)
+        report = run(gm, config({"*": name}, compress_feedback="on"), link(4, 1.0))
+        found = run_all_ranks(gm, values)
+    assert report.rolled_back is None and report.metrics["narrowed"] == 2
+    assert "what it loses is added to the next one" in report.decisions[0].detail
+    for e, f in zip(expected[2], found[2], strict=True):
+        assert 0 < float((e - f).abs().max()) <= 2.1 * float(form_of(name, 128).error) * 4 * 80
+
+
 # -- forgeries ---------------------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,8 @@ def _wrong(proof: Proof, now: Record) -> str:
     def other(a: Access) -> None:
         """An element that arrives anywhere."""
         found = narrowed.rounded(new, a)
+        if new.arrival(found.source) is not None:
+            return  # it carries what another message brought, which is looked at there
         value = new.head(found.source)
         if isinstance(value, Constant) or not isinstance(value, Access) or value.record is not source:
             return
