@@ -7,15 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from inductor_passes.compress import form
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting.contract import Facts, Outcome
-from tests.support.graphs import GraphBuilder, c10d
+from tests.support.graphs import GraphBuilder, aten, c10d
 from tests.support.processes import LIMIT_S, environment
-from tools.fuzzing import cases, judging, running
+from tools.fuzzing import bounds, cases, judging, running, training
 
 IN_ORDER = {"memory_budget": "unlimited", "bucket": "off", "schedule": "off", "redistribute": "off"}
 REORDERED = {**IN_ORDER, "memory_budget": "+20%", "schedule": "on"}
@@ -73,6 +75,8 @@ def test_bugs_are_found_and_shrunk(
     monkeypatch.setattr(judging.verify, "checked", lambda *args: judging.verify.Checked([]))
     for number in range(100):
         case = cases.random_case(random.Random(f"found/{number}"))
+        if case.compressed:
+            continue
         said, _ = judging.judge(case, groups)
         if said:
             break
@@ -265,7 +269,10 @@ def test_programs_draw_everything() -> None:
     """Every step is drawn, and what is drawn for a seed stays the same."""
     drawn = [cases.random_case(random.Random(f"all/{number}")) for number in range(300)]
     assert {name for case in drawn for name, *_ in case.steps} == {*cases.STEPS, *cases.RANK_STEPS}
-    assert {case.settings["memory_budget"] for case in drawn} == set(cases.BUDGETS)
+    assert {case.settings["memory_budget"] for case in drawn} == {*cases.BUDGETS, *cases.BELOW}
+    assert {case.settings["compress"] for case in drawn if case.compressed} == set(cases.COMPRESS)
+    assert {case.special > 0 for case in drawn if case.compressed} == {True, False}
+    assert {case.settings.get("compress_feedback") for case in drawn} == {"on", "off", None}
     assert drawn == [cases.random_case(random.Random(f"all/{number}")) for number in range(300)]
 
 
@@ -362,3 +369,128 @@ def test_inputs_that_nobody_reads_beside_uneven_shards(
     device = "cuda" if differs else "cpu"
     case = cases.Case(parsed(steps), settings=settings, device=device, ranks_per_host=8, differs=differs)
     assert judging.judge(case, groups)[0] == ""
+
+
+# -- narrower messages -------------------------------------------------------------------------------------------
+
+INT8 = {**IN_ORDER, "compress": "*=int8", "compress_error": "0.004", "compress_block": "64"}
+GATHER = "all_gather 2 0 0, wait 0 0 0"
+
+
+def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging.verify, "check", lambda *args, **kwargs: [])
+    monkeypatch.setattr(judging.verify, "checked", lambda *args: judging.verify.Checked([]))
+
+
+@pytest.mark.parametrize("steps", [GATHER, "reduce_scatter 2 0 0, wait 0 0 0", "all_to_all 2 0 0, wait 0 0 0"])
+def test_messages_that_err_too_much_are_found(
+    steps: str, groups: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the numbers alone: codes are eight times as coarse as the report says."""
+    case = cases.Case(parsed(steps), settings=INT8)
+    assert judging.judge(case, groups) == ("", 1)
+    unverified(monkeypatch)
+    monkeypatch.setattr(form.Form, "narrowed", coarsely(form.Form.narrowed))
+    assert "is off by" in judging.judge(case, groups)[0]
+
+
+def coarsely(narrowed: Any) -> Any:
+    return lambda self, emit, rows: narrowed(replace(self, share=8 * self.share), emit, rows)
+
+
+def test_a_number_that_is_lost_is_found(groups: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not finite has to arrive not finite."""
+    case = cases.Case(parsed(GATHER), settings=INT8, special=2)
+    gm = judging.build(case, groups)
+    assert not all(bool(x.isfinite().all()) for x in running.inputs_of(gm, 4, 2)[0])
+    assert judging.judge(case, groups) == ("", 1)
+    unverified(monkeypatch)
+    monkeypatch.setattr(form.Form, "narrowed", without_infinities(form.Form.narrowed))
+    assert "is off by inf" in judging.judge(case, groups)[0]
+
+
+def without_infinities(narrowed: Any) -> Any:
+    return lambda self, emit, rows: narrowed(self, emit, emit.call(aten.nan_to_num.default, rows, 0.0, 0.0, 0.0))
+
+
+def test_what_no_message_reaches_is_compared_bit_by_bit(groups: tuple[str, ...]) -> None:
+    """Errors go along with values, and a value that a step without a result writes counts as large as it is then."""
+    case = cases.Case(parsed(f"{GATHER}, pointwise 2 0 0, scribble 0 0 2, all_to_all 0 0 0, wait 0 0 0"), settings=INT8)
+    gm = judging.build(case, groups)
+    peaks = bounds.Peaks()
+    running.execute_ranks([gm] * 4, running.inputs_of(gm, 4), "prompt", peaks)
+    found = dict(zip(gm.graph.output_node().args[0], bounds.bounds(gm, peaks, 0.004, False)))  # type: ignore[arg-type]
+    errors = {str(node): error for node, error in found.items()}
+    assert errors["arg_1"] == 0.0
+    assert any(0 < error < 0.05 for error in errors.values())
+    assert set(bounds.bounds(gm, peaks, 0.0, False)) == {0.0}
+
+
+def test_what_a_step_without_a_result_writes_counts(groups: tuple[str, ...]) -> None:
+    """Found: a gather of an input that an unknown operator had written larger numbers to was allowed too little."""
+    steps = "scribble 2 33 0, update 34 57 36, all_gather 2 0 0, wait 0 0 0, all_gather 3 0 0, wait 0 0 0"
+    case = cases.Case(parsed(steps), settings={**INT8, "compress_block": "256"})
+    gm = judging.build(case, groups)
+    written = [n.args[0] for n in gm.graph.nodes if "scribble" in str(n.target)]
+    peaks = bounds.Peaks()
+    running.execute_ranks([gm] * 4, running.inputs_of(gm, 4), "prompt", peaks)
+    assert written and peaks.found[written[0].name] > 2
+    assert judging.judge(case, groups)[0] == ""
+
+
+def test_random_training_steps(groups: tuple[str, ...]) -> None:
+    """Within budgets below the peak: the bits of a step that keeps everything."""
+    again = 0
+    for number in range(4):
+        case = training.random_training(random.Random(f"0/{number}"))
+        said, operators = training.judge_training(case, groups)
+        assert not said, training.training_as_test(case, said, "found")
+        again += operators
+    assert again
+
+
+def test_a_saved_value_that_may_share_memory_with_what_runs_again(groups: tuple[str, ...]) -> None:
+    """Found: dropout's result was taken to be read from the memory of its operand, which ran again later."""
+    steps = (("rows_scattered", 7, 52), ("linear", 48, 38), ("gate", 27, 63), ("softmax", 60, 0), ("dropout", 46, 47))
+    case = training.TrainingCase((*steps, ("norm", 60, 36)), "-80%")
+    said, again = training.judge_training(case, groups)
+    assert not said and again
+
+
+def test_a_view_of_what_arrives_runs_again_with_its_reader(groups: tuple[str, ...]) -> None:
+    """Found: a chain that begins with a view of a wait's result was taken to run the wait again."""
+    steps = (("exchanged", 30, 9), ("add", 2, 41), ("view", 22, 36), ("view", 43, 57), ("linear", 47, 38))
+    steps += (("view", 29, 43), ("gate", 5, 51), ("relu", 53, 26), ("linear", 23, 20))
+    said, again = training.judge_training(training.TrainingCase(steps, "=4KiB", passes=False), groups)
+    assert not said and again
+
+
+def test_training_that_computes_something_else_is_found(
+    groups: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = (("linear", 0, 0), ("relu", 0, 0), ("linear", 0, 0), ("tanh", 0, 0))
+    case = training.TrainingCase(steps, "-30%", passes=False)
+    assert training.judge_training(case, groups)[0] == ""
+    split = training.Shrinking.run
+
+    def wrong(self: training.Shrinking, base: training.Split) -> Any:
+        done = split(self, base)
+        for node in done.both[1].graph.nodes:
+            if node.target is aten.mm.default:
+                node.args = (*node.args[:1], training_negated(node))
+                break
+        done.both[1].recompile()
+        return done
+
+    monkeypatch.setattr(training.Shrinking, "run", wrong)
+    assert "other results" in training.judge_training(case, groups)[0]
+    small = training.shrink_training(case, groups)
+    assert len(small.steps) < 4
+    compile(training.training_as_test(small, "other results", "found"), "found.py", "exec")
+
+
+def training_negated(node: torch.fx.Node) -> torch.fx.Node:
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.neg.default, (node.args[1],))
+    made.meta["val"] = node.args[1].meta["val"]  # type: ignore[union-attr]
+    return made

@@ -240,9 +240,10 @@ class _Backward:
         for i, s in enumerate(self.step.forward.storages):
             if s.producer not in self.number or i in self.twin:
                 continue
-            readers = tuple(sorted(place[self.number[r]] for r in s.readers if r in self.number))
-            name = s.name + AGAIN
-            found.append(Storage(s.size_bytes, place[self.number[s.producer]], readers, False, name))
+            made = place[self.number[s.producer]]
+            # Who comes before reads what was saved of it: a value that may share this memory, as dropout's result may.
+            readers = tuple(sorted(p for r in s.readers if r in self.number and (p := place[self.number[r]]) > made))
+            found.append(Storage(s.size_bytes, made, readers, False, s.name + AGAIN))
         return found
 
 

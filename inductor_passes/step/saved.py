@@ -20,6 +20,7 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem
+from inductor_passes.schedule.problem import Kind
 from inductor_passes.step.recompute import Candidate, Step
 
 #: Values below this share of all that is saved are not worth a decision each.
@@ -108,6 +109,9 @@ class _Reader:
             return f"it is not known whether {node.name} can run twice"
         if node in self.written or any(i in self.written for i in node.all_input_nodes) or ops.mutated_inputs(node):
             return f"{node.name} uses memory that is written to"
+        task = self.task.get(node)
+        if role is Role.COMPUTE and task is not None and self.forward.problem.tasks[task].kind is not Kind.COMPUTE:
+            return f"{node.name} runs with what communicates"
         if node.name in self.tagged:
             return f"activation checkpointing decides about {node.name}"
         return ""
@@ -158,13 +162,31 @@ class _Reader:
         one = Candidate(
             name=block.producer.name,
             size_bytes=self.forward.problem.storages[mine[0]].size_bytes,
-            chain=tuple(sorted({self.task[n] for n in chain.nodes if n in self.task})),
+            chain=tuple(sorted({t for n in chain.nodes for t in self._runs(n)})),
             forward_storage=mine[0],
             backward_storages=theirs,
             nodes=tuple(n.name for n in self.view.nodes if n in chain.nodes),
             source=ops.source_line(block.producer),
         )
         return one, chain
+
+    def _runs(self, node: torch.fx.Node) -> set[int]:
+        """The task that runs again with a node; none where it is a view of what a collective brings."""
+        task = self.task.get(node)
+        return set() if task is None or self.forward.problem.tasks[task].kind is not Kind.COMPUTE else {task}
+
+    def _readers(self, node: torch.fx.Node, nodes: set[torch.fx.Node]) -> set[int]:
+        """The tasks of chains that read what a node reads: its own, or those that read the view that it is."""
+        seen, found, todo = {node}, set[int](), [node]
+        while todo:
+            one = todo.pop()
+            if own := self._runs(one):
+                found |= own
+                continue
+            more = [u for u in one.users if u in nodes and u not in seen]
+            seen.update(more)
+            todo += more
+        return found
 
     def _links(
         self, nodes: set[torch.fx.Node]
@@ -173,16 +195,18 @@ class _Reader:
         needs: dict[int, set[int]] = {}
         reads: dict[int, set[int]] = {}
         for node in self.view.nodes:
-            if node not in nodes or node not in self.task:
+            if node not in nodes:
                 continue
+            readers = self._readers(node, nodes)
             for source in node.all_input_nodes:
                 twin = self.inputs.get(source.name) or self.again.get(source.name)
                 if twin is None:
                     continue
-                if twin in self.back_task:
-                    needs.setdefault(self.task[node], set()).add(self.back_task[twin])
-                for storage in self.back.storages.of(twin):
-                    reads.setdefault(self.task[node], set()).update(self.back_storage.get(storage, ()))
+                for task in readers:
+                    if twin in self.back_task:
+                        needs.setdefault(task, set()).add(self.back_task[twin])
+                    for storage in self.back.storages.of(twin):
+                        reads.setdefault(task, set()).update(self.back_storage.get(storage, ()))
         return ({t: tuple(sorted(v)) for t, v in needs.items()}, {t: tuple(sorted(v)) for t, v in reads.items()})
 
 

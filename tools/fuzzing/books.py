@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ class Flight:
 class Books(GraphBuilder):
     """Writes a graph step by step; knows what is in flight and how large values can be."""
 
-    def __init__(self, groups: Sequence[str], backward: bool, variant: int = 0) -> None:
+    def __init__(self, groups: Sequence[str], backward: bool, variant: int = 0, steady: bool = False) -> None:
         super().__init__("program.py")
+        #: large values are scaled, not taken modulo something: small errors in them stay small
+        self.steady = steady
         self.groups = groups
         self.sizes = [dist.get_world_size(dist.distributed_c10d._resolve_process_group(g)) for g in groups]
         self.backward = backward
@@ -56,11 +59,11 @@ class Books(GraphBuilder):
         #: holds the bodies of higher-order operators
         self.root = torch.nn.Module()
 
-    def input(self, rows: int, columns: int, dtype: torch.dtype) -> None:
+    def input(self, rows: int, columns: int, dtype: torch.dtype) -> torch.fx.Node:
         stem = ("primals", "tangents", "saved")[self.inputs % 3] if self.backward else "arg"
         self.inputs += 1
         node = self.placeholder(f"{stem}_{self.inputs}", rows, columns, dtype=dtype)
-        self.keep(node, None, 2)
+        return self.keep(node, None, 2)
 
     def keep(self, node: torch.fx.Node, of: torch.fx.Node | None, bound: int, value: bool = True) -> torch.fx.Node:
         self.buffer[node] = len(self.buffer) if of is None else self.buffer[of]
@@ -83,6 +86,10 @@ class Books(GraphBuilder):
         """The value, taken modulo something when ``factor`` times it would not be exact."""
         if self.bound[node] * factor <= EXACT * 4 and self.bound[node] <= EXACT:
             return node
+        if self.steady and node.meta["val"].is_floating_point():
+            halvings = math.ceil(math.log2(max(self.bound[node] * factor / (EXACT * 4), self.bound[node] / EXACT)))
+            bound = max(1, self.bound[node] >> halvings) + 1
+            return self.keep(self.call(aten.mul.Tensor, node, 0.5**halvings), None, bound, value=False)
         reduced = self.call(aten.remainder.Scalar, node, 3)
         return self.keep(reduced, None, 3, value=False)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.device_mesh import init_device_mesh
@@ -53,6 +53,7 @@ STEPS = {
     "host": 1,
     "check": 1,
     "matmul_chain": 2,
+    "feedback": 2,
     "split": 3,
     "unbind": 2,
     "update_member": 3,
@@ -74,7 +75,12 @@ WRITES = {
 }
 RANK_STEPS = {"rank_reader": 4, "rank_constant": 3, "rank_cast": 3}
 BUDGETS = ("0", "0", "+1%", "+5%", "+20%", "100B", "1KiB", "unlimited")
-
+BELOW = ("-10%", "-30%", "-60%", "=1KiB", "=4KiB", "=1GiB")
+#: ``mesh_a`` and ``mesh_b`` are the dimensions of the mesh.
+COMPRESS = (
+    *("auto", "auto", "*=bf16", "*=int8", "*=int8", "*=e4m3", "*=e5m2", "*=int8/between", "*=bf16/between"),
+    *("*=e4m3/between", "mesh_a=int8,mesh_b=bf16,*=auto", "mesh_a=off,*=int8", "b=e4m3,a=auto"),
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,8 @@ class Case:
         alternatives: up to how many nodes a graph is planned again in other ways.
         search: states that the planner's local search may look at.
         differs: whether ranks have graphs of their own.
+        link_ns: per byte between hosts, on measured links; 0: what the device's datasheet says.
+        special: seed of the numbers among the inputs that are not finite; 0: there are none.
     """
 
     steps: tuple[Step, ...]
@@ -105,12 +113,19 @@ class Case:
     alternatives: int = 0
     search: int = 500
     differs: bool = False
+    link_ns: float = 0.0
+    special: int = 0
+
+    @property
+    def compressed(self) -> bool:
+        """Whether messages may be narrowed, which changes results."""
+        return self.settings.get("compress", "off") != "off"
 
     @property
     def backs(self) -> bool:
         """Whether inputs get values at the end, and nothing else is written to, as in graphs of AOTAutograd."""
         names = {step[0] for step in self.steps}
-        return "written_back" in names and not names & WRITES
+        return bool(names & {"written_back", "feedback"}) and not names & WRITES
 
 
 @contextlib.contextmanager
@@ -132,13 +147,13 @@ def random_case(rng: random.Random, ranks: int = 4) -> Case:
         (name, rng.randrange(64), rng.randrange(64), rng.randrange(64))
         for name in rng.choices(names, weights, k=rng.randint(4, 26))
     ]
-    settings = {
+    settings: dict[str, Any] = {
         "memory_budget": rng.choice(BUDGETS),
         "bucket": rng.choice(["on", "on", "off"]),
         "schedule": rng.choice(["on", "on", "off"]),
         "redistribute": rng.choice(["off", "exact"]),
     }
-    return Case(
+    case = Case(
         tuple(steps),
         ranks,
         settings,
@@ -152,3 +167,31 @@ def random_case(rng: random.Random, ranks: int = 4) -> Case:
         search=60_000 if rng.random() < 0.03 else 500,
         differs=differs,
     )
+    return _narrowed(rng, _below(rng, case))
+
+
+def _below(rng: random.Random, case: Case) -> Case:
+    """Now and then a budget below the peak. A graph on its own keeps to the least that it needs."""
+    if rng.random() >= 0.15:
+        return case
+    return replace(case, settings={**case.settings, "memory_budget": rng.choice(BELOW)})
+
+
+def _narrowed(rng: random.Random, case: Case) -> Case:
+    """Settings of narrower messages; half of the cases leave them off, some with the others that belong to it."""
+    drawn = rng.random()
+    if drawn >= 0.5:
+        return case
+    settings = {
+        "compress": rng.choice(COMPRESS) if drawn < 0.45 else "off",
+        "compress_dtypes": rng.choice(["bf16,int8", "int8", "e4m3,e5m2", "bf16,int8,e4m3,e5m2"]),
+        "compress_block": rng.choice(["64", "128", "256"]),
+        "compress_error": rng.choice(["0.003", "0.004", "0.01", "0.04", "0.08"]),
+    }
+    if settings["compress"] != "off":
+        settings["compress_feedback"] = rng.choice(["on", "off"])
+    # What is no number does not equal itself, which a program may check.
+    plain = settings["compress"] == "off" or any(step[0] == "check" for step in case.steps)
+    special = rng.randrange(1, 1000) * (rng.random() < 0.3) * (not plain)
+    link_ns = rng.choice([0.0, 1.0, 100.0])
+    return replace(case, settings={**case.settings, **settings}, link_ns=link_ns, special=special)

@@ -7,9 +7,12 @@ import operator
 import torch
 import torch.fx
 
+from inductor_passes.simple_fsdp import residuals as _registers  # noqa: F401
 from tests.support.graphs import aten, c10d
 from tools.fuzzing.books import LARGEST, Flight
 from tools.fuzzing.local_steps import LocalSteps
+
+SENT = torch.ops.inductor_passes.sent.default
 
 
 class CollectiveSteps(LocalSteps):
@@ -25,6 +28,25 @@ class CollectiveSteps(LocalSteps):
             self._mm(0, b, c)
         if last:
             self._reduce_scatter(0, b, c)
+
+    def _feedback(self, a: int, b: int, c: int) -> None:
+        """A message of a value and of what an earlier one lost of it, which is kept again: error feedback."""
+        size = self.sizes[b % 3]
+        kind = (c10d.reduce_scatter_tensor, c10d.all_gather_into_tensor, c10d.all_to_all_single)[c % 3]
+        float32 = [v for v in self.readable() if v.meta["val"].dtype is torch.float32]
+        if not float32 or (x := self._operand(a, size, size, size)) is None or x.meta["val"].dtype is not torch.float32:
+            return
+        rows, columns = x.meta["val"].shape
+        residual = self.input(rows, columns, torch.float32)
+        value = self.keep(self.call(aten.add.Tensor, residual, x), None, self.bound[x] + 2)
+        split = [rows // size] * size
+        rest: tuple[object, ...] = ("sum", size) if c % 3 == 0 else (size,) if c % 3 == 1 else (split, split)
+        start = self.call(kind.default, value, *rest, self.groups[b % 3])
+        self.launch(start, [value], self.bound[value] * (size if c % 3 == 0 else 1))
+        if a % 2:
+            self.land(-1)
+        lost = self.call(aten.sub.Tensor, value, self.call(SENT, value))
+        self.backs[residual] = self.call(aten.nan_to_num.default, lost, 0.0, 0.0, 0.0)
 
     def _wait(self, a: int, b: int, c: int) -> None:
         if self.flights:

@@ -1,7 +1,9 @@
 """What a pass may not do to a program of the fuzzer, and how a failure is made small and printed.
 
 Every rank's values are equal bit for bit before and after, no rank waits for ever, the peak is not above the cap, and
-nothing is undone by the verifier. Where ranks' graphs differ, they still communicate alike.
+nothing is undone by the verifier. Where ranks' graphs differ, they still communicate alike. Where messages are
+narrowed, values are within the bounds that follow from what the report states (``bounds``), those that no such message
+reaches are equal, and what the report says about them is so (``claims``).
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.fx
@@ -21,12 +23,14 @@ from torch._inductor.virtualized import V
 from inductor_passes import _torch, verify
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.config import PassConfig
-from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.communication import KINDS, GroupLayout
+from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.engine import complain, pipeline
 from inductor_passes.engine.compilation import Compilation, Known
 from inductor_passes.engine.judge import freed_inputs
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir.groups import resolve
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build as build_problem
 from inductor_passes.reorder.pass_ import ReorderPass
@@ -35,10 +39,14 @@ from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Pass
 from inductor_passes.schedule import plan as planner
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.verify.snapshot import finding_key
+from tools.fuzzing.bounds import Peaks, bounds
 from tools.fuzzing.cases import Case
+from tools.fuzzing.claims import wrong_claims
 from tools.fuzzing.programs import build
 from tools.fuzzing.running import differs, execute_ranks, inputs_of
 
+#: By rank, how far each tensor may be off.
+Allowed = list[list[float] | None]
 #: In the verifier's message about an operator that is not in place but may become so.
 IN_PLACE = "Inductor may do it in place"
 #: The rule about results that are lost by that.
@@ -100,29 +108,39 @@ def judge(case: Case, groups: Sequence[str], cautious: list[str] | None = None) 
     communicated = [_communication(gm) for gm in modules]
     if communicated[0] != communicated[-1]:
         return "the ranks of the generated program communicate differently", 0
-    inputs = inputs_of(modules[0], case.ranks)
-    reference = execute_ranks(_of_ranks(modules, case.ranks), inputs, "prompt")
+    inputs = inputs_of(modules[0], case.ranks, case.special)
+    peaks = Peaks() if case.compressed else None
+    reference = execute_ranks(_of_ranks(modules, case.ranks), inputs, "prompt", peaks)
     before = _as_inductor_would(modules) if case.backs else []
     # Inductor makes the values of changed nodes anew behind custom passes; they say which nodes share memory.
     renewed = [FakeTensorUpdater(gm) for gm in modules] if case.backs else []
-    changed, undone = 0, False
+    changed, undone, rounding = 0, False, 0.0
     for gm in modules:
-        said, one, dropped = _compiled(case, gm, cautious)
-        changed, undone = changed + one, undone or dropped
-        if said:
-            return said, changed
+        compiled = _compiled(case, gm, groups, cautious)
+        changed, undone = changed + compiled.changed, undone or compiled.undone
+        rounding = max(rounding, compiled.rounding)
+        if compiled.said:
+            return compiled.said, changed
     if not changed and not undone:
         return "", 0
     communicated = [_communication(gm) for gm in modules]
     if communicated[0] != communicated[-1]:
         return f"ranks communicate differently: {communicated[0]} and {communicated[-1]}", changed
+    allowed: Allowed = [None] * case.ranks
+    if peaks is not None:
+        each = [bounds(gm, peaks, rounding, case.async_tp) for gm in _variants(case, groups)]
+        allowed = [each[0], *[each[-1]] * (case.ranks - 1)]
+    prompt = None
     for timing in ("prompt", "late"):
         try:
             after = execute_ranks(_of_ranks(modules, case.ranks), inputs, timing)
         except Exception as error:
             return f"the result does not run ({timing}): {type(error).__name__}: {error}", changed
+        if prompt is not None and (said := _differ(prompt, after, True)):
+            return f"results depend on when messages arrive: {said}", changed
+        prompt = after if case.compressed else None
         # Async TP adds partial products: exact for integers up to the sign of a zero.
-        if said := _differ(reference, after, not case.async_tp):
+        if said := _differ(reference, after, not case.async_tp, allowed):
             own = execute_ranks(_of_ranks(_variants(case, groups), case.ranks), inputs, "late")
             if illegal := _differ(reference, own, True):
                 return f"the generated program itself is illegal: {illegal}", 0
@@ -135,7 +153,7 @@ def judge(case: Case, groups: Sequence[str], cautious: list[str] | None = None) 
             with V.set_fake_mode(detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])):
                 updater.incremental_update()
         after = execute_ranks(_of_ranks(_as_inductor_would(modules), case.ranks), inputs, "prompt")
-        if said := _differ(reference, after, not case.async_tp):
+        if said := _differ(reference, after, not case.async_tp, allowed):
             return f"other results once Inductor has done in place what it may: {said}", changed
     return "", changed
 
@@ -155,10 +173,19 @@ def _as_inductor_would(modules: Sequence[torch.fx.GraphModule]) -> list[torch.fx
     return done
 
 
-def _differ(before: list[list[torch.Tensor]], after: list[list[torch.Tensor]], signed_zeros: bool) -> str:
-    """The first difference on any rank."""
+def _differ(
+    before: list[list[torch.Tensor]],
+    after: list[list[torch.Tensor]],
+    signed_zeros: bool,
+    allowed: Allowed | None = None,
+) -> str:
+    """The first difference on any rank.
+
+    Args:
+        allowed: by rank, how far each tensor may be off; None: not at all.
+    """
     for rank, (one, other) in enumerate(zip(before, after)):
-        if said := differs(one, other, signed_zeros):
+        if said := differs(one, other, signed_zeros, allowed[rank] if allowed else None):
             return f"rank {rank}, {said}"
     return ""
 
@@ -171,17 +198,48 @@ def _communication(gm: torch.fx.GraphModule) -> list[tuple[object, ...]]:
     ]
 
 
-def _compiled(case: Case, gm: torch.fx.GraphModule, cautious: list[str] | None) -> tuple[str, int, bool]:
-    """Run the passes over one graph: what is wrong, how many changed it, whether one was undone."""
+class _Compiled(NamedTuple):
+    """What came of one graph.
+
+    Attributes:
+        said: what is wrong.
+        changed: how many passes changed it.
+        undone: whether one was undone.
+        rounding: what one rounding of a narrowed message may change, by the report; 0: none was narrowed.
+    """
+
+    said: str
+    changed: int
+    undone: bool
+    rounding: float = 0.0
+
+
+def _profile(case: Case, groups: Sequence[str]) -> CostProfile:
+    """The case's costs; links that were measured are a hundred times faster inside a host."""
+    found = CostProfile.default(case.device, ranks_per_host=case.ranks_per_host)
+    if not case.link_ns:
+        return found
+    layouts = {GroupLayout.of(resolve(name).ranks, case.ranks_per_host) for name in groups}
+
+    def costs(layout: GroupLayout) -> GroupCost:
+        per_byte = case.link_ns * (1.0 if layout.hosts > 1 else 0.01)
+        kinds = tuple(CollectiveCost(kind, 1_000.0, per_byte, 100.0, 0.0) for kind in KINDS)
+        return GroupCost(layout, "fuzz", layout.link, kinds)
+
+    return replace(found, measured=True, groups=tuple(costs(layout) for layout in sorted(layouts)))
+
+
+def _compiled(case: Case, gm: torch.fx.GraphModule, groups: Sequence[str], cautious: list[str] | None) -> _Compiled:
+    """Run the passes over one graph."""
     before = verify.snapshot(gm.graph)
     settings = PassConfig(**case.settings)
-    profile = CostProfile.default(case.device, ranks_per_host=case.ranks_per_host)
+    profile = _profile(case, groups)
     known = Known("backward" if case.backward else "inference", agreed=not case.differs)
     try:
         with _diligence(case):
             done = run_passes(gm.graph, passes(case, settings), settings, profile, known=known)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", 0, False
+        return _Compiled(f"{type(error).__name__}: {error}", 0, False)
     reports = done.report.passes
     changed = sum(p.changed and p.rolled_back is None for p in reports)
     undone = any(p.rolled_back for p in reports)
@@ -190,18 +248,19 @@ def _compiled(case: Case, gm: torch.fx.GraphModule, cautious: list[str] | None) 
             if cautious is not None:
                 cautious.append(one.name)
         elif one.rolled_back in (Reason.EXCEPTION, Reason.VERIFIER) and one.name != Vandal.name:
-            return f"pass {one.name} was undone: {one.rolled_back.value} ({one.detail})", changed, undone
-    if over := _over_cap(done, gm):
-        return over, changed, undone
+            return _Compiled(f"pass {one.name} was undone: {one.rolled_back.value} ({one.detail})", changed, undone)
+    if said := _over_cap(done, gm) or wrong_claims(done, gm, settings, settings.bucket == "off"):
+        return _Compiled(said, changed, undone)
     # The pipeline held each pass against what it was given; later passes rewrite what earlier certificates name.
     found = [f for f in verify.check(gm.graph) if IN_PLACE not in f.message]
     if foreign := [f for f in found if finding_key(f) not in before.findings]:
-        return f"the verifier refuses the result: {foreign[0].rule}: {foreign[0].message}", changed, undone
+        said = f"the verifier refuses the result: {foreign[0].rule}: {foreign[0].message}"
+        return _Compiled(said, changed, undone)
     # What Inductor breaks by itself is no fault of the program.
     if found := [f for f in found if f.rule != LOST]:
-        return f"the verifier refuses the generated program: {found[0].rule}: {found[0].message}", 0, undone
+        return _Compiled(f"the verifier refuses the generated program: {found[0].rule}: {found[0].message}", 0, undone)
     gm.graph.lint()
-    return "", changed, undone
+    return _Compiled("", changed, undone, max((float(n.bound) for n in done.report.narrowed), default=0.0))
 
 
 def _over_cap(done: Compilation, gm: torch.fx.GraphModule) -> str:
@@ -254,8 +313,9 @@ def shrink(case: Case, groups: Sequence[str], allowance: int = 400) -> Case:
                 start += length
         length //= 2
     plain: list[dict[str, Any]] = [{"async_tp": False}, {"vandal": -1}, {"backward": False}]
-    plain += [{"device": "cpu"}, {"ranks_per_host": 8}]
-    plain += [{"settings": {**case.settings, key: "off"}} for key in ("redistribute", "bucket", "schedule")]
+    plain += [{"device": "cpu"}, {"ranks_per_host": 8}, {"link_ns": 0.0}, {"special": 0}]
+    keys = ("redistribute", "bucket", "schedule", "compress_feedback", "compress")
+    plain += [{"settings": {**case.settings, key: "off"}} for key in keys if key in case.settings]
     for change in plain:
         if "settings" in change:
             off = {k: v for k, v in change["settings"].items() if v == "off"}

@@ -25,7 +25,8 @@ class LocalSteps(Books):
     """Each step takes three integers, and does nothing where it does not fit."""
 
     def _input(self, a: int, b: int, c: int) -> None:
-        self.input((8, 8, 4, 16)[a % 4], (2, 3, 4, 8)[b % 4], DTYPES[c % len(DTYPES)])
+        columns = (16, 33, 64, 8) if self.steady else (2, 3, 4, 8)
+        self.input((8, 8, 4, 16)[a % 4], columns[b % 4], DTYPES[c % len(DTYPES)])
 
     def _pointwise(self, a: int, b: int, c: int) -> None:
         if (x := self.pick(a)) is not None:
@@ -52,8 +53,11 @@ class LocalSteps(Books):
             self.keep(y, x, self.bound[x], value=False)
         if like.shape[0] * y.meta["val"].shape[1] > LARGEST or like.shape[1] > 32:
             return
-        x, y = (self.keep(self.call(aten.remainder.Scalar, v, 2), None, 2, value=False) for v in (x, y))
-        self.keep(self.call(aten.mm.default, x, y), None, 4 * like.shape[1])
+        if self.steady and like.is_floating_point():
+            x, y = self.small(x), self.small(y)
+        else:
+            x, y = (self.keep(self.call(aten.remainder.Scalar, v, 2), None, 2, value=False) for v in (x, y))
+        self.keep(self.call(aten.mm.default, x, y), None, max(4, self.bound[x] * self.bound[y]) * like.shape[1])
 
     def _cast(self, a: int, b: int, c: int) -> None:
         if (x := self.pick(a)) is not None:

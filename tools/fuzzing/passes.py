@@ -20,10 +20,15 @@ from dataclasses import dataclass, replace
 import torch
 import typer
 
-from tools.fuzzing import cases, judging
+from tools.fuzzing import cases, judging, training
 
 CAUTIOUS = "passes undone because Inductor might then have worked in place"
-NAMES = ("programs", "programs that a pass changed", "passes that changed one", CAUTIOUS, "failures")
+NAMES = (
+    *("programs", "programs that a pass changed", "passes that changed one", CAUTIOUS),
+    *("training steps", "training steps that compute something again", "failures"),
+)
+#: Every so many programs one is a training step within a budget below its peak: they take ten times as long.
+TRAINING = 40
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,9 @@ def _run(job: _Job) -> collections.Counter[str]:
     counts: collections.Counter[str] = collections.Counter()
     with cases.world(job.ranks) as groups, contextlib.suppress(KeyboardInterrupt):
         for number in job.numbers:
+            if number % TRAINING == TRAINING - 1:
+                _train(job, number, groups, counts)
+                continue
             case = cases.random_case(random.Random(f"{job.seed}/{number}"), job.ranks)
             if not job.async_tp:
                 case = replace(case, async_tp=False)
@@ -59,12 +67,26 @@ def _run(job: _Job) -> collections.Counter[str]:
                 smaller = judging.shrink(case, groups)
                 why = _judged(smaller, groups, [])[0] or said
                 typer.echo(judging.as_test(smaller, groups, why, f"seed_{job.seed}_program_{number}"))
-                if counts["failures"] >= job.failures:
-                    break
             if counts["programs"] % 1000 == 0:
                 typer.echo(f"# {counts['programs']} programs, {counts['failures']} failures")
             judging.quiet()
+            if counts["failures"] >= job.failures:
+                break
     return counts
+
+
+def _train(job: _Job, number: int, groups: tuple[str, ...], counts: collections.Counter[str]) -> None:
+    """One training step."""
+    case = training.random_training(random.Random(f"{job.seed}/{number}"), job.ranks)
+    said, again = training.judge_training(case, groups)
+    counts["training steps"] += 1
+    counts["training steps that compute something again"] += again > 0
+    if said:
+        counts["failures"] += 1
+        smaller = training.shrink_training(case, groups)
+        why = training.judge_training(smaller, groups)[0] or said
+        typer.echo(training.training_as_test(smaller, why, f"seed_{job.seed}_program_{number}"))
+    judging.quiet()
 
 
 def _judged(case: cases.Case, groups: tuple[str, ...], cautious: list[str]) -> tuple[str, int]:

@@ -34,10 +34,12 @@ def build(case: Case, groups: Sequence[str], variant: int = 0) -> torch.fx.Graph
     Args:
         variant: where ranks differ, 0: as the first rank has it; 1: as all others have it.
     """
-    builder = _Builder(groups, case.backward, variant)
-    builder.input(8, 4, torch.float32)
-    builder.input(8, 4, torch.float32)
-    builder.input(4, 8, torch.bfloat16)
+    builder = _Builder(groups, case.backward, variant, case.compressed)
+    # Messages of a few elements get no smaller.
+    columns = 32 if case.compressed else 4
+    builder.input(8, columns, torch.float32)
+    builder.input(8, columns, torch.float32)
+    builder.input(4, 2 * columns, torch.bfloat16)
     for step in case.steps:
         builder.step(*step)
     return builder.finish()

@@ -9,7 +9,9 @@ number, as communication libraries do: a mismatch is reported, and so are ranks 
 from __future__ import annotations
 
 import functools
+import math
 import operator
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +23,7 @@ import torch.fx
 from tests.support.graphs import aten, c10d
 
 Timing = Literal["prompt", "late"]
+Observer = Callable[[torch.fx.Node, Any], None]
 POISON = 99
 #: The host reads an element of a tensor.
 SEEN = aten._local_scalar_dense.default
@@ -38,11 +41,22 @@ class HangError(RuntimeError):
     """Ranks wait for each other, or issue different collectives."""
 
 
-def inputs_of(gm: torch.fx.GraphModule, ranks: int) -> list[list[torch.Tensor]]:
-    """Integers per placeholder and rank, different on every rank."""
+def inputs_of(gm: torch.fx.GraphModule, ranks: int, special: int = 0) -> list[list[torch.Tensor]]:
+    """Integers per placeholder and rank, different on every rank.
+
+    Args:
+        special: seed of which elements are not finite; 0: none.
+    """
     generator = torch.Generator().manual_seed(0)
     fakes = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-    return [[torch.randint(-2, 3, f.shape, generator=generator).to(f.dtype) for _ in range(ranks)] for f in fakes]
+    drawn = [[torch.randint(-2, 3, f.shape, generator=generator).to(f.dtype) for _ in range(ranks)] for f in fakes]
+    if special:
+        chosen = random.Random(special)
+        for tensors in drawn:
+            x = chosen.choice(tensors).view(-1)
+            if x.numel() and x.is_floating_point() and chosen.random() < 0.5:
+                x[chosen.randrange(x.numel())] = chosen.choice((math.inf, -math.inf, math.nan))
+    return drawn
 
 
 def execute(gm: torch.fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], timing: Timing) -> list[torch.Tensor]:
@@ -53,15 +67,22 @@ def execute(gm: torch.fx.GraphModule, inputs: Sequence[Sequence[torch.Tensor]], 
 
 @torch.no_grad()
 def execute_ranks(
-    modules: Sequence[torch.fx.GraphModule], inputs: Sequence[Sequence[torch.Tensor]], timing: Timing
+    modules: Sequence[torch.fx.GraphModule],
+    inputs: Sequence[Sequence[torch.Tensor]],
+    timing: Timing,
+    observe: Observer | None = None,
 ) -> list[list[torch.Tensor]]:
     """Per rank the outputs of its graph, and its inputs as they are afterwards.
+
+    Args:
+        observe: is shown what each node of every rank comes to, and its operands after it.
 
     Raises:
         HangError: no rank can go on, or ranks issue collectives that do not fit.
     """
     net = _Net()
-    ranks = [_Rank(gm, [x[r] for x in inputs], r, net, timing == "late") for r, gm in enumerate(modules)]
+    late = timing == "late"
+    ranks = [_Rank(gm, [x[r] for x in inputs], r, net, late, observe) for r, gm in enumerate(modules)]
     running = list(ranks)
     while running:
         if not [rank for rank in running if rank.advance()]:
@@ -99,13 +120,20 @@ class _Rank:
     """One rank: how far it is, and what it holds."""
 
     def __init__(
-        self, gm: torch.fx.GraphModule, feed: list[torch.Tensor], number: int, net: _Net, late: bool
+        self,
+        gm: torch.fx.GraphModule,
+        feed: list[torch.Tensor],
+        number: int,
+        net: _Net,
+        late: bool,
+        observe: Observer | None,
     ) -> None:
         self.nodes = list(gm.graph.nodes)
         self.outputs: list[torch.Tensor] = []
         self.held: list[torch.Tensor] = []
         self.number, self.at = number, 0
         self._gm, self._feed, self._net, self._late = gm, iter(feed), net, late
+        self._observe = observe
         self._env: dict[torch.fx.Node, Any] = {}
         self._pending: dict[torch.fx.Node, Callable[[], bool]] = {}
         self._blocked: Callable[[], bool] | None = None
@@ -123,6 +151,11 @@ class _Rank:
         if _is_wait(node.target):
             # A wait returns the memory that is waited for.
             self._env[node] = self._env[node.args[0]]  # type: ignore[index]
+        if self._observe is not None:
+            self._observe(node, self._env.get(node))
+            for operand in node.all_input_nodes:
+                # What it may have written to.
+                self._observe(operand, self._env[operand])
         self.at += 1
         return True
 
@@ -340,8 +373,17 @@ def _happened(kind: str, call: _Call) -> dict[int, list[torch.Tensor]]:
     return found
 
 
-def differs(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], signed_zeros: bool = True) -> str:
-    """The first difference, bit by bit; "" when there is none. Without ``signed_zeros`` 0.0 equals -0.0."""
+def differs(
+    before: Sequence[torch.Tensor],
+    after: Sequence[torch.Tensor],
+    signed_zeros: bool = True,
+    allowed: Sequence[float] | None = None,
+) -> str:
+    """The first difference, bit by bit; "" when there is none. Without ``signed_zeros`` 0.0 equals -0.0.
+
+    Args:
+        allowed: how far each tensor may be off; 0: not at all.
+    """
     if len(before) != len(after):
         return f"{len(before)} tensors before, {len(after)} after"
     for i, (b, a) in enumerate(zip(before, after)):
@@ -349,6 +391,27 @@ def differs(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor], signe
             return f"tensor {i}: {b.dtype} {tuple(b.shape)} before, {a.dtype} {tuple(a.shape)} after"
         if not signed_zeros and torch.equal(b, a):
             continue
-        if not torch.equal(b.contiguous().reshape(-1).view(torch.uint8), a.contiguous().reshape(-1).view(torch.uint8)):
+        if allowed is not None and allowed[i]:
+            apart = _apart(b, a) if math.isfinite(allowed[i]) else 0.0
+            if not apart <= allowed[i]:
+                return f"tensor {i} is off by {apart}, where {allowed[i]} is allowed: {b.tolist()}, {a.tolist()}"
+            continue
+        if not torch.equal(_bits(b), _bits(a)):
             return f"tensor {i}: {b.tolist()} before, {a.tolist()} after"
     return ""
+
+
+def _apart(before: torch.Tensor, after: torch.Tensor) -> float:
+    """How far numbers are apart. What is not finite may be any of that kind, and may have made others so, not fewer."""
+    apart = (before.double() - after.double()).abs()
+    apart[~after.double().isfinite()] = 0.0
+    apart[~before.double().isfinite() & after.double().isfinite()] = math.inf
+    return float(apart.max()) if apart.numel() else 0.0
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes; one of the numbers that are none is as good as another."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.is_floating_point() and flat.dtype.itemsize > 1:
+        flat = flat.nan_to_num(math.nan, math.inf, -math.inf)
+    return flat.view(torch.uint8)
