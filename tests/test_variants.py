@@ -53,7 +53,8 @@ class Even(torch.nn.Sequential):
     """Sizes that the ranks share evenly: torch makes other sizes of parameters symbols where it specialises."""
 
     def __init__(self) -> None:
-        super().__init__(torch.nn.Linear(wrapped.WIDTH, 8), torch.nn.ReLU(), torch.nn.Linear(8, 12), torch.nn.Linear(12, 2))
+        linear = torch.nn.Linear
+        super().__init__(linear(wrapped.WIDTH, 8), torch.nn.ReLU(), linear(8, 12), linear(12, 2))
 
 
 def eight_rows(rows: int) -> bool:

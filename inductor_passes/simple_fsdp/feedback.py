@@ -24,9 +24,9 @@ def add_feedback(module: nn.Module) -> nn.Module:
 
     Each parameter with a gradient gets buffers named ``<parameter>_residual`` in float32, for FSDP as large as the
     *whole* gradient on every rank: a rank narrows what it sends to all others. They are saved and loaded with the
-    module, by as many ranks; :func:`reset_feedback` empties them. Parameters that ranks hold in unequal shards have none:
-    their messages are never narrowed. Called again, it adds what is missing, e.g. for parameters that were frozen
-    before. Without a narrow message they stay zero. Gradients
+    module, by as many ranks; :func:`reset_feedback` empties them. Parameters that ranks hold in unequal shards have
+    none: their messages are never narrowed. Called again, it adds what is missing, e.g. for parameters that were
+    frozen before. Without a narrow message they stay zero. Gradients
     that are held and reduced later (``no_sync``) travel as they are; residuals then wait for the next narrow message.
 
     Args:
@@ -37,8 +37,8 @@ def add_feedback(module: nn.Module) -> nn.Module:
         ``module``.
 
     Raises:
-        SimpleFSDPError: no parameter is managed, all have residuals already, or one is on the meta device, has a buffer of
-            that name, or is reduced in another type than float32. The module is unchanged then.
+        SimpleFSDPError: no parameter is managed, all have residuals already, or one is on the meta device, has a buffer
+            of that name, or is reduced in another type than float32. The module is unchanged then.
     """
     inner = getattr(module, "_orig_mod", module)
     needed = _needed(inner)
