@@ -438,6 +438,15 @@ def test_what_a_step_without_a_result_writes_counts(groups: tuple[str, ...]) -> 
     assert judging.judge(case, groups)[0] == ""
 
 
+def test_zeros_lose_their_sign(groups: tuple[str, ...]) -> None:
+    """Found: a message of nothing but -0.0 was allowed no error at all; int8 has one zero."""
+    case = cases.Case(parsed("add 2 1 1, pointwise 0 0 0, all_gather 0 0 0, wait 0 0 0"), settings=INT8)
+    assert judging.judge(case, groups) == ("", 1)
+    gm = judging.build(case, groups)
+    before = running.execute_ranks([gm] * 4, running.inputs_of(gm, 4), "prompt")[0]
+    assert any(bool(((x == 0) & x.signbit()).all()) for x in before if x.is_floating_point())
+
+
 def test_random_training_steps(groups: tuple[str, ...]) -> None:
     """Within budgets below the peak: the bits of a step that keeps everything."""
     again = 0

@@ -126,7 +126,7 @@ class _Errors:
         if name == "mm":
             return self._product(node, operands)
         if name == "sent":
-            return worst + self.rounding * max(self.peak(n) for n in operands)
+            return worst + self._lost(max(self.peak(n) for n in operands))
         if not worst:
             return 0.0
         if name in _HIDES and not self._finite:
@@ -141,20 +141,24 @@ class _Errors:
             return worst * abs(float(node.args[1]))  # type: ignore[arg-type]
         return math.inf
 
+    def _lost(self, largest: float) -> float:
+        """By one rounding of a message whose largest element is this; of nothing but zeros their signs."""
+        return self.rounding * largest + 2.0**-123 if self.rounding else 0.0
+
     def _communicated(
         self, node: torch.fx.Node, name: str, operands: list[torch.fx.Node], worst: float
     ) -> float:
         given = {a.name: v for a, v in zip(node.target._schema.arguments, node.args)} | node.kwargs  # type: ignore[union-attr]
         largest = max((self.peak(n) for n in operands), default=0.0)
         if name.startswith(_MOVED):
-            return worst + self.rounding * largest
+            return worst + self._lost(largest)
         if given["reduce_op"] == "max":
             return worst if self._finite or not worst else math.inf
         size = dist.get_world_size(dist.distributed_c10d._resolve_process_group(given["group_name"]))
         total = size * largest
-        error = size * worst + self.rounding * total
+        error = size * worst + self._lost(total)
         if name.startswith("all_reduce"):
-            error += self.rounding * (total + error)
+            error += self._lost(total + error)
         # Where a message was narrowed, or may have been, terms are added in another type and order.
         return error + (size * _coarse(node) * total if error or self.loose else 0.0)
 
