@@ -143,6 +143,21 @@ def test_transfers_of_several_sizes_become_a_line_and_of_one_size_a_scale() -> N
     assert scaled.communication_ns("all_reduce", 1000, 1000, (0, 1)) == pytest.approx(3 * other, rel=0.01)
 
 
+@pytest.mark.parametrize("times", [(40_000, 40_000, 40_000), (1_000, 90_000, 900_000), (90_000, 50_000, 20_000)])
+@pytest.mark.parametrize("sizes", [(16_384, 24_576, 32_768), (16_384, 65_536, 131_072)])
+def test_noise_makes_no_link_infinitely_fast(sizes: tuple[int, ...], times: tuple[int, ...]) -> None:
+    """A message of 64 MiB takes at least a tenth of what the scale says; just that where sizes are close together."""
+    base = CostProfile.default("cpu")
+    after = updated_profile(base, pairs(*zip(sizes, times)))
+
+    def ns(profile: CostProfile, size: int) -> int:
+        return profile.communication_ns("all_gather", size // 2, size, (0, 1))
+
+    scale = sum(times) / sum(ns(base, size) for size in sizes)
+    share = ns(after, 2**26) / (scale * ns(base, 2**26))
+    assert share == pytest.approx(1, rel=0.01) if sizes[-1] < 4 * sizes[0] else share >= 0.1
+
+
 def test_compute_is_scaled_by_what_it_took() -> None:
     base = CostProfile.default("cpu")
     found = [Pair("library", "mm", 100, 300), Pair("block", "block 0", 200, 800)]

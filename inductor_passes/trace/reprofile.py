@@ -19,7 +19,10 @@ from inductor_passes.operators import kind_of
 from inductor_passes.trace.profiled import Measured, Pair
 
 #: Sizes whose largest is less than this multiple of the smallest do not tell latency from bandwidth.
-_SPREAD = 2.0
+_SPREAD = 4.0
+#: A line of measured times is believed down to such a part of the slope that the old line has when it is scaled to the
+#: same times.
+_FLATTER = 10.0
 #: A size counts when it was measured at least this fraction (one in so many) as often as the most frequent one.
 _OFTEN = 4
 #: FLOPs at which a device spec's rate is written down when it has no measured points.
@@ -93,7 +96,7 @@ def _kernel_ns(base: CostProfile) -> float:
 
 
 def others_scaled(base: CostProfile, profile: CostProfile, pairs: Sequence[Pair]) -> CostProfile:
-    """``profile`` with the kinds that were not measured on a layout scaled as those that were.
+    """``profile`` with the kinds that were not measured on a layout scaled as the one most above its prediction.
 
     Otherwise they would look cheaper on a link that is slower than assumed, and be chosen for that.
 
@@ -108,8 +111,10 @@ def others_scaled(base: CostProfile, profile: CostProfile, pairs: Sequence[Pair]
         costs = list(group.costs)
         if moved:
             # What lines say of the same messages: one outlier does not count here either.
-            before, after = (sum(_transfer_ns(by, p) for p in moved) for by in (base, profile))
-            factor = _ratio(before, after)
+            factor = max(
+                _ratio(*(sum(_transfer_ns(by, p) for p in moved if p.kind == kind) for by in (base, profile)))
+                for kind in {p.kind for p in moved}
+            )
             seen = {p.kind for p in moved}
             costs = [cost for cost in costs if cost.kind in seen]
             costs += [_scaled(base, kind, moved[0], factor) for kind in KINDS if kind not in seen]
@@ -151,11 +156,13 @@ def _collective(base: CostProfile, kind: str, found: Sequence[Pair], every_size:
     alpha, beta = _old_line(base, kind, found[0])
     if transfers:
         points = _medians(kind, transfers, every_size)
+        scale = sum(points.values()) / max(1.0, sum(alpha + beta * wire for wire in points))
+        alpha, beta = alpha * scale, beta * scale
         if max(points) >= _SPREAD * max(1, min(points)):
-            alpha, beta = fit_line([float(wire) for wire in points], list(points.values()))
-        else:
-            scale = sum(points.values()) / max(1.0, sum(alpha + beta * wire for wire in points))
-            alpha, beta = alpha * scale, beta * scale
+            line = fit_line([float(wire) for wire in points], list(points.values()))
+            # Small messages that all take as long would make the link infinitely fast for large ones.
+            if line[1] >= beta / _FLATTER:
+                alpha, beta = line
     issue = _ratio(sum(p.predicted_ns for p in issues), sum(p.measured_ns for p in issues))
     first = found[0]
     empty = base.issue_ns(kind, 0, 0, first.ranks)

@@ -164,10 +164,11 @@ class _Transfers:
         return [self._one(k, served) for k in self.collectives]
 
     def _one(self, k: int, served: Sequence[tuple[Any, Sequence[Mapping[int, tuple[int, int]]]]]) -> Transfer:
+        # What clocks cannot tell from nothing was not measured.
         known, ns, among = UNKNOWN, 0, 1
         for _, steps in served:
             found = [step[k] for step in steps if k in step]
-            if 2 * len(found) >= len(self.steps) and (mine := round(median(one for one, _ in found))) >= ns:
+            if 2 * len(found) >= len(self.steps) and (mine := round(median(one for one, _ in found))) > ns:
                 ns, among = mine, max(number for _, number in found)
                 known = MEASURED if among == 1 else SHARED
         if known == UNKNOWN:
