@@ -20,6 +20,7 @@ from tools.benchmarks import budgets as bench_budgets
 from tools.benchmarks import link as bench_link
 from tools.link import lab as link_lab
 from tools.link import models as link_models
+from tools.link import narrower
 from tools.link import report as link_report
 from tools.link import sweep as link_sweep
 from tools.link import worker as link_worker
@@ -282,3 +283,20 @@ def test_a_peak_is_predicted_without_what_the_caller_holds(tmp_path: Path) -> No
     reports: Any = [backward, SimpleNamespace(phase="forward", schedules=[])]
     assert predicted_peak(reports, tmp_path, 0) == 25
     assert predicted_peak(reports, tmp_path, 1) == 0
+
+
+def test_what_narrower_messages_do_is_one_table() -> None:
+    def contender(name: str, step: int, sent: int, **more: Any) -> dict[str, Any]:
+        row = {"name": name, "title": f"<{name}>", "virtual_ns": [step, step, 9 * step], "predicted_ns": step // 2}
+        sizes = {"wire_bytes": {"all_gather": sent}, "worst_loss_difference": 3e-4, "narrowed": False}
+        return {**row, **sizes, **more}
+
+    rows = [contender("inductor", 4_000_000, 8_000_000), contender("ours", 2_000_000, 8_000_000)]
+    plain = {"title": "FSDP", "rate": "balanced", "rows": rows}
+    assert narrower.section([plain]) == []
+    small = contender("ours-int8", 1_000_000, 2_000_000, narrowed=True, error_bound=0.004, measured_error=0.0039)
+    older = contender("ours-bf16", 1_000_000, 4_000_000, narrowed=True)
+    *_, first, second, _ = narrower.section([{**plain, "rows": [*rows, small, older]}])
+    assert first.startswith("| FSDP | balanced | <ours-int8> | 1.0 | 0.250 | 0.500 | 2.000 | 2.00 | 0.250 |")
+    assert first.endswith("| 3e-04 | 0.004 | 0.0039 |")
+    assert second.endswith("| 4.00 | 0.500 | 3e-04 | - | - |")

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from inductor_passes.schedule.robust import SPREAD
+from tools.link import narrower
 from tools.link.lab import ALL_CONTENDERS, CONTENDERS, NARROWER, RATES
 from tools.link.models import LAYOUTS, Layout
 from tools.link.report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, table
@@ -98,6 +99,7 @@ def page(everything: Sequence[dict[str, Any]]) -> list[str]:
         "`predicted` is what our plan says of its step, `disturbed` the mean of what it says for durations that are "
         f"off by {SPREAD}% (`schedule/robust.py`).",
         "",
+        *narrower.section(everything),
         "## Ours at its defaults",
         "",
         *summary(everything),
@@ -135,6 +137,8 @@ def link(
     layers: Layers = 4,
     batch: Batch = 8,
     timeout_s: Timeout = 7200,
+    name: Annotated[str, typer.Option(help="Of the page and its files.")] = "link",
+    title: Annotated[str, typer.Option(help="Of the page.")] = "The emulated link: contenders interleaved in one run",
     out: Out = RESULTS,
 ) -> None:
     """Real ranks on an emulated link: eager, Inductor, in-tree settings and ours, interleaved."""
@@ -163,8 +167,8 @@ def link(
                 wrong.append(error)
         # After every model: a run that is cut short leaves what it has.
         written = write(
-            "link",
-            "The emulated link: contenders interleaved in one run",
+            name,
+            title,
             page(everything),
             everything,
             lambda path: _draw(everything, path),

@@ -12,7 +12,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -230,6 +230,29 @@ class Bench:
             self.communication_alone.append(communication_alone(records))
         torch.compiler.set_stance("default")
 
+    def measured_errors(self, name: str) -> dict[str, float | None]:
+        """The largest bound on a narrowed message, and the largest error on any rank in two steps that are not timed.
+
+        By a model of its own: measuring keeps what was narrowed in memory.
+        """
+        contender = self.trials[name].contender
+        if not contender.narrows:
+            return {}
+        self.note("measuring errors", name)
+        settings = {**contender.settings, "compress_measure": "1"}
+        other = replace(contender, name=f"{name}-measured", settings=settings)
+        with collect(what_if=False) as reports:
+            trial = Trial(other, self.layout, self.config, str(self.profile))
+            for _ in range(2):
+                trial.plain_step()
+        found = [one for report in reports for one in report.narrowed]
+        largest = gathered(max((one.largest for one in found if one.runs), default=None))
+        known = [error for error in largest if error is not None]
+        return {
+            "error_bound": max((one.bound for one in found), default=None),
+            "measured_error": max(known, default=None),
+        }
+
     def parameter_wire_bytes(self) -> int:
         """What a rank sends to gather, or to reduce, every parameter once."""
         shards = [local(p) for p in self.trials[REFERENCE].model.parameters()]
@@ -261,6 +284,7 @@ class Bench:
                     "wire_bytes": wire_by_kind(first),
                     "traffic": self._traffic(trial),
                     "narrowed": trial.contender.narrows,
+                    **self.measured_errors(name),
                     "peak_bytes": peak,
                     "losses": [x if math.isfinite(x) else None for x in trial.losses[: len(reference)]],
                     "worst_loss_difference": max(gathered(_difference(trial.losses, reference))),
