@@ -509,6 +509,13 @@ class PassConfig:
         "Path of the cost profile that `tune` writes. Empty: a file beside Inductor's caches, which the report names.",
         "",
     )
+    tune_swap: Switch = _doc(
+        "Whether graphs that `tune` has timed are planned again with the corrected cost profile, compiled in the "
+        "background, and swapped in while the program runs: at one call that all ranks agree on, and back again where "
+        "the new code is not measured to be faster. Results do not change. Without `tune` it does nothing. "
+        "See [the second plan](tuning.md#the-second-plan).",
+        "off",
+    )
     in_tree_passes: InTree = _doc(
         "What to do when Inductor's own communication passes are switched on at the same time: "
         'raise an error, or warn once and leave the graph to them ("warn").',

@@ -338,6 +338,41 @@ class KernelTiming:
     cause: Cause = Cause.CLOSE
 
 
+class SwapOutcome(str, Enum):
+    """What became of a graph's second plan, see ``tune_swap``."""
+
+    NOTHING = "nothing swapped"
+    AGREED = "to be swapped in"
+    SWAPPED = "swapped in"
+    KEPT = "swapped in, faster"
+    RETURNED = "swapped in, not faster, swapped back"
+    UNMEASURED = "swapped in, not measured to be faster, stays"
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A graph planned again with what was measured of it.
+
+    Attributes:
+        outcome: so far; the last one counts.
+        why: where it did not go on, in one sentence; or "".
+        call: of the graph, 1 for the first, from which on the second plan runs; 0 where there is none.
+        back: from which on the first plan runs again; 0 where there is none.
+        before_ns / after_ns: the step of the first and of the second plan, measured on the slowest rank; 0: not known.
+        predicted_ns: the step of the second plan.
+        plan: path of a plan file with the second plans that stayed, "" where none was written.
+    """
+
+    outcome: SwapOutcome
+    why: str = ""
+    call: Count = 0
+    back: Count = 0
+    before_ns: Count = 0
+    after_ns: Count = 0
+    predicted_ns: Count = 0
+    plan: str = ""
+
+
 @dataclass(frozen=True)
 class Timing:
     """What the setting ``tune`` measured of a graph, beside what was predicted.
@@ -349,6 +384,7 @@ class Timing:
         profile: path of the corrected cost profile, "" where none was written.
         profile_hash: of its content, equal on all ranks.
         note: what was not done, and why; or "".
+        swap: what became of the second plan; None without the setting ``tune_swap``.
     """
 
     steps: Count
@@ -360,6 +396,7 @@ class Timing:
     profile: str = ""
     profile_hash: str = ""
     note: str = ""
+    swap: Swap | None = None
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import inductor_passes
 from inductor_passes import PassConfig
 from inductor_passes.config import ConfigError
 from inductor_passes.models import MLPConfig, mlp, mlp_batch
-from inductor_passes.report import GraphReport
+from inductor_passes.report import GraphReport, Swap, SwapOutcome
 from inductor_passes.trace.artifacts import KINDS, TIMING
 from inductor_passes.trace.collector import collect
 from inductor_passes.trace.text import render_graph
@@ -233,12 +234,15 @@ def test_a_number_of_steps_may_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_report_has_a_table_of_what_was_measured(tmp_path: Path) -> None:
     planned = plan([4 * MS] * 3, [MS] * 3)
     found = account(planned, World([9 * MS] * 3, late_ns=(0, 30 * MS)).records(planned))
-    report = GraphReport("forward", 0, timing=timing(planned, found, profile="tuned.json", profile_hash="abc"))
+    second = Swap(SwapOutcome.KEPT, call=59, before_ns=9 * MS, after_ns=7 * MS, predicted_ns=6 * MS, plan="plan.json")
+    measured = timing(planned, found, profile="tuned.json", profile_hash="abc")
+    report = GraphReport("forward", 0, timing=dataclasses.replace(measured, swap=second))
     assert GraphReport.from_json(report.to_json()) == report
     with (tmp_path / "out").open("w") as out:
         Console(file=out, width=160).print(render_graph(report))
     text = (tmp_path / "out").read_text()
     parts = ("measured in 5 steps of 2 ranks", "late peer", "30 ms, rank 1 last")
-    for part in (*parts, "corrected cost profile abc: tuned.json"):
+    swapped = "planned again: swapped in, faster at call 59; step 9 ms before, 7 ms after; plan in plan.json"
+    for part in (*parts, "corrected cost profile abc: tuned.json", swapped):
         assert part in text, text
     assert TIMING in KINDS

@@ -12,9 +12,14 @@ import pytest
 
 from tools.fuzzing import tune_soak
 
-JOB: dict[str, Any] = {"how": "nothing", "victim": 0, "after_s": 1.0, "cold": []}
+JOB: dict[str, Any] = {"how": "nothing", "victim": 0, "after_s": 1.0, "warm": []}
 TIMING = {"profile_hash": "abc", "note": ""}
 HELD = {rank: {"losses": [1.0, 2.0], "timings": [TIMING], "error": "", "finished": True} for rank in range(2)}
+
+
+def swapped(call: int = 9, back: int = 0, outcome: str = "swapped in, faster", why: str = "") -> dict[str, Any]:
+    """A graph that was tuned, and what became of its second plan."""
+    return {**TIMING, "swap": {"outcome": outcome, "why": why, "call": call, "back": back}}
 
 
 def judged(tmp_path: Path, job: dict[str, Any], held: dict[int, Any]) -> Counter[str]:
@@ -42,6 +47,28 @@ def test_a_run_without_findings_is_counted(tmp_path: Path) -> None:
 def test_what_must_not_happen_is_found(tmp_path: Path, change: dict[str, Any], finding: str) -> None:
     held = copy.deepcopy(HELD)
     held[1] |= change
+    with pytest.raises(tune_soak.TuneSoakError, match=finding):
+        judged(tmp_path, JOB, held)
+
+
+def test_second_plans_are_counted(tmp_path: Path) -> None:
+    timings = [swapped(), swapped(0, 0, "nothing swapped", "it is late")]
+    held = {rank: {**HELD[rank], "timings": timings} for rank in HELD}
+    found = judged(tmp_path, JOB, held)
+    assert found["swapped in, faster"] == found["nothing swapped"] == 2
+
+
+@pytest.mark.parametrize(
+    ("timing", "finding"),
+    [
+        (swapped(call=10), "changed plans at different calls"),
+        (swapped(back=12, outcome="swapped in, not faster, swapped back"), "different results"),
+        (swapped(0, 0, "nothing swapped"), "no reason why nothing was swapped"),
+        (swapped(outcome="swapped in"), "does not know what became of the second plan"),
+    ],
+)
+def test_a_second_plan_on_one_rank_is_found(tmp_path: Path, timing: dict[str, Any], finding: str) -> None:
+    held = {0: {**HELD[0], "timings": [swapped()]}, 1: {**HELD[1], "timings": [timing]}}
     with pytest.raises(tune_soak.TuneSoakError, match=finding):
         judged(tmp_path, JOB, held)
 

@@ -4,6 +4,13 @@ One file per subject. Everything else in the package takes these names from here
 this folder only. Private modules are imported inside the functions: importing this package stays cheap.
 """
 
+from inductor_passes._torch.again import (
+    Lowering,
+    copied_module,
+    lower_again,
+    lowering_now,
+    output_layouts,
+)
 from inductor_passes._torch.autograd import (
     all_gather,
     all_gather_in,
@@ -206,6 +213,7 @@ from inductor_passes._torch.stores import (
     moves_nothing,
     read_many,
     reconnected,
+    sent_so_far,
 )
 from inductor_passes._torch.symmetric import (
     enable_symmetric_memory,
@@ -243,6 +251,7 @@ __all__ = [
     "SIMPLE_OVERLAP",
     "UNKNOWN_SIZES",
     "Key",
+    "Lowering",
     "MemoryUse",
     "Observed",
     "Saved",
@@ -279,6 +288,7 @@ __all__ = [
     "compile_span",
     "compute_again",
     "concatenate_meshes",
+    "copied_module",
     "counts_as_parameter",
     "cpp_compiler",
     "create_groups",
@@ -338,10 +348,12 @@ __all__ = [
     "kernel_constants",
     "kernel_identity",
     "known_size",
+    "lower_again",
     "lower_as_collective",
     "lowered_device",
     "lowered_inputs",
     "lowered_outputs",
+    "lowering_now",
     "memory_use",
     "mesh_layout",
     "mesh_of",
@@ -357,6 +369,7 @@ __all__ = [
     "op_overload_name",
     "op_schema",
     "output_examples",
+    "output_layouts",
     "parameter_sources",
     "partitioner_base",
     "pass_uuid",
@@ -387,6 +400,7 @@ __all__ = [
     "saved_kind",
     "scheduler_pass_base",
     "sends_at_once",
+    "sent_so_far",
     "set_inductor_option",
     "sharded_units",
     "size_expression",

@@ -39,3 +39,20 @@ def read_many(store: Any, keys: list[str]) -> list[bytes]:
     if len(keys) > 1 and store.has_extended_api():
         return [bytes(value) for value in store.multi_get(keys)]
     return [bytes(store.get(key)) for key in keys]
+
+
+def sent_so_far(groups: tuple[str, ...]) -> str:
+    """How many collectives were issued in process groups, by name, as text; "" of groups that do not count them.
+
+    Equal on two ranks of a group that stand at the same place of a program.
+    """
+    found = []
+    for name in groups:
+        try:
+            from torch.distributed.distributed_c10d import _resolve_process_group
+
+            count = int(_resolve_process_group(name)._get_sequence_number_for_group())  # type: ignore[arg-type]
+        except Exception:  # backends without one raise as they like
+            continue
+        found.append(count)
+    return " ".join(map(str, found))

@@ -32,7 +32,7 @@ META_KEY = "inductor_passes_agreement"
 #: Settings that name files of one rank, say what is written where, or are compared by their content.
 _OWN = (
     *("cost_profile", "plan", "dump_plan", "dump_problem", "estimator", "rank_check", "rank_agreement"),
-    *("tune", "tune_file"),
+    *("tune", "tune_file", "tune_swap"),
 )
 #: Verdicts on graphs that are not compiled themselves.
 _waiting: Waiting[Agreement] = Waiting()

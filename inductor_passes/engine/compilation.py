@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.fx
@@ -52,6 +53,8 @@ class Compilation:
         pins: the pinned plan as far as it still holds.
         rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
         participants: ranks that compile this graph too, this one among them; () where that is not known.
+        kept: the graph as it came (``engine.kept``), or why it cannot be planned again; "" where nobody asks.
+        again: it is planned again while its code runs: nobody gets a report of its own.
     """
 
     config: PassConfig
@@ -70,6 +73,8 @@ class Compilation:
     pins: Pins | None = None
     rank_steps: dict[str, Steps] = field(default_factory=dict)
     participants: tuple[int, ...] = ()
+    kept: Any = ""
+    again: bool = False
 
     @property
     def graphs(self) -> tuple[str, str]:

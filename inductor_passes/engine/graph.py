@@ -10,6 +10,7 @@ import torch.fx
 from inductor_passes import _torch, agreement, verify
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import (
+    again,
     agreeing,
     alike,
     garbage,
@@ -24,18 +25,19 @@ from inductor_passes.engine import (
     regions,
     unfit,
     variants,
+    written,
 )
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
 from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.kept import Kept, kept
 from inductor_passes.engine.publish import publish_fx
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
-from inductor_passes.pin.file import GraphPlan
-from inductor_passes.report import GraphReport, Verdict
+from inductor_passes.report import GraphReport
 from inductor_passes.rewrites import audit
 from inductor_passes.rewriting.messages import carry_parameters, in_any_order, messages
-from inductor_passes.rewriting.step_facts import StepFacts, facts_of
+from inductor_passes.rewriting.step_facts import facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
 from inductor_passes.trace.nothing import planned
 from inductor_passes.verify import rank_check
@@ -79,7 +81,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     with guarded("counting what the entries of compress fit", "nobody is told", settings):
         idle = unfit.note(view, settings, phase)
     about = variants.About(report.compile_id, phase, identity.cache_key(settings, profile) or "")
-    compilation = _decide(job, view, about, pinned)
+    came_as = _kept(graph, view, settings, (collectives, names))
+    compilation = _decide(job, view, about, pinned, came_as)
     compilation.participants = _participants(agreed, settings)
     report = compilation.report
     report.notes.extend(() if step is None else step.notes)
@@ -93,7 +96,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
             report.notes.append(said)
     compilation.graph_before, compilation.graph_after = graph_before, _readable(graph)
     with guarded("writing down the plan", "the report has none", settings):
-        report.plan = _plan(compilation, collectives, names)
+        report.plan = written.plan_of(compilation, collectives, names)
     note_pins(compilation)
     audit.close(report, settings)
     _look_at(graph, compilation)
@@ -101,12 +104,30 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     return compilation
 
 
-def _decide(job: alike.Job, view: GraphView, about: variants.About, pinned: pins.Pins | None) -> Compilation:
+def _kept(
+    graph: torch.fx.Graph,
+    view: GraphView,
+    settings: PassConfig,
+    described: tuple[Mapping[str, str], Mapping[str, tuple[str, ...]]],
+) -> Kept | str:
+    """The graph as it came, where it may be planned again while it runs; else why not, or ""."""
+    if not settings.tune or settings.tune_swap != "on":
+        return ""
+    found: Kept | str = "keeping the graph failed"
+    with guarded("keeping a graph to plan it again", "it keeps its first plan", settings):
+        found = kept(graph, view, settings, described, again.compile_again)
+    return found
+
+
+def _decide(
+    job: alike.Job, view: GraphView, about: variants.About, pinned: pins.Pins | None, came_as: Kept | str = ""
+) -> Compilation:
     """Run the passes, as an earlier variant or as the first rank where one has to; remember what is sent then.
 
     Args:
         view: of the job's graph.
         about: which variant of which function it is.
+        came_as: the graph before anything is changed, see :func:`_kept`; goes on with the compilation.
     """
     graph, agreed = job.graph, job.agreed
     came, any_order = messages(view), in_any_order(view)
@@ -138,8 +159,13 @@ def _decide(job: alike.Job, view: GraphView, about: variants.About, pinned: pins
         buckets = variants.places(view.collectives, compilation.buckets)
         variant = variants.Variant(came, sent, buckets, rewritten, job.known.phase, agreed.digest, any_order)
         agreeing.leave(graph, variants.statement(about, variant, alone=conforms, agreed=agreed.agreed))
+        variants.note(about, kind)
         if not conforms or earlier is None:
             variants.remember(about, variant)
+        if isinstance(came_as, Kept):
+            free = earlier is None and agreed.agreed and compilation.known.agreed
+            came_as = came_as.of(compilation, about, variant) if free else "it sends what other graphs send"
+        compilation.kept = came_as
     return compilation
 
 
@@ -177,36 +203,6 @@ def _pins(
         return None
     replan = settings.plan_mismatch == "replan"
     return pins.find(plans, report.phase, report.graph_index, collectives, names, rank=report.rank, replan=replan)
-
-
-def _plan(
-    compilation: Compilation, collectives: Mapping[str, str], names: Mapping[str, tuple[str, ...]]
-) -> dict[str, object]:
-    """What was decided on FX, in the form of a plan file."""
-    report, scheduled = compilation.report, compilation.scheduled
-    order = None
-    if scheduled is not None:
-        order = tuple(scheduled.fx.problem.tasks[i].name for i in scheduled.plan.order)
-    return GraphPlan(
-        phase=report.phase,
-        graph_index=report.graph_index,
-        compile_id=report.compile_id,
-        rank=report.rank,
-        world_size=report.world_size,
-        collectives=collectives,
-        parameters={start: names[start] for start in collectives if start in names},
-        buckets=tuple(compilation.buckets),
-        kept=_kept(compilation.known.step),
-        order=order,
-    ).to_json()
-
-
-def _kept(step: StepFacts | None) -> tuple[str, ...] | None:
-    """Gathers whose results backward reuses; None where that was not ours to choose."""
-    choice = None if step is None else step.keep
-    if choice is None or choice.rolled_back is not None:
-        return None
-    return tuple(sorted(d.node for d in choice.decisions if d.verdict is Verdict.APPLIED))
 
 
 def note_pins(compilation: Compilation) -> None:

@@ -60,7 +60,7 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     ordered = _checked(ordered, nodes, limit, compilation, report)
     graph.notes += _raised(ordered.least_bytes, compilation)
     _record(ordered, limit, compilation, report)
-    if config.dump_problem:
+    if config.dump_problem and not compilation.again:
         curve = () if compilation.known.step is None else compilation.known.step.curve
         write_problem(with_curve(built.problem, curve), graph, config.dump_problem)
     report.duration_ns = time.perf_counter_ns() - began
@@ -123,7 +123,7 @@ def _record(ordered: Ordered, limit: int | None, compilation: Compilation, repor
         ranks=groups,
         buckets={tasks[i].name: carriers.get(c.start.name, ()) for i, c in built.collectives.items()},
         parameters={tasks[i].name: reported([c.start]) for i, c in built.collectives.items()},
-        what_if=somebody_looks(),
+        what_if=somebody_looks() and not compilation.again,
         setting=compilation.config.budget,
     )
     report.decisions = ordered.decisions()
@@ -140,6 +140,8 @@ def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation) -> No
     graph, problem = compilation.report, ordered.built.problem
 
     def finish() -> None:
+        if compilation.again:
+            return
         publish(graph, problem, ordered.plan.order, ordered.before, ordered.after, compilation.graphs)
 
     def generated(statements: Iterator[tuple[str, tuple[str, ...]]]) -> str:
@@ -147,10 +149,11 @@ def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation) -> No
             graph.order_check = order_check.compare(planned, list(statements))
             if not graph.order_check.startswith((order_check.CONFIRMED, order_check.UNCHECKED)):
                 warn_once(f"inductor_passes: the generated code is not in the planned order: {graph.order_check}")
-        with guarded("storing the report in the generated code", "a warm cache has no report"):
-            _torch.add_module_statement(
-                cached.statement(graph, problem, ordered.plan.order, compilation.rank_steps)
-            )
+        if not compilation.again:
+            with guarded("storing the report in the generated code", "a warm cache has no report"):
+                _torch.add_module_statement(
+                    cached.statement(graph, problem, ordered.plan.order, compilation.rank_steps)
+                )
         if compilation.config.tune:
             with guarded("timing the first steps", "they are not timed"):
                 timing.add_clock(planned, ordered.plan.order, ordered.built, compilation)

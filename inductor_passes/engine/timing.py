@@ -7,8 +7,9 @@ from typing import Any
 
 from inductor_passes import _torch
 from inductor_passes.engine.compilation import Compilation
+from inductor_passes.engine.kept import Kept
 from inductor_passes.problems.kernels import SchedulerProblem
-from inductor_passes.tuning import measuring, plan
+from inductor_passes.tuning import again, measuring, plan
 
 
 def add_clock(nodes: Sequence[Any], order: Sequence[int], built: SchedulerProblem, compilation: Compilation) -> None:
@@ -34,6 +35,20 @@ def add_clock(nodes: Sequence[Any], order: Sequence[int], built: SchedulerProble
     planned = plan.Planned.of(_about(compilation, device), calls, collectives, built.problem, order)
     if not _torch.add_closing_statement(measuring.statement(planned)):
         report.notes.append("tune: not timed, this kind of generated code has no place for it")
+    elif planned.about.swap and not compilation.again:
+        again.keep(plan.packed(planned), _kept(compilation))
+
+
+def _kept(compilation: Compilation) -> Kept | str:
+    """The graph, with how Inductor lowers it right now."""
+    found: Kept | str = compilation.kept
+    if isinstance(found, str):
+        return found or "nothing was kept of it"
+    lowering = _torch.lowering_now()
+    if isinstance(lowering, str):
+        return lowering
+    found.lowering, found.participants = lowering, compilation.participants
+    return found
 
 
 def _about(compilation: Compilation, device: str) -> plan.About:
@@ -51,4 +66,5 @@ def _about(compilation: Compilation, device: str) -> plan.About:
         measured_costs=profile.measured,
         kernel_ns=profile.kernel_ns if profile.kernel_ns >= 0 else float(profile.spec.kernel_ns.value),
         tune_file=config.tune_file,
+        swap=config.tune_swap == "on",
     )

@@ -142,12 +142,15 @@ _lock = threading.Lock()
 _known: dict[tuple[str, tuple[str, ...]], list[Variant]] = {}
 #: Functions that were compiled.
 _functions: dict[tuple[str, str, str], None] = {}
+#: Graphs that came with the same collectives, by compile id and phase.
+_graphs: dict[tuple[str, tuple[str, ...]], set[tuple[str, str]]] = {}
 
 
 def _forget() -> None:
     with _lock:
         _known.clear()
         _functions.clear()
+        _graphs.clear()
 
 
 agreement.when_forgotten(_forget)
@@ -163,6 +166,26 @@ def remember(about: About, variant: Variant) -> None:
             del found[_MOST_VARIANTS - 1 : -1]
         while len(_known) > _MOST_KINDS:
             del _known[next(iter(_known))]
+
+
+def note(about: About, kind: tuple[str, ...]) -> None:
+    """A graph with these collectives was compiled or loaded."""
+    with _lock:
+        _graphs.setdefault((about.settings, kind), set()).add((about.compile_id, about.phase))
+        while len(_graphs) > _MOST_KINDS:
+            del _graphs[next(iter(_graphs))]
+
+
+def graphs_of(about: About, kind: tuple[str, ...]) -> int:
+    """How many graphs came with these collectives in this process, under whatever settings."""
+    with _lock:
+        return len(set().union(*(found for (_, one), found in _graphs.items() if one == kind)))
+
+
+def replace(about: About, variant: Variant) -> None:
+    """A graph sends something else from now on: what comes with its collectives later sends that, too."""
+    with _lock:
+        _known[(about.settings, variant.kind)] = [variant]
 
 
 def earlier(about: About, kind: tuple[str, ...], *, together: bool, graph: str = "") -> Variant | None:
@@ -223,6 +246,7 @@ def loaded(text: str) -> None:
         variant = Variant(
             came, sent_then, buckets, data["rewritten"], about.phase, data["graph"], data["any_order"]
         )
+        note(about, variant.kind)
         with _lock:
             sent = [one.sent for one in _known.get((about.settings, variant.kind), ())]
         if variant.sent in sent:

@@ -19,6 +19,8 @@ from inductor_passes.report import (
     Reason,
     RedistributionReport,
     ScheduleReport,
+    Swap,
+    SwapOutcome,
     Timing,
 )
 from inductor_passes.schedule.robust import SPREAD
@@ -101,7 +103,19 @@ def _timing(timing: Timing, top: int | None) -> list[RenderableType]:
         parts.append(Text(f"corrected cost profile {timing.profile_hash}: {timing.profile}", style="green"))
     if timing.note:
         parts.append(Text(timing.note, style="yellow"))
+    if timing.swap is not None:
+        parts.append(_swap(timing.swap))
     return parts
+
+
+def _swap(swap: Swap) -> Text:
+    """What became of the second plan, in one line."""
+    said = f"planned again: {swap.outcome.value}"
+    said += f" at call {swap.call}" * bool(swap.call) + f", back at call {swap.back}" * bool(swap.back)
+    if swap.after_ns:
+        said += f"; step {duration(swap.before_ns)} before, {duration(swap.after_ns)} after"
+    said += f"; {swap.why}" * bool(swap.why) + f"; plan in {swap.plan}" * bool(swap.plan)
+    return Text(said, style="green" if swap.outcome is SwapOutcome.KEPT else "yellow")
 
 
 def _measured_collectives(collectives: Sequence[CollectiveTiming], top: int | None) -> Table:

@@ -66,7 +66,7 @@ def exchange(
     try:
         now = board.clock.now()
         if not session.open(now + timeout_s):
-            return Result(None, f"not all of ranks {_listed(session.ranks)} came to exchange their times")
+            return Result(None, f"not all of ranks {listed(session.ranks)} came to exchange their times")
         return _Exchange(session, board, name, combine).result(record, timeout_s)
     except StoreError as error:
         return Result(None, f"the process group's store cannot be used ({error})")
@@ -95,7 +95,7 @@ class _Exchange:
             if board.until(lambda: board.has(list(keys.values())) or None, deadline):
                 return self._taken(board.put_once(self._key("result"), self._made(keys)))
             missing = [rank for rank, key in keys.items() if not board.has([key])]
-            return self._give_up(f"rank{'s' * (len(missing) > 1)} {_listed(missing)} did not hand in any times")
+            return self._give_up(f"rank{'s' * (len(missing) > 1)} {listed(missing)} did not hand in any times")
         there = board.until(lambda: board.has([self._key("result")]) or None, deadline + _LONGER * timeout_s)
         if there:
             return self._taken(board.read([self._key("result")])[0].decode(errors="replace"))
@@ -119,5 +119,6 @@ class _Exchange:
         return Result(content, str(why), hashlib.sha256(stored.encode()).hexdigest()[:16])
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Numbers of ranks as text, only the ends of many."""
     return ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]} ... {ranks[-1]} ({len(ranks)})"

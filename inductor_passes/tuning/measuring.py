@@ -8,33 +8,40 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
+import itertools
 import logging
 import os
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from inductor_passes import _torch, agreement
-from inductor_passes.agreement.board import Board
+from inductor_passes.agreement.board import Board, StoreError
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.pin import file as plan_file
 from inductor_passes.records.convert import convert, plain
-from inductor_passes.report import Timing
+from inductor_passes.report import Swap, SwapOutcome, Timing
 from inductor_passes.trace import artifacts, collector
-from inductor_passes.tuning import plan, record
+from inductor_passes.tuning import again, plan, record
 from inductor_passes.tuning.clock import Clock
 from inductor_passes.tuning.compare import timing
 from inductor_passes.tuning.correct import corrected
 from inductor_passes.tuning.exchange import Result, exchange
 from inductor_passes.tuning.plan import Planned
 from inductor_passes.tuning.reconcile import Account, account
+from inductor_passes.tuning.replanning import COMPILE, TIMES, Replanning
 from inductor_passes.tuning.tape import Tape
+from inductor_passes.tuning.turnstile import Turnstile
 
 log = logging.getLogger("inductor_passes")
 
 #: At the end of a process what is under way may take so long.
 _LAST_S = 5.0
+#: And a compilation under way so long.
+_LAST_COMPILATION_S = 120.0
 
 
 def statement(planned: Planned) -> str:
@@ -49,24 +56,39 @@ def loaded(module: dict[str, Any], text: str) -> None:
     """Called by a generated module when it has been loaded; never raises."""
     try:
         planned = plan.unpacked(text)
-        _graphs.add(planned, _torch.compile_id(), module)
+        if not again.catches(module, planned):
+            _graphs.add(planned, _torch.compile_id(), module, again.take(text) if planned.about.swap else "")
     except Exception as error:
         log.warning("inductor_passes: a graph is not timed: %s: %s", type(error).__name__, error)
 
 
 class _Graph:
-    """A graph that is timed in this process."""
+    """A graph that is timed in this process.
 
-    def __init__(self, planned: Planned, compile_id: str, number: int) -> None:
+    Attributes:
+        kept: what is needed to plan it again, or why there is nothing.
+        turnstile: counts its calls once they are not timed any more.
+        timing: what was measured of it.
+    """
+
+    def __init__(self, planned: Planned, compile_id: str, number: int, kept: again.Kept | str) -> None:
         self.planned = planned
         self.compile_id = compile_id
         self.number = number
+        self.kept = kept
+        self.turnstile: Turnstile | None = None
+        self.timing: Timing | None = None
 
     @property
     def title(self) -> str:
         """For people."""
         about = self.planned.about
         return f"{about.phase}_{about.graph_index} [{self.compile_id}]"
+
+    @property
+    def name(self) -> str:
+        """In the store."""
+        return f"{self.planned.about.digest} {self.number}"
 
 
 class _Graphs:
@@ -75,35 +97,49 @@ class _Graphs:
     Attributes:
         accounts: on the first of a graph's ranks, what was measured so far, in order of the exchanges; by what must be
             equal for one cost profile.
+        plans: second plans that stayed, by the path of their file.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
-        self._work: queue.SimpleQueue[tuple[_Graph, Tape, str]] = queue.SimpleQueue()
+        self._work: queue.PriorityQueue[tuple[int, int, str, Callable[[], None]]] = queue.PriorityQueue()
+        self._count = itertools.count()
         self._thread: threading.Thread | None = None
         self._idle = threading.Condition(self._lock)
         self._waiting = 0
+        self._doing = -1
+        self._ending = False
         self._board: Board | None = None
+        self._store: Any = None
         self.accounts: dict[tuple[object, ...], list[tuple[Planned, Account]]] = {}
+        self.plans: dict[str, list[dict[str, Any]]] = {}
 
-    def add(self, planned: Planned, compile_id: str, module: dict[str, Any]) -> None:
+    def add(self, planned: Planned, compile_id: str, module: dict[str, Any], kept: again.Kept | str) -> None:
         """Start the clock of a graph."""
         with self._lock:
             number = self._numbers.get(planned.about.digest, 0)
             self._numbers[planned.about.digest] = number + 1
-        graph = _Graph(planned, compile_id, number)
+        graph = _Graph(planned, compile_id, number, kept)
         called = [call.name for call in planned.calls]
-        Clock(module, called, planned.about.steps, planned.about.device, lambda t, why: self._put(graph, t, why))
 
-    def _put(self, graph: _Graph, tape: Tape, why: str) -> None:
+        def done(tape: Tape, why: str) -> None:
+            if planned.about.swap and not why and not isinstance(kept, str):
+                with contextlib.suppress(ValueError):
+                    graph.turnstile = Turnstile(module, planned.about.steps + 1)
+            self._later(TIMES, graph.title, lambda: self._finished(graph, tape, why))
+
+        Clock(module, called, planned.about.steps, planned.about.device, done)
+
+    def _later(self, order: int, title: str, run: Callable[[], None]) -> None:
+        """Have something done in the background."""
         with self._lock:
             self._waiting += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="inductor_passes tuning", daemon=True)
                 self._thread.start()
                 atexit.register(self._close)
-        self._work.put((graph, tape, why))
+        self._work.put((order, next(self._count), title, run))
 
     def wait(self, timeout_s: float) -> bool:
         """Until nothing is under way; False when that takes longer than ``timeout_s`` seconds."""
@@ -111,55 +147,121 @@ class _Graphs:
             return self._idle.wait_for(lambda: not self._waiting, timeout_s)
 
     def _close(self) -> None:
-        """At the end of the process: what is under way is given a moment, and then the store is left alone."""
-        if not self.wait(_LAST_S) and self._board is not None:
-            self._board.closed = True
+        """At the end of the process: what is under way is given a moment, and then the store is left alone.
+
+        A compilation is not left in the middle: its threads and processes would outlive the interpreter.
+        """
+        self._ending = True
+        if not self.wait(_LAST_S):
+            with self._idle:
+                self._idle.wait_for(lambda: self._doing != COMPILE, _LAST_COMPILATION_S)
+            if self._board is not None:
+                self._board.closed = True
             self.wait(1.0)
 
     def _run(self) -> None:
         while True:
-            graph, tape, why = self._work.get()
+            order, _, title, run = self._work.get()
+            self._doing = order
             try:
-                self._finish(graph, tape, why)
+                if order != COMPILE or not self._ending:
+                    run()
             except Exception as error:
-                log.warning("inductor_passes: %s was not timed: %s: %s", graph.title, type(error).__name__, error)
+                log.warning("inductor_passes: %s was not timed: %s: %s", title, type(error).__name__, error)
             with self._idle:
                 self._waiting -= 1
+                self._doing = -1
                 self._idle.notify_all()
 
-    def _finish(self, graph: _Graph, tape: Tape, why: str) -> None:
-        planned, rank = graph.planned, _torch.process_rank() if _torch.default_store() is not None else 0
+    def _finished(self, graph: _Graph, tape: Tape, why: str) -> None:
+        try:
+            replanned = self._finish(graph, tape, why)
+        except Exception:
+            _over(graph)
+            raise
+        if not replanned:
+            _over(graph)
+
+    def _finish(self, graph: _Graph, tape: Tape, why: str) -> bool:
+        """From a tape to the report; whether the graph goes on to a second plan."""
+        planned, rank = graph.planned, _rank()
         mine = why or record.record_of(planned, tape.steps(), rank)
         if isinstance(mine, str):
             log.warning("inductor_passes: %s was not timed: %s", graph.title, mine)
-            return
+            return False
         own = account(planned, [mine])
         _publish(graph, timing(planned, own), rank)
-        try:
-            result = self._exchanged(graph, mine)
-        except Exception as error:  # what is known of this rank stays, with the reason why there is no more
-            result = Result(None, f"{type(error).__name__}: {error}")
+        result = self._taken(planned, graph.name, mine, self._with_profile(planned))
         if result.content is None:
             log.warning("inductor_passes: no cost profile comes of timing %s: %s", graph.title, result.why)
             _publish(graph, timing(planned, own, f"no cost profile was written: {result.why}"), rank)
-            return
+            return False
         found = convert(result.content["account"], Account, "an account")
         profile = CostProfile.from_json(result.content["profile"])
         path = _save(planned, profile, rank)
         log.info("inductor_passes: %s was timed; cost profile %s in %s", graph.title, profile.hash(), path)
         _publish(graph, timing(planned, found, "", path, profile.hash()), rank)
+        return planned.about.swap and self._replan(graph, found, rank)
 
-    def _exchanged(self, graph: _Graph, mine: record.Record) -> Result:
-        about = graph.planned.about
+    def _replan(self, graph: _Graph, found: Account, rank: int) -> bool:
+        """Have the graph planned again with what was measured, where that concerns several ranks."""
+        planned = graph.planned
+        session = agreement.session_of(planned.about.participants)
+        if session is None or len(planned.about.participants) == 1:
+            _publish_swap(graph, Swap(SwapOutcome.NOTHING, "the graph concerns one rank alone"), rank)
+            return False
+        Replanning(
+            planned,
+            graph.name,
+            graph.kept,
+            graph.turnstile,
+            session,
+            connect=self._connected,
+            connect_apart=_connection,
+            later=lambda order, run: self._later(order, graph.title, run),
+            publish=lambda swap: _publish_swap(graph, swap, rank),
+            measure=self._measured_again,
+            write=lambda made: self._written(planned, made, rank),
+            profile=lambda: corrected(_base(planned), self.accounts[_kind(planned)]),
+            before_ns=found.step_ns,
+        ).begin()
+        graph.kept = "it is over"
+        return True
+
+    def _measured_again(self, planned: Planned, tape: Tape, name: str) -> int | str:
+        """The slowest rank's step of a second plan, the same on all ranks; else why it is not known."""
+        mine = record.record_of(planned, tape.steps(), _rank())
+        if isinstance(mine, str):
+            return mine
 
         def combine(records: Mapping[int, bytes]) -> Any:
-            found = account(graph.planned, [record.unpacked(data) for data in records.values()])
-            kind = about.participants, about.profile_hash, about.tune_file
-            everything = [*self.accounts.get(kind, ()), (graph.planned, found)]
-            profile = corrected(_base(graph.planned), everything).to_json()
-            self.accounts[kind] = everything
+            return account(planned, [record.unpacked(data) for data in records.values()]).step_ns
+
+        result = self._taken(planned, name, mine, combine)
+        return result.why if result.content is None else int(result.content)
+
+    def _with_profile(self, planned: Planned) -> Callable[[Mapping[int, bytes]], Any]:
+        def combine(records: Mapping[int, bytes]) -> Any:
+            found = account(planned, [record.unpacked(data) for data in records.values()])
+            everything = [*self.accounts.get(_kind(planned), ()), (planned, found)]
+            profile = corrected(_base(planned), everything).to_json()
+            self.accounts[_kind(planned)] = everything
             return {"account": plain(found), "profile": profile}
 
+        return combine
+
+    def _taken(
+        self, planned: Planned, name: str, mine: record.Record, combine: Callable[[Mapping[int, bytes]], Any]
+    ) -> Result:
+        """What comes of all ranks' records; where nothing does, what is known of this rank stays, with the reason."""
+        try:
+            return self._exchanged(planned.about, name, mine, combine)
+        except Exception as error:
+            return Result(None, f"{type(error).__name__}: {error}")
+
+    def _exchanged(
+        self, about: plan.About, name: str, mine: record.Record, combine: Callable[[Mapping[int, bytes]], Any]
+    ) -> Result:
         if about.participants == (mine.rank,):
             return Result(combine({mine.rank: record.packed(mine)}))
         if agreement.nobody_to_ask():
@@ -167,12 +269,31 @@ class _Graphs:
         session = agreement.session_of(about.participants) if about.participants else None
         if session is None or not session.usable:
             return Result(None, "the ranks are not known to have the same graph")
-        place = _torch.default_store()
-        if place is None:
+        if _torch.default_store() is None:
             return Result(None, "there is no default process group with a store")
-        self._board = board = Board(_torch.reconnected(place[1]))
-        name = f"{about.digest} {graph.number}"
-        return exchange(session, board, name, record.packed(mine), combine, about.timeout_s)
+        return exchange(session, self._connected(), name, record.packed(mine), combine, about.timeout_s)
+
+    def _connected(self) -> Board:
+        """This thread's connection to the store, one for the life of the process group."""
+        place = _torch.default_store()
+        if self._board is None or place is None or self._store is not place[1]:
+            self._board, self._store = _connection(), None if place is None else place[1]
+        return self._board
+
+    def _written(self, planned: Planned, made: dict[str, Any], rank: int) -> str:
+        """Write a second plan that stays beside the cost profile; the path of the file.
+
+        Without the orders: they name merged messages, whose names depend on what else was tried. Planned with the
+        corrected profile they come out as they are here.
+        """
+        path = _path(planned)
+        path = path.with_name(f"{path.stem}.plan.json")
+        plans = self.plans.setdefault(str(path), [])
+        plans.append({key: value for key, value in made.items() if key not in ("order", "kernels")})
+        if _writes(planned, rank):
+            graphs = [plan_file.GraphPlan.from_json(one, str(one.get("phase", ""))) for one in plans]
+            _replace(path, lambda partial: partial.write_text(plan_file.text_of(graphs), encoding="utf-8"))
+        return str(path)
 
 
 _graphs = _Graphs()
@@ -197,24 +318,70 @@ def _base(planned: Planned) -> CostProfile:
     return base
 
 
+def _rank() -> int:
+    return _torch.process_rank() if _torch.default_store() is not None else 0
+
+
+def _connection() -> Board:
+    place = _torch.default_store()
+    if place is None:
+        raise StoreError("there is no default process group any more")
+    return Board(_torch.reconnected(place[1]))
+
+
+def _kind(planned: Planned) -> tuple[object, ...]:
+    """What must be equal for one cost profile."""
+    about = planned.about
+    return about.participants, about.profile_hash, about.tune_file
+
+
+def _over(graph: _Graph) -> None:
+    """The code of the graph stays what it is."""
+    graph.kept = "it is over"
+    if graph.turnstile is not None:
+        graph.turnstile.end()
+
+
 def _publish(graph: _Graph, found: Timing, rank: int) -> None:
     about = graph.planned.about
+    graph.timing = found
     collector.amend(about.digest, graph.compile_id, found)
     artifacts.emit_timing(about.phase, about.graph_index, graph.compile_id, rank, found)
 
 
-def _save(planned: Planned, profile: CostProfile, rank: int) -> str:
-    """Write the profile: the first rank of the graph, and one rank of every other host; its path."""
+def _publish_swap(graph: _Graph, swap: Swap, rank: int) -> None:
+    said = f": {swap.why}" if swap.why else ""
+    log.info("inductor_passes: %s planned again, %s%s", graph.title, swap.outcome.value, said)
+    assert graph.timing is not None
+    _publish(graph, dataclasses.replace(graph.timing, swap=swap), rank)
+
+
+def _path(planned: Planned) -> Path:
     about = planned.about
     path = Path(about.tune_file or Path(_torch.compile_cache_dir()) / "inductor_passes" / "tuned.json")
     if len(about.participants) != _torch.rank_and_world_size()[1]:
         # Parts of a program whose ranks compile different graphs measure different things.
         path = path.with_name(f"{path.stem}.ranks{about.participants[0]}_{about.participants[-1]}{path.suffix}")
-    if rank == about.participants[0] or os.environ.get("LOCAL_RANK") == "0":
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            stack.callback(partial.unlink, missing_ok=True)
-            profile.save(partial)
-            os.replace(partial, path)
+    return path
+
+
+def _writes(planned: Planned, rank: int) -> bool:
+    """Whether this rank writes files: the first rank of the graph, and one rank of every other host."""
+    return rank == planned.about.participants[0] or os.environ.get("LOCAL_RANK") == "0"
+
+
+def _save(planned: Planned, profile: CostProfile, rank: int) -> str:
+    """Write the profile; its path."""
+    path = _path(planned)
+    if _writes(planned, rank):
+        _replace(path, profile.save)
     return str(path)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(partial.unlink, missing_ok=True)
+        write(partial)
+        os.replace(partial, path)

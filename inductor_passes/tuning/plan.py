@@ -62,6 +62,7 @@ class About:
         timeout_s: how long they wait for each other.
         profile_path, profile_hash: of the cost profile; "" is the default one of ``device``.
         tune_file: where the corrected profile goes; "" beside Inductor's caches.
+        swap: whether the graph is planned again, see ``tune_swap``.
     """
 
     phase: str
@@ -76,6 +77,7 @@ class About:
     measured_costs: bool = False
     kernel_ns: float = 0.0
     tune_file: str = ""
+    swap: bool = False
 
 
 @dataclass(frozen=True)

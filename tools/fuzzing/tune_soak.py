@@ -2,14 +2,16 @@
 
     tools/tune_soak --runs 30
 
-Each run trains some steps with ``tune`` on two to four ranks over gloo. One of them may be killed, stopped for a
-while, or have no part in the exchange; some find their code in a cache, some do not. Afterwards: nobody hangs, no two
-ranks hold different results, losses are those without tuning, and where no profile came of it one sentence says why. A
-rank whose peer was killed within a step may end with an error of its collective: that is torch's.
+Each run trains with ``tune`` and ``tune_swap`` on two to four ranks over gloo. One of them may be killed, stopped for a
+while, have no part in the exchange, or fail in some stage of the second plan; some find their code in a cache, some do
+not. Afterwards: nobody hangs, no two ranks hold different results or changed plans at different calls, losses are those
+without tuning, and where no profile or no change came of it one sentence says why. A rank whose peer was killed within
+a step may end with an error of its collective: that is torch's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -19,18 +21,28 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
 import typer
 
+from inductor_passes.report import SwapOutcome
 from tools.shared.launch import ROOT
 
 #: No run takes longer unless somebody hangs; ranks wait for each other for so long.
 LIMIT_S, PATIENCE = 240.0, "3s"
-STEPS, MORE = 3, 2
-HOW = ("nothing", "kill", "kill in the exchange", "stop", "stay away", "come late")
+STEPS = 3
+#: Steps of a run at most, and the time after which it ends whatever became of the second plan.
+MOST, LONGEST_S = 1500, 120.0
+#: Between two steps, so that compiling in the background does not take thousands of them.
+PAUSE_S = 0.03
+HOW = (
+    *("nothing", "nothing", "kill", "kill in the exchange", "stop", "stay away", "come late"),
+    *("kill in the compilation", "kill at the call", "late at the call", "do not compile", "plan something else"),
+)
+OVER = tuple(one.value for one in SwapOutcome if one not in (SwapOutcome.AGREED, SwapOutcome.SWAPPED))
 
 
 class TuneSoakError(RuntimeError):
@@ -47,42 +59,108 @@ def worker(rank: int, world: int, job: dict[str, Any]) -> None:
     from inductor_passes.trace.collector import collect
     from inductor_passes.tuning import measuring
 
-    real = vars(measuring)["exchange"]
     how = job["how"] if rank == job["victim"] else "nothing"
-
-    def exchange(*arguments: Any) -> Any:
-        if how == "kill in the exchange":
-            time.sleep(job["after_s"] / 4)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if how == "stay away":
-            raise RuntimeError("it stays away")
-        if how == "come late":
-            time.sleep(2 * job["after_s"] + 1)
-        return real(*arguments)
-
     if how in ("kill", "stop"):
         number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
         timer = threading.Timer(job["after_s"], lambda: os.kill(os.getpid(), number))
         timer.daemon = True
         timer.start()
-    if rank in job["cold"]:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(dir=job["folder"])
+    torch.manual_seed(0)
     model = inductor_passes.simple_fsdp(mlp(MLPConfig()), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    settings = {"tune": job["tune"], "tune_file": f"{job['folder']}/tuned.json", "rank_agreement": PATIENCE}
-    step = torch.compile(model, options=inductor_passes.options(**settings), fullgraph=True)
+    settings: dict[str, Any] = {"rank_agreement": PATIENCE, "memory_budget": "unlimited"}
+    settings["cost_profile"] = f"{job['folder']}/assumed.json"
+    if job["tune"]:
+        settings |= {"tune": job["tune"], "tune_file": f"{job['folder']}/tuned.json", "tune_swap": "on"}
+    # Without caches for graphs most runs have one to plan again; kernels are compiled once.
+    graphs = {"fx_graph_cache": rank in job["warm"]}
+    torch._functorch.config.enable_autograd_cache = rank in job["warm"]
+    step = torch.compile(model, options=inductor_passes.options(inductor=graphs, **settings), fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = mlp_batch(MLPConfig(), seed=rank + 1)[0]
     held: dict[str, Any] = {"losses": [], "timings": [], "error": ""}
-    with mock.patch.object(measuring, "exchange", exchange), collect(what_if=False) as reports:
+    began = time.monotonic()
+    with hindered(how, job, rank), collect(what_if=False) as reports:
         try:
-            for _ in range(STEPS + 1 + MORE):
+            while len(held["losses"]) < job["steps"]:
                 loss = step(x).square().mean()
                 loss.backward()
                 held["losses"].append(loss.item())
+                optimizer.step()
+                optimizer.zero_grad()
+                over = _over([r.to_json()["timing"] for r in reports])
+                said = torch.tensor([float(over or time.monotonic() - began > LONGEST_S)])
+                torch.distributed.all_reduce(said)
+                if job["tune"] and said.item() == world:
+                    break
+                time.sleep(PAUSE_S if job["tune"] else 0.0)
         except RuntimeError as error:
             held["error"] = str(error)[:200]
-        held["finished"] = measuring.finished(60.0)
+        held["finished"] = measuring.finished(120.0)
     held["timings"] = [r.to_json()["timing"] for r in reports]
     Path(job["folder"], f"held-{job['tune']}-{rank}").write_text(json.dumps(held), encoding="utf-8")
+
+
+def _over(timings: list[Any]) -> bool:
+    """Whether nothing more is going to come of the graphs."""
+    if len(timings) < 2 or None in timings:
+        return False
+    return all(one["note"] or (one["swap"] or {}).get("outcome") in OVER for one in timings)
+
+
+@contextlib.contextmanager
+def hindered(how: str, job: dict[str, Any], rank: int) -> Iterator[None]:
+    """While it is entered, a rank that is hindered is, and the corrected profile is one with which plans differ."""
+    from inductor_passes import _torch
+    from inductor_passes.cost.profile import CostProfile
+    from inductor_passes.tuning import measuring
+    from inductor_passes.tuning.replanning import Replanning
+    from inductor_passes.tuning.swap import Vote
+
+    exchange, cast = vars(measuring)["exchange"], Vote.cast
+    lower_again, shared = _torch.lower_again, Replanning._shared_profile
+    corrected, other = (CostProfile.load(f"{job['folder']}/{name}.json") for name in ("corrected", "other"))
+
+    def killed() -> None:
+        time.sleep(job["after_s"] / 4)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def exchanged(*arguments: Any) -> Any:
+        if how == "kill in the exchange":
+            killed()
+        if how == "stay away":
+            raise RuntimeError("it stays away")
+        if how == "come late":
+            time.sleep(2 * job["after_s"] + 1)
+        return exchange(*arguments)
+
+    def compiled(*arguments: Any) -> Any:
+        if how == "kill in the compilation":
+            threading.Thread(target=killed, daemon=True).start()
+        if how == "do not compile":
+            raise RuntimeError("it does not compile")
+        return lower_again(*arguments)
+
+    def voted(self: Any) -> Any:
+        if how == "kill at the call":
+            killed()
+        if how == "late at the call":
+            time.sleep(job["after_s"])
+        return cast(self)
+
+    def profile(self: Any) -> Any:
+        found = shared(self)
+        return other if how == "plan something else" else found
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in (
+            (measuring, "corrected", lambda base, found: corrected),
+            (measuring, "exchange", exchanged),
+            (_torch, "lower_again", compiled),
+            (Vote, "cast", voted),
+            (Replanning, "_shared_profile", profile),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, instead))
+        yield
 
 
 def job_of(number: int, seed: int) -> tuple[int, dict[str, Any]]:
@@ -93,8 +171,9 @@ def job_of(number: int, seed: int) -> tuple[int, dict[str, Any]]:
         "how": rng.choice(HOW),
         "victim": rng.randrange(world),
         "after_s": rng.uniform(0.0, 6.0),
-        "cold": [rank for rank in range(world) if rng.random() < 0.15],
+        "warm": [rank for rank in range(world) if rng.random() < 0.1],
         "tune": STEPS,
+        "steps": MOST,
     }
 
 
@@ -107,6 +186,7 @@ def one_run(number: int, seed: int, folder: Path) -> Counter[str]:
     world, job = job_of(number, seed)
     job["folder"] = str(folder / f"run{number}")
     Path(job["folder"]).mkdir()
+    _profiles(Path(job["folder"]), world)
     _untouched(world, folder)
     began = time.monotonic()
     _ranks(world, job, str(folder / "cache"))
@@ -121,11 +201,20 @@ def one_run(number: int, seed: int, folder: Path) -> Counter[str]:
     return _judged(number, world, job, held, folder)
 
 
+def _profiles(folder: Path, world: int) -> None:
+    """Cost profiles with which plans differ: by what a message costs by itself."""
+    from tests.support.compiled import save_profile
+
+    for name, latency_ns in (("assumed", 0.0), ("other", 3e5), ("corrected", 4e6)):
+        save_profile(folder / f"{name}.json", latency_ns, 10.0, 20_000, 0.1, ranks=world)
+
+
 def _untouched(world: int, folder: Path) -> None:
     """Write down the losses of so many ranks without tuning, once."""
     if (folder / f"losses-{world}-0").exists():
         return
-    job = {"how": "nothing", "victim": 0, "after_s": 0.0, "cold": [], "folder": str(folder), "tune": 0}
+    job = {"how": "nothing", "victim": 0, "after_s": 0.0, "warm": [], "folder": str(folder), "tune": 0, "steps": MOST}
+    _profiles(folder, world)
     _ranks(world, job, str(folder / "cache"))
     for rank in range(world):
         losses = json.loads((folder / f"held-0-{rank}").read_text(encoding="utf-8"))["losses"]
@@ -139,9 +228,10 @@ def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], 
         raise TuneSoakError(f"run {number}: ranks {missing} did not end: {job}")
     found: Counter[str] = Counter({"runs": 1, str(job["how"]): 1})
     profiles: dict[int, set[str]] = {}
+    calls: dict[tuple[int, str], set[int]] = {}
     for rank, one in held.items():
         if not one["finished"]:
-            raise TuneSoakError(f"run {number}: rank {rank} was still exchanging after 60 s: {job}")
+            raise TuneSoakError(f"run {number}: rank {rank} was still exchanging after 120 s: {job}")
         if one["error"] and not killed:
             raise TuneSoakError(f"run {number}: rank {rank} ended with {one['error']}: {job}")
         wanted = json.loads((folder / f"losses-{world}-{rank}").read_text(encoding="utf-8"))
@@ -151,12 +241,27 @@ def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], 
             if timing is None:
                 found["graphs not timed"] += 1
             elif timing["profile_hash"]:
-                profiles.setdefault(k, set()).add(json.dumps(timing, sort_keys=True))
+                same = {key: value for key, value in timing.items() if key != "swap" or not killed}
+                profiles.setdefault(k, set()).add(json.dumps(same, sort_keys=True))
                 found["graphs tuned"] += 1
             elif not timing["note"] and not (killed or one["error"]):
                 raise TuneSoakError(f"run {number}: rank {rank} has neither a profile nor a reason: {job}")
             else:
                 found["graphs with a reason"] += 1
+            swap = (timing or {}).get("swap")
+            if swap is None:
+                continue
+            if swap["outcome"] not in OVER and not (killed or one["error"]):
+                raise TuneSoakError(f"run {number}: rank {rank} does not know what became of the second plan: {job}")
+            if swap["outcome"] == SwapOutcome.NOTHING.value and not swap["why"]:
+                raise TuneSoakError(f"run {number}: rank {rank} has no reason why nothing was swapped: {job}")
+            found[swap["outcome"]] += 1
+            if swap["call"] and swap["outcome"] != SwapOutcome.AGREED.value:
+                calls.setdefault((k, "in"), set()).add(swap["call"])
+            if swap["back"]:
+                calls.setdefault((k, "back"), set()).add(swap["back"])
+    if any(len(one) > 1 for one in calls.values()):
+        raise TuneSoakError(f"run {number}: ranks changed plans at different calls: {calls}, {job}")
     if any(len(one) > 1 for one in profiles.values()):
         raise TuneSoakError(f"run {number}: ranks hold different results: {job}")
     return found

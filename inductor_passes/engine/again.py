@@ -1,0 +1,146 @@
+"""Plans and compiles a graph again, while its code runs, with another cost profile.
+
+The passes run over the graph as it came to them, without asking the other ranks: these compare afterwards what came of
+it (``tuning.swap``). Then Inductor lowers it as it did before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import garbage, gloo, variants
+from inductor_passes.engine.compilation import Compilation, new_report
+from inductor_passes.engine.kept import Kept, text_of
+from inductor_passes.engine.kernels import order_kernels
+from inductor_passes.engine.ours import is_ours
+from inductor_passes.engine.passes import passes_of
+from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.engine.written import plan_of
+from inductor_passes.ir.view import GraphView
+from inductor_passes.replay import order_check
+from inductor_passes.report import PassReport
+from inductor_passes.rewriting.messages import messages
+from inductor_passes.tuning import again
+from inductor_passes.tuning.again import New, UnfitError
+
+#: In a plan: what was decided, beside what it describes and predicts.
+_DECIDED = ("buckets", "kept", "order", "kernels")
+
+
+def compile_again(kept: Kept, profile: CostProfile) -> New:
+    """The second plan of a graph, compiled; without code where it is the plan that runs.
+
+    Raises:
+        UnfitError: it cannot be done.
+    """
+    assert kept.lowering is not None
+    work = _Again(kept, profile)
+    compiled: Any = None
+    with again.caught() as loaded:
+        try:
+            compiled = _torch.lower_again(kept.module, kept.lowering, work.plan, work.order, is_ours)
+        except Exception:
+            if work.why:
+                raise UnfitError(work.why) from None
+            if not work.same:
+                raise
+    if work.same:
+        return New(None, {}, lambda inputs: None, "", {}, lambda used: None)
+    return work.made(compiled, loaded)
+
+
+class _StopError(Exception):
+    """Ends a compilation that nobody needs."""
+
+
+class _Again:
+    """One compilation.
+
+    Attributes:
+        same: the plan is the one that runs.
+        why: why the graph cannot be planned again.
+    """
+
+    def __init__(self, kept: Kept, profile: CostProfile) -> None:
+        self._kept = kept
+        self._profile = profile
+        self._compilation: Compilation | None = None
+        self._outputs: tuple[str, ...] = ()
+        self._sent: tuple[str, ...] = ()
+        self._buckets: variants.Buckets = ()
+        self.same = False
+        self.why = ""
+
+    def _stop(self, why: str) -> None:
+        self.why = why
+        raise _StopError(why)
+
+    @garbage.paused()
+    def plan(self, graph: torch.fx.Graph) -> None:
+        """In place of our graph pass."""
+        kept = self._kept
+        if text_of(graph) != kept.lines:
+            self._stop("traced again it is another graph")
+        output = next(node for node in reversed(graph.nodes) if node.op == "output")
+        output.meta.update(kept.output)
+        assert kept.report is not None
+        report = new_report(graph, kept.known.phase, kept.settings, self._profile)
+        report.graph_index, report.compile_id = kept.report.graph_index, kept.report.compile_id
+        view = GraphView(graph)
+        known = replace(kept.known, pins=None)
+        done = run_passes(graph, passes_of(kept.settings), kept.settings, self._profile, known=known, report=report)
+        done.again = True
+        done.participants = kept.participants
+        self._sent = messages(GraphView(graph))
+        self._buckets = variants.places(view.collectives, done.buckets)
+        gloo.respell(graph, kept.settings)
+        report.plan = plan_of(done, kept.collectives, kept.names)
+        self._compilation = done
+
+    def order(self, nodes: list[Any]) -> list[Any]:
+        """In place of our hook at the end of scheduling."""
+        done, before = self._compilation, self._kept.report
+        assert done is not None and before is not None
+        report = PassReport("replay")
+        done.report.passes.append(report)
+        planned = order_kernels(nodes, done, report)
+        self._outputs = _torch.output_layouts()
+        if all(done.report.plan.get(key) == before.plan.get(key) for key in _DECIDED):
+            self.same = True
+            raise _StopError("the plan is the one that runs")
+        return planned
+
+    def made(self, compiled: Any, loaded: list[tuple[dict[str, Any], Any]]) -> New:
+        """The code, where everything about it is as it has to be."""
+        kept, done = self._kept, self._compilation
+        assert kept.lowering is not None and kept.variant is not None
+        if done is None or len(loaded) != 1:
+            raise UnfitError("the generated code cannot be found")
+        if self._outputs != kept.lowering.outputs:
+            raise UnfitError("what it returns would lie differently in memory")
+        report = done.report
+        if not report.order_check.startswith(order_check.CONFIRMED):
+            raise UnfitError(f"its code is not in the planned order: {report.order_check}")
+        module, planned = loaded[0]
+        run = module["call"]
+
+        def call(inputs: list[Any], alive: Any = compiled) -> Any:
+            return run(inputs)
+
+        variant = replace(kept.variant, sent=self._sent, buckets=self._buckets)
+        decided = {key: report.plan.get(key) for key in _DECIDED}
+        content = json.dumps([self._sent, decided, planned.about.digest], sort_keys=True, default=str)
+        digest = hashlib.sha256(content.encode()).hexdigest()
+
+        def use(used: bool) -> None:
+            assert kept.about is not None and kept.variant is not None
+            variants.replace(kept.about, variant if used else kept.variant)
+
+        return New(planned, module, call, digest, report.plan, use)

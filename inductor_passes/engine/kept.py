@@ -1,0 +1,111 @@
+"""A graph as it came to the passes, kept so that it can be planned again while its code runs (``tune_swap``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import variants
+from inductor_passes.engine.compilation import Compilation, Known
+from inductor_passes.ir.view import GraphView
+from inductor_passes.report import GraphReport
+from inductor_passes.tuning.again import New
+
+
+def text_of(graph: torch.fx.Graph) -> list[str]:
+    """What of a graph decides what is computed: a line per node."""
+    return [f"{n.name} {n.op} {n.target} {n.args} {n.kwargs} {_form(n.meta.get('val'))}" for n in graph.nodes]
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return str([_form(one) for one in value])
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+@dataclass
+class Kept:
+    """What planning a graph again needs.
+
+    Attributes:
+        module: a copy of the graph, of which constants alone are shared.
+        lines: see :func:`text_of`.
+        output: notes of torch about what the graph returns.
+        collectives, names: as a plan file describes them.
+        groups: their process groups, in order.
+        participants: ranks that compile the graph.
+        report: of the first plan.
+        known: what is known from outside of the graph.
+        about, came, variant: which variant of its function it is, with which collectives it came, what it sends.
+        lowering: how Inductor was asked to lower it.
+        compiler: plans and compiles.
+    """
+
+    module: torch.fx.GraphModule
+    settings: PassConfig
+    lines: list[str]
+    output: Mapping[str, Any]
+    collectives: Mapping[str, str]
+    names: Mapping[str, tuple[str, ...]]
+    groups: tuple[str, ...]
+    compiler: Callable[[Kept, CostProfile], New]
+    participants: tuple[int, ...] = ()
+    report: GraphReport | None = None
+    known: Known = field(default_factory=Known)
+    about: variants.About | None = None
+    variant: variants.Variant | None = None
+    lowering: _torch.Lowering | None = None
+
+    def of(self, compilation: Compilation, about: variants.About, variant: variants.Variant) -> Kept:
+        """With what the first compilation made of it."""
+        self.about, self.variant = about, variant
+        self.report, self.known = compilation.report, compilation.known
+        return self
+
+    def compile(self, profile: CostProfile) -> New:
+        """See :class:`inductor_passes.tuning.again.Kept`."""
+        return self.compiler(self, profile)
+
+    def conflict(self) -> str:
+        """See :class:`inductor_passes.tuning.again.Kept`."""
+        assert self.about is not None and self.variant is not None
+        if variants.graphs_of(self.about, self.variant.kind) > 1:
+            return "another graph sends the same messages, and ranks may run the two at the same time"
+        return ""
+
+    def place(self) -> str:
+        """See :class:`inductor_passes.tuning.again.Kept`."""
+        return _torch.sent_so_far(self.groups)
+
+
+def kept(
+    graph: torch.fx.Graph,
+    view: GraphView,
+    settings: PassConfig,
+    described: tuple[Mapping[str, str], Mapping[str, tuple[str, ...]]],
+    compiler: Callable[[Kept, CostProfile], New],
+) -> Kept | str:
+    """A graph before any pass has changed it; else why it cannot be planned again.
+
+    Args:
+        described: collectives and their parameters, as a plan file has them.
+    """
+    if settings.plan:
+        return "its plan is pinned"
+    if not settings.narrowing.is_off:
+        return "its messages are narrowed"
+    if view.transfers:
+        return "it has messages between two ranks"
+    module = _torch.copied_module(graph)
+    if isinstance(module, str):
+        return module
+    output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
+    groups = tuple(dict.fromkeys(one.group.name for one in view.collectives))
+    return Kept(module, settings, text_of(graph), dict(output.meta), *described, groups, compiler)

@@ -1,0 +1,233 @@
+"""A graph that was timed is planned again, swapped in on all ranks, measured, and swapped back where it is not faster.
+
+The background thread runs the stages, each to its end; the program's own thread only counts calls and votes. Profiles
+come first, then compilations, then talks about calls: while new code is measured this process compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from inductor_passes.agreement.board import Board, StoreError
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.report import Swap, SwapOutcome
+from inductor_passes.tuning.again import Kept, New, UnfitError
+from inductor_passes.tuning.clock import Clock
+from inductor_passes.tuning.exchange import Talks
+from inductor_passes.tuning.plan import Planned
+from inductor_passes.tuning.swap import Decision, Place, Ready, Vote, agreed_call
+from inductor_passes.tuning.tape import Tape
+from inductor_passes.tuning.turnstile import Turnstile
+
+log = logging.getLogger("inductor_passes")
+
+#: Order of work in the background: what was timed, compilations, talks about calls.
+TIMES, COMPILE, TALK = range(3)
+#: How often ranks look for a call that all have before them.
+_TRIES = 3
+#: Ranks wait for so many times ``rank_agreement`` that another one gets ready, and for so many times as long as it took
+#: this one; at a call for so large a share of it: who is asked about another graph meanwhile still answers in time.
+_PATIENCE, _TOOK, _AT_CALL = 3.0, 2.0, 0.5
+
+
+@dataclass
+class Replanning:
+    """One graph on its way.
+
+    Attributes:
+        planned: the first plan.
+        name: of the graph in the store.
+        kept: what is needed to plan again, or why there is nothing.
+        turnstile: None where the calls of the graph cannot be counted.
+        connect: to the store, for the background thread.
+        connect_apart: another connection, for the program's own thread.
+        later: puts a stage into the background thread's queue: (its place in the order, the stage).
+        publish: enters what became of it into the report.
+        measure: the times of the second plan's calls, put together by all ranks: the slowest rank's step in ns, or why
+            there is none.
+        write: writes the plan that stays; the path of the file.
+        profile: the newest corrected cost profile; asked on the first rank of the set.
+        before_ns: the first plan's step on the slowest rank.
+        swap: what became of it so far.
+        new: the second plan, once it is compiled, which took ``took_s`` seconds.
+    """
+
+    planned: Planned
+    name: str
+    kept: Kept | str
+    turnstile: Turnstile | None
+    session: Talks
+    connect: Callable[[], Board]
+    connect_apart: Callable[[], Board]
+    later: Callable[[int, Callable[[], None]], None]
+    publish: Callable[[Swap], None]
+    measure: Callable[[Planned, Tape, str], int | str]
+    write: Callable[[dict[str, Any]], str]
+    profile: Callable[[], CostProfile]
+    before_ns: int
+    swap: Swap = field(default_factory=lambda: Swap(SwapOutcome.NOTHING))
+    new: New | None = None
+    took_s: float = 0.0
+
+    def begin(self) -> None:
+        """The ranks have one account of the first plan."""
+        self.swap = replace(self.swap, before_ns=self.before_ns)
+        self.later(COMPILE, self._stage(self._compile))
+
+    def _stage(self, run: Callable[[], None]) -> Callable[[], None]:
+        """A stage whose failure ends it: what runs now stays."""
+
+        def guarded() -> None:
+            try:
+                run()
+            except Exception as error:  # a better plan must never stop a program
+                log.debug("a second plan ended", exc_info=True)
+                store = "the process group's store cannot be used" if isinstance(error, StoreError) else ""
+                self._end(f"{store or type(error).__name__}: {error}")
+
+        return guarded
+
+    def _compile(self) -> None:
+        began = time.monotonic()
+        why = self._compiled()
+        self.took_s = time.monotonic() - began
+        self.later(TALK, self._stage(lambda: self._talk(0, 0, why)))
+
+    def _compiled(self) -> str:
+        """Plan and compile; "" when that is done, else why not."""
+        if isinstance(self.kept, str):
+            return self.kept
+        if self.turnstile is None:
+            return "the calls of the generated code cannot be counted"
+        profile = self._shared_profile()
+        if isinstance(profile, str):
+            return profile
+        try:
+            self.new = self.kept.compile(profile)
+        except UnfitError as error:
+            return str(error)
+        except Exception as error:
+            log.debug("compiling a second plan failed", exc_info=True)
+            return f"compiling it failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        planned = self.new.planned
+        if planned is None:
+            return "the corrected profile gives the same plan"
+        self.swap = replace(self.swap, predicted_ns=planned.timeline.makespan_ns)
+        return ""
+
+    def _shared_profile(self) -> CostProfile | str:
+        """The first rank's, which may have been corrected by other graphs meanwhile."""
+        place = self._place(self.connect(), "profile")
+        key, board = place.key("profile"), place.board
+        if self.session.rank == self.session.ranks[0]:
+            return CostProfile.from_json(json.loads(board.put_once(key, json.dumps(self.profile().to_json()))))
+        deadline = board.clock.now() + self._patience_s
+        if not board.until(lambda: board.has([key]) or None, deadline):
+            return f"rank {self.session.ranks[0]} named no cost profile"
+        return CostProfile.from_json(json.loads(board.read([key])[0]))
+
+    @property
+    def _patience_s(self) -> float:
+        return _PATIENCE * self.planned.about.timeout_s + _TOOK * self.took_s
+
+    def _place(self, board: Board, *parts: object) -> Place:
+        return Place(self.session, board, " ".join(map(str, (self.name, *parts))))
+
+    def _talk(self, round_: int, attempt: int, why: str) -> None:
+        """Look for a call at which all ranks change: in round 0 to the second plan, in round 1 back.
+
+        Args:
+            why: this rank cannot; "" where it can.
+        """
+        turnstile, new = self.turnstile, self.new
+        place = self._place(self.connect(), round_, attempt)
+        mine = Ready(why, "" if new is None else new.digest)
+        ahead = (lambda: 0) if turnstile is None else (lambda: turnstile.ahead(attempt))
+        call, refused = agreed_call(place, mine, ahead, self._patience_s)
+        if not call or turnstile is None or new is None:
+            self._end(refused)
+            return
+        kept = self.kept
+        assert not isinstance(kept, str)
+        vote = Vote(
+            self._place(self.connect_apart(), round_, attempt),
+            max(1.0, _AT_CALL * self.planned.about.timeout_s),
+            lambda: turnstile.broken or kept.conflict(),
+            kept.place,
+        )
+        if not round_:
+            self._say(SwapOutcome.AGREED, call=call)
+        to = None if round_ else new.call
+        turnstile.arm(call, vote, to, lambda found: self._decided(round_, attempt, call, found))
+
+    def _decided(self, round_: int, attempt: int, call: int, found: Decision) -> None:
+        """At the call, on the program's thread, before the graph runs."""
+        new = self.new
+        assert new is not None
+        if found.yes:
+            new.use(not round_)
+            if not round_:
+                self._time(new)
+        self.later(TALK, self._stage(lambda: self._after(round_, attempt, call, found)))
+
+    def _time(self, new: New) -> None:
+        """Start the clock of the second plan."""
+        planned = new.planned
+        assert planned is not None
+        try:
+            names = [one.name for one in planned.calls]
+            Clock(new.module, names, planned.about.steps, planned.about.device, self._timed)
+        except ValueError as error:
+            self._timed(Tape(1), str(error))
+
+    def _timed(self, tape: Tape, why: str) -> None:
+        self.later(TIMES, self._stage(lambda: self._compare(tape, why)))
+
+    def _after(self, round_: int, attempt: int, call: int, found: Decision) -> None:
+        """In the background, when the ranks have decided."""
+        if found.late and attempt + 1 < _TRIES:
+            self._talk(round_, attempt + 1, "")
+        elif not found.yes:
+            self._end(found.why)
+        elif round_:
+            self._say(SwapOutcome.RETURNED, back=call)
+            self._done()
+        elif self.swap.outcome is SwapOutcome.AGREED:
+            self._say(SwapOutcome.SWAPPED, call=call)
+
+    def _compare(self, tape: Tape, why: str) -> None:
+        """Whether the second plan's steps are faster than the first one's."""
+        assert self.new is not None and self.new.planned is not None
+        after = why or self.measure(self.new.planned, tape, f"{self.name} again")
+        if isinstance(after, str):
+            self._say(SwapOutcome.SWAPPED, why=f"its steps are not known: {after}")
+        else:
+            self._say(SwapOutcome.SWAPPED, after_ns=after)
+            if after < self.before_ns:
+                self._say(SwapOutcome.KEPT, plan=self.write(self.new.plan))
+                self._done()
+                return
+        self.later(TALK, self._stage(lambda: self._talk(1, 0, "")))
+
+    def _end(self, why: str) -> None:
+        """Nothing is changed any more."""
+        swapped = self.swap.outcome in (SwapOutcome.SWAPPED, SwapOutcome.UNMEASURED)
+        said = "; ".join(filter(None, (self.swap.why, why)))
+        self._say(SwapOutcome.UNMEASURED if swapped else SwapOutcome.NOTHING, why=said, call=self.swap.call * swapped)
+        self._done()
+
+    def _done(self) -> None:
+        if self.turnstile is not None:
+            self.turnstile.end()
+        self.kept = "it is over"
+        if self.swap.outcome is not SwapOutcome.KEPT and self.swap.outcome is not SwapOutcome.UNMEASURED:
+            self.new = None
+
+    def _say(self, outcome: SwapOutcome, **more: Any) -> None:
+        self.swap = replace(self.swap, outcome=outcome, **more)
+        self.publish(self.swap)

@@ -1,0 +1,131 @@
+"""Counts the calls of a generated module, and changes at one of them to another module that runs the same graph.
+
+It stands in the function that runs the graph, as a :class:`~inductor_passes.tuning.clock.Clock` does before it. When
+nothing is to be changed any more the function has its own code again or, where the other module stays, code that hands
+its arguments on to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+from inductor_passes.tuning.clock import function_of
+from inductor_passes.tuning.swap import LATE, Decision, Vote
+
+log = logging.getLogger("inductor_passes")
+
+_NAME = "_inductor_passes_turnstile"
+#: The agreed call is so far ahead, in seconds at the speed of the calls so far, four times as far at each further try;
+#: and in calls, within these bounds.
+_AHEAD_S, _FEWEST, _MOST = 1.0, 3, 100_000
+
+
+def _through_turnstile(*args: Any) -> Any:
+    """Its code stands in for a function of a generated module, whose globals it then has."""
+    return globals()["_inductor_passes_turnstile"](*args)
+
+
+class Turnstile:
+    """Stands behind the function that runs a graph.
+
+    Args:
+        module: globals of the generated module.
+        count: calls that it had so far.
+
+    Raises:
+        ValueError: the function cannot be stood in for; the message says why.
+    """
+
+    def __init__(self, module: dict[str, Any], count: int) -> None:
+        self._module = module
+        self._function = function_of(module)
+        self._code = self._function.__code__
+        self._original = types.FunctionType(self._code, module, self._function.__name__)
+        self._other: Callable[[list[Any]], Any] | None = None
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._began, self._first = time.monotonic(), count
+        self._vote: Vote | None = None
+        self._at = 0
+        self._to: Callable[[list[Any]], Any] | None = None
+        self._then: Callable[[Decision], None] = lambda decision: None
+        self.count = count
+        #: Why calls cannot be counted, "" where they can.
+        self.broken = ""
+        module[_NAME] = self
+        self._function.__code__ = _through_turnstile.__code__
+
+    def ahead(self, attempt: int) -> int:
+        """A call that is well before this rank."""
+        with self._lock:
+            calls = self.count - self._first
+            period_s = (time.monotonic() - self._began) / calls if calls else _AHEAD_S
+            margin = math.ceil(_AHEAD_S * 4**attempt / max(period_s, 1e-6))
+            return self.count + min(max(margin, _FEWEST * 4**attempt), _MOST)
+
+    def arm(
+        self,
+        call: int,
+        vote: Vote,
+        to: Callable[[list[Any]], Any] | None,
+        then: Callable[[Decision], None],
+    ) -> None:
+        """Vote at a call, run another module from there on where the vote is for it, and tell the caller.
+
+        Args:
+            to: runs the graph; None for the module's own code.
+            then: called once with what was decided, on the thread that makes the call.
+        """
+        with self._lock:
+            late = call <= self.count
+            why = self.broken or (LATE if late else "")
+            if not why:
+                self._at, self._vote, self._to, self._then = call, vote, to, then
+        if why:
+            then(vote.refuse(why))
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph."""
+        with self._lock:
+            self.count += 1
+            if self._inside:
+                self.broken = "two threads ran the graph at the same time"
+            self._inside += 1
+            vote = self._vote if self.count == self._at else None
+        try:
+            if vote is not None:
+                self._turn(vote)
+            other = self._other
+            return self._original(*args) if other is None else other(args[-1])
+        finally:
+            with self._lock:
+                self._inside -= 1
+
+    def _turn(self, vote: Vote) -> None:
+        self._vote = None
+        decision = vote.cast()
+        if decision.yes:
+            self._other = self._to
+        try:
+            self._then(decision)
+        except Exception:  # what is told about it must never stop a program
+            log.debug("a change of plans cannot be handed on", exc_info=True)
+
+    def end(self) -> None:
+        """Stop counting; what runs now stays. Calls that are on their way elsewhere find something to run."""
+        other = self._other
+        if other is None:
+            self._module[_NAME] = self._original
+            self._function.__code__ = self._code
+            return
+
+        def onward(*args: Any) -> Any:
+            return other(args[-1])
+
+        self._module[_NAME] = onward

@@ -1,0 +1,177 @@
+"""A graph that is planned and compiled again on another thread, without ranks and without kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import inductor_passes
+from inductor_passes import agreement
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import variants
+from inductor_passes.engine.kept import Kept
+from inductor_passes.models import MLPConfig, mlp, mlp_batch
+from inductor_passes.trace.collector import collect
+from inductor_passes.tuning import again
+from inductor_passes.tuning.again import New, UnfitError
+from tests.support.compiled import save_profile, without_kernels
+from tests.support.world import fake_world
+
+MODEL = MLPConfig(width=32, hidden=64, layers=2, batch=8)
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> tuple[str, str]:
+    """On one link messages cost nothing by themselves, on the other they do."""
+    free, dear = (save_profile(tmp_path / f"{name}.json", ns, 10.0, 20_000, 0.1) for name, ns in (("a", 0), ("b", 2e6)))
+    return free, dear
+
+
+@contextlib.contextmanager
+def compiled(profile: str, **more: Any) -> Iterator[list[Kept | str]]:
+    """What was kept of forward and backward of a model that was compiled for two ranks."""
+    found: list[Kept | str] = []
+    settings = {"cost_profile": profile, "tune": 2, "tune_swap": "on", "memory_budget": "unlimited", **more}
+    with (
+        fake_world(2),
+        without_kernels(),
+        mock.patch.object(again, "keep", lambda text, one: found.append(one)),
+        # A group that moves nothing has nobody who could run something else.
+        mock.patch.object(agreement, "nobody_to_ask", lambda: False),
+    ):
+        torch._dynamo.reset()
+        model = inductor_passes.simple_fsdp(mlp(MODEL), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        step = torch.compile(model, options=inductor_passes.options(**settings), fullgraph=True)
+        step(mlp_batch(MODEL)[0]).square().mean().backward()
+        yield found
+
+
+def on_a_thread(kept: Kept | str, profile: str) -> New | BaseException:
+    assert isinstance(kept, Kept), kept
+    done: list[New | BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(kept.compile(CostProfile.load(profile)))
+        except BaseException as error:
+            done.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(300)
+    return done[0]
+
+
+def test_another_profile_gives_another_plan_and_code_for_it(profiles: tuple[str, str]) -> None:
+    free, dear = profiles
+    with compiled(free) as kept, collect(what_if=False) as reports:
+        assert len(kept) == 2
+        for one in kept:
+            assert isinstance(one, Kept) and one.report is not None
+            before = one.report.plan
+            new = on_a_thread(one, dear)
+            assert isinstance(new, New) and new.planned is not None, new
+            longest = [max(map(len, plan.get("buckets") or ((),))) for plan in (before, new.plan)]
+            assert longest[1] > longest[0], "where messages are dear more of them travel together"
+            assert callable(new.module["call"]) and new.module["call"] is not None
+            assert new.planned.about.profile_hash == CostProfile.load(dear).hash()
+            sent = variants._known[(one.about.settings, one.variant.kind)]  # type: ignore[union-attr]
+            assert sent == [one.variant]
+            new.use(True)
+            (now,) = variants._known[(one.about.settings, one.variant.kind)]  # type: ignore[union-attr]
+            assert now.sent != one.variant.sent and now.came == one.variant.came  # type: ignore[union-attr]
+            new.use(False)
+            assert variants._known[(one.about.settings, one.variant.kind)] == [one.variant]  # type: ignore[union-attr]
+        assert reports == [], "a second plan has no report of its own"
+
+
+def test_the_same_profile_gives_the_same_plan_and_no_code(profiles: tuple[str, str]) -> None:
+    with compiled(profiles[1]) as kept:
+        for one in kept:
+            new = on_a_thread(one, profiles[1])
+            assert isinstance(new, New) and new.planned is None
+
+
+def test_the_program_may_compile_meanwhile(profiles: tuple[str, str]) -> None:
+    """Torch's lock keeps the two apart, and neither sees the other's settings."""
+    with compiled(profiles[0]) as kept:
+        assert isinstance(kept[0], Kept)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(on_a_thread(kept[0], profiles[1])))
+        thread.start()
+        for size in range(3, 8):
+            function = torch.compile(lambda x: (x.sin() + x.cos()).sum(), fullgraph=True, dynamic=False)
+            function(torch.ones(size))
+            assert torch._inductor.config.pattern_matcher is True
+            assert torch._inductor.config.post_grad_custom_post_pass is None
+        thread.join(300)
+        assert isinstance(found[0], New) and found[0].planned is not None
+
+
+def test_a_graph_that_comes_out_differently_is_refused(profiles: tuple[str, str]) -> None:
+    with compiled(profiles[0]) as kept:
+        first, second = kept
+        assert isinstance(first, Kept) and isinstance(second, Kept) and first.lowering is not None
+        first.lines[-1] += " "
+        found = on_a_thread(first, profiles[1])
+        assert isinstance(found, UnfitError) and str(found) == "traced again it is another graph"
+        second.lowering = mock.Mock(wraps=second.lowering, context=second.lowering.context, given=second.lowering.given)  # type: ignore[union-attr]
+        second.lowering.outputs, second.lowering.compile_context = ("elsewhere",), None  # type: ignore[union-attr]
+        found = on_a_thread(second, profiles[1])
+        assert isinstance(found, UnfitError) and "lie differently in memory" in str(found)
+
+
+def test_what_sends_the_same_is_not_replaced(profiles: tuple[str, str]) -> None:
+    with compiled(profiles[0]) as kept:
+        first, second = kept
+        assert isinstance(first, Kept) and isinstance(second, Kept)
+        assert first.conflict() == second.conflict() == ""
+        other = variants.About("[7/0]", "inference", "others")
+        assert first.variant is not None
+        variants.note(other, first.variant.kind)
+        assert first.conflict().startswith("another graph sends the same messages") and second.conflict() == ""
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"compress": "auto"}, "its messages are narrowed"),
+        ({"dynamic": True}, "the graph holds for several sizes"),
+    ],
+)
+def test_what_cannot_be_planned_again_says_why(profiles: tuple[str, str], more: dict[str, Any], why: str) -> None:
+    real = torch.compile
+    dynamic = more.pop("dynamic", None)
+    patched = mock.patch.object(torch, "compile", lambda *a, **k: real(*a, **k, dynamic=dynamic))
+    with patched, compiled(profiles[0], **more) as kept:
+        assert why in kept, kept
+
+
+def test_what_was_kept_is_taken_once_and_does_not_pile_up() -> None:
+    again.keep("a graph", "why not")
+    assert again.take("a graph") == "why not"
+    assert "came out of a cache" in str(again.take("a graph"))
+    for number in range(3 * again._MOST):
+        again.keep(str(number), "why not")
+    assert len(again._kept) == again._MOST
+    again._kept.clear()
+
+
+def test_modules_are_collected_on_the_thread_that_asks() -> None:
+    planned: Any = "a plan"
+    assert not again.catches({}, planned)
+    with again.caught() as found:
+        seen: list[bool] = []
+        thread = threading.Thread(target=lambda: seen.append(again.catches({}, planned)))
+        thread.start()
+        thread.join()
+        assert seen == [False] and again.catches({"key": 1}, planned)
+    assert found == [({"key": 1}, planned)] and not again.catches({}, planned)

@@ -1,0 +1,270 @@
+"""Ranks that change to another plan: all at one call or none, within bounded time, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from inductor_passes.agreement.board import Board, StoreError
+from inductor_passes.agreement.session import Session
+from inductor_passes.tuning import swap
+from inductor_passes.tuning.swap import LATE, DeadStoreError, Decision, Place, Ready, Vote, agreed_call
+from inductor_passes.tuning.turnstile import Turnstile
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that dies in its talk with the store leaves it without an answer."""
+    monkeypatch.setattr(swap, "_STALLED_S", 1.0)
+
+
+class Dies(BaseException):
+    """A rank ends in the middle."""
+
+
+class FailingBoard(Board):
+    """A connection with which a rank dies, or loses the store, at one of its operations."""
+
+    def __init__(self, store: Any, at: int, error: type[BaseException]) -> None:
+        super().__init__(store)
+        self._left, self._error = at, error
+
+    def _do(self, operation: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error("gone")
+        return super()._do(operation)
+
+    def reconnect(self) -> None:
+        """The store is gone for good."""
+        raise StoreError("gone")
+
+
+def module() -> dict[str, Any]:
+    """A generated module that says which plan ran."""
+    made: dict[str, Any] = {}
+    exec("def call(args):\n    args.clear()\n    return 'old'", made)
+    return made
+
+
+def new(args: list[Any]) -> str:
+    args.clear()
+    return "new"
+
+
+@dataclass
+class Rank:
+    """One rank: a thread that calls the graph, and one that talks.
+
+    Attributes:
+        did: which plan ran at each call.
+        ended: with which error it ended.
+    """
+
+    store: Any
+    number: int
+    ranks: int
+    why: str = ""
+    digest: str = "same"
+    calls: int = 60
+    pause_s: float = 0.01
+    timeout_s: float = 5.0
+    late_s: float = 0.0
+    dies_at: int = 0
+    sent: str = "7"
+    conflict: str = ""
+    talks: Callable[[Any], Board] = Board
+    votes: Callable[[Any], Board] = Board
+    ahead: Callable[[Turnstile], int] = lambda turnstile: turnstile.count + 20
+    did: list[str] = field(default_factory=list)
+    decided: list[Decision] = field(default_factory=list)
+    ended: str = ""
+    took_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.module = module()
+        self.turnstile = Turnstile(self.module, 0)
+        self.session = Session(self.store, self.number, range(self.ranks))
+        self.threads = [threading.Thread(target=one, daemon=True) for one in (self._calls, self._talks)]
+
+    def _calls(self) -> None:
+        try:
+            for number in range(1, self.calls + 1):
+                if number == self.dies_at:
+                    raise Dies("killed")
+                began = time.monotonic()
+                self.did.append(self.module["call"]([1]))
+                self.took_s = max(self.took_s, time.monotonic() - began)
+                time.sleep(self.pause_s)
+        except BaseException as error:
+            self.ended = type(error).__name__
+
+    def _talks(self) -> None:
+        try:
+            time.sleep(self.late_s)
+            assert self.session.open(time.monotonic() + self.timeout_s)
+            place = Place(self.session, self.talks(self.store), "a graph")
+            mine = Ready(self.why, self.digest)
+            call, why = agreed_call(place, mine, lambda: self.ahead(self.turnstile), self.timeout_s)
+            if not call:
+                self.decided.append(Decision(False, why))
+                return
+            apart = Place(self.session, self.votes(self.store), "a graph")
+            vote = Vote(apart, self.timeout_s, lambda: self.conflict or self.turnstile.broken, lambda: self.sent)
+            self.turnstile.arm(call, vote, new, self.decided.append)
+        except BaseException as error:
+            self.ended = self.ended or type(error).__name__
+
+
+def run(ranks: int, *, store: Any = None, **each: dict[int, Any]) -> list[Rank]:
+    """Ranks to their end; ``each`` has fields of single ranks."""
+    store = store or dist.HashStore()
+    made = [Rank(store, n, ranks, **{k: v[n] for k, v in each.items() if n in v}) for n in range(ranks)]
+    threads = [thread for one in made for thread in one.threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    return made
+
+
+def alike(ranks: list[Rank]) -> bool:
+    """Whether all ranks ran the same plan at every call, as far as they came."""
+    return all(len(set(plans)) == 1 for plans in zip(*(one.did for one in ranks)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_change_at_one_call(ranks: int) -> None:
+    made = run(ranks, pause_s={0: 0.02, 1: 0.005})
+    assert all(one.decided == [Decision(True)] for one in made)
+    assert alike(made)
+    at = made[0].did.index("new")
+    assert at >= 20 and made[0].did == ["old"] * at + ["new"] * (60 - at)
+
+
+@pytest.mark.parametrize(
+    ("each", "why"),
+    [
+        ({"why": {1: "its code came out of a cache"}}, "rank 1: its code came out of a cache"),
+        ({"why": {0: "it did not compile"}}, "rank 0: it did not compile"),
+        ({"digest": {2: "other"}}, "rank 2 planned something else than rank 0"),
+        ({"sent": {1: "8"}}, "the ranks had not sent equally much at that call"),
+        ({"conflict": {2: "another graph sends the same messages"}}, "rank 2: another graph sends the same messages"),
+    ],
+)
+def test_what_one_rank_cannot_none_does(each: dict[str, Any], why: str) -> None:
+    made = run(3, **each)
+    assert {one.decided[0].why for one in made} == {why}
+    assert all(set(one.did) == {"old"} and len(one.did) == 60 for one in made)
+    assert max(one.took_s for one in made) < 4.0, "nobody waits where the answer is there"
+
+
+def test_a_rank_that_had_the_call_behind_it_is_named_and_a_later_one_may_be_tried() -> None:
+    ahead = {0: lambda turnstile: turnstile.count + 30}
+    made = run(2, ahead=ahead, pause_s={1: 0.0}, calls={0: 200, 1: 3000}, late_s={1: 0.1})
+    assert {one.decided[0].why for one in made} == {f"rank 1: {LATE}"}
+    assert all(one.decided[0].late and set(one.did) == {"old"} for one in made)
+    assert not Decision(True).late and not Decision(False, "rank 1 is ill").late
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_rank_that_is_killed_before_the_call_costs_one_wait(gone: int) -> None:
+    waits = dict.fromkeys(range(3), 1.0)
+    made = run(3, dies_at={gone: 22}, ahead={0: lambda turnstile: turnstile.count + 25}, timeout_s=waits)
+    others = [one for one in made if one.number != gone]
+    assert all(one.decided == others[0].decided and not one.decided[0].yes for one in others)
+    assert f"rank {gone} did not come to that call within 1 s" == others[0].decided[0].why
+    assert all(one.did == ["old"] * 60 and one.took_s < 10 for one in others)
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_never_gets_ready_costs_nothing_but_the_change(gone: int) -> None:
+    made = run(3, talks={gone: lambda store: FailingBoard(store, 0, Dies)}, timeout_s=dict.fromkeys(range(3), 0.5))
+    others = [one for one in made if one.number != gone]
+    why = "rank 0 named no call" if gone == 0 else "rank 1 did not get ready"
+    assert {one.decided[0].why for one in others} == {why}
+    assert all(one.did == ["old"] * 60 for one in made)
+
+
+def test_a_store_that_is_lost_before_the_call_leaves_the_plan() -> None:
+    made = run(2, votes={1: lambda store: FailingBoard(store, 0, StoreError)}, timeout_s={0: 1.0, 1: 1.0})
+    assert [one.ended for one in made] == ["", ""] and all(set(one.did) == {"old"} for one in made)
+
+
+def test_a_store_that_is_lost_in_the_vote_is_an_error() -> None:
+    """This rank cannot know what the others do."""
+    made = run(2, votes={1: lambda store: FailingBoard(store, 2, StoreError)}, timeout_s={0: 1.0, 1: 1.0})
+    assert made[1].ended == DeadStoreError.__name__ and alike(made)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_two_ranks_ever_run_different_plans(seed: int) -> None:
+    """Ranks are slow, late, killed, or lose the store at random places."""
+    rng = random.Random(seed)
+    ranks = rng.randint(2, 4)
+    each: dict[str, dict[int, Any]] = {"timeout_s": dict.fromkeys(range(ranks), 0.6)}
+    for rank in range(ranks):
+        each.setdefault("pause_s", {})[rank] = rng.uniform(0.001, 0.02)
+        each.setdefault("late_s", {})[rank] = rng.choice((0.0, 0.0, 0.2, 0.7))
+        if rng.random() < 0.3:
+            each.setdefault("dies_at", {})[rank] = rng.randint(5, 50)
+        if rng.random() < 0.3:
+            error, at = rng.choice((Dies, StoreError)), rng.randint(0, 5)
+            which = rng.choice(("talks", "votes"))
+            each.setdefault(which, {})[rank] = lambda store, at=at, error=error: FailingBoard(store, at, error)
+    made = run(ranks, **each)
+    assert alike(made), [one.did for one in made]
+    for one in made:
+        assert one.took_s < 0.6 + 12.0, "a wait has an end"
+
+
+def test_a_graph_that_two_threads_run_is_not_changed() -> None:
+    inside, store = threading.Event(), dist.HashStore()
+    one = Rank(store, 0, 1)
+    stands = threading.Event()
+
+    def slow(args: list[Any]) -> str:
+        inside.set()
+        stands.wait(LIMIT_S)
+        return "slow"
+
+    one.turnstile._other = slow
+    thread = threading.Thread(target=lambda: one.module["call"]([1]), daemon=True)
+    thread.start()
+    assert inside.wait(LIMIT_S)
+    one.turnstile._other = None
+    assert one.module["call"]([1]) == "old"
+    stands.set()
+    thread.join(LIMIT_S)
+    assert "two threads" in one.turnstile.broken
+
+
+def test_at_the_end_the_function_is_its_own_again_or_hands_on() -> None:
+    made = module()
+    code = made["call"].__code__
+    turnstile = Turnstile(made, 3)
+    assert made["call"].__code__ is not code and made["call"]([1]) == "old" and turnstile.count == 4
+    turnstile.end()
+    assert made["call"].__code__ is code and made["call"]([1]) == "old" and turnstile.count == 4
+    (one,) = run(1)
+    one.turnstile.end()
+    count = one.turnstile.count
+    assert one.module["call"]([1]) == "new" and one.turnstile.count == count
+
+
+def test_a_call_ahead_is_further_away_at_each_try_and_for_faster_calls() -> None:
+    turnstile = Turnstile(module(), 0)
+    turnstile.count, turnstile._began = 10, time.monotonic() - 10
+    assert [turnstile.ahead(attempt) for attempt in range(3)] == [13, 22, 58]
+    turnstile._began = time.monotonic() - 0.1
+    assert turnstile.ahead(0) >= 100

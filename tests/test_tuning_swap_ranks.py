@@ -1,0 +1,236 @@
+"""A second plan on real ranks over a link of known speed: swapped in at one call, back where it is slower, or not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._inductor.codecache import PyCodeCache
+from torch.distributed.device_mesh import init_device_mesh
+
+import inductor_passes
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.emulation import link as emulated_link
+from inductor_passes.engine import again as compiling
+from inductor_passes.models import MLPConfig, mlp, mlp_batch
+from inductor_passes.pin import file as plan_file
+from inductor_passes.report import SwapOutcome
+from inductor_passes.trace.collector import collect
+from inductor_passes.tuning import measuring, replanning, tape
+from tests.support.compiled import save_profile
+from tests.support.ranks import Ranks
+
+pytestmark = pytest.mark.ranks
+
+MODEL = MLPConfig(width=128, hidden=256, layers=3, batch=16)
+#: The link that there is: a message costs much by itself, so that merging gains much.
+LATENCY_NS, BYTES_PER_S = 4_000_000, 20e6
+STEPS, MOST = 3, 600
+OVER = {one.value for one in SwapOutcome} - {SwapOutcome.AGREED.value, SwapOutcome.SWAPPED.value}
+
+
+def link(_: int, __: int) -> None:
+    emulated_link.register()
+    emulated_link.set_rate(LATENCY_NS, BYTES_PER_S)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    with Ranks(2, backend=emulated_link.BACKEND, setup=link, env=env) as ranks:
+        yield ranks
+
+
+def assumed(tmp: Path, ranks: int = 2, latency_ns: float = 0.0) -> str:
+    """A profile of a link on which messages cost nothing by themselves, or what they do."""
+    return save_profile(tmp / "assumed.json", latency_ns, 1e9 / BYTES_PER_S, 20_000, 0.1, ranks=ranks)
+
+
+def settings_of(tmp: Path, profile: str, **more: Any) -> dict[str, Any]:
+    given = {"tune": STEPS, "tune_file": str(tmp / "tuned.json"), "tune_swap": "on", "rank_agreement": "20s"}
+    return {"cost_profile": profile, "memory_budget": "unlimited", **given, **more}
+
+
+def swaps(reports: list[Any]) -> list[dict[str, Any]]:
+    timings = [report.to_json()["timing"] for report in reports]
+    return [one["swap"] for one in timings if one is not None and one["swap"] is not None]
+
+
+def train(rank: int, world: int, steps: int, settings: dict[str, Any], cold: bool = True) -> dict[str, Any]:
+    """Losses of each step, until all ranks know what becomes of both graphs, or for so many steps."""
+    torch._dynamo.reset()
+    PyCodeCache.cache_clear()
+    torch.manual_seed(0)
+    model = inductor_passes.simple_fsdp(mlp(MODEL), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    options = {} if not cold else {"fx_graph_cache": False}
+    step = torch.compile(model, options=inductor_passes.options(inductor=options, **settings), fullgraph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = mlp_batch(MODEL, seed=rank + 1)[0]
+    losses: list[float] = []
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=not cold),
+        mock.patch.object(tape, "host_ns", emulated_link._current().clock.now_ns),
+        collect(what_if=False) as reports,
+    ):
+        while len(losses) < (steps or MOST):
+            loss = step(x).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            found = swaps(reports)
+            over = torch.tensor([float(len(found) == 2 and all(one["outcome"] in OVER for one in found))])
+            dist.all_reduce(over)
+            if not steps and over.item() == world:
+                break
+    assert measuring.finished()
+    hands_on = ("_through_turnstile", "_through_clock")
+    functions = [vars(vars(m)["Runner"])["call"] for m in PyCodeCache.modules if "Runner" in vars(m)]
+    return {
+        "losses": losses,
+        "parameters": [p.to_local().detach().numpy().tobytes() for p in model.parameters()],  # type: ignore[attr-defined]
+        "swaps": swaps(reports),
+        "phases": [r.phase for r in reports],
+        "notes": [note for r in reports for note in r.notes],
+        "stand-ins": [f.__code__.co_name for f in functions if f.__code__.co_name in hands_on],
+    }
+
+
+def same_bits(pool: Ranks, tuned: list[dict[str, Any]], settings: dict[str, Any]) -> bool:
+    """Whether every step of every rank had the loss that it has without tuning, and parameters are the same."""
+    plain = {key: value for key, value in settings.items() if not key.startswith("tune")}
+    without = pool.run(train, len(tuned[0]["losses"]), plain)
+    return all(a["losses"] == b["losses"] and a["parameters"] == b["parameters"] for a, b in zip(tuned, without))
+
+
+def test_a_faster_plan_is_swapped_in_at_one_call(pool: Ranks, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, assumed(tmp_path))
+    tuned = pool.run(train, 0, settings)
+    assert tuned[0]["swaps"] == tuned[1]["swaps"], "ranks hold one outcome"
+    assert tuned[0]["phases"] == ["forward", "backward"]
+    for one in tuned[0]["swaps"]:
+        assert (one["outcome"], one["why"], one["back"]) == (SwapOutcome.KEPT.value, "", 0)
+        assert one["call"] > STEPS + 1 and len(tuned[0]["losses"]) > one["call"]
+        assert 0 < one["after_ns"] < one["before_ns"]
+    assert tuned[0]["stand-ins"] == ["_through_turnstile"] * 2, "of both graphs the first module hands on"
+    assert same_bits(pool, tuned, settings)
+    plans = plan_file.load(str(tmp_path / "tuned.plan.json"))
+    assert [plan.phase for plan in plans.graphs] == ["forward", "backward"]
+    assert all(max(map(len, plan.buckets or ())) > 2 for plan in plans.graphs)
+    # The program of the next run numbers its graphs as this one did, this process goes on counting.
+    text = json.loads((tmp_path / "tuned.plan.json").read_text())
+    for plan in text["graphs"]:
+        del plan["graph_index"]
+    (tmp_path / "any.json").write_text(json.dumps(text))
+    pinned = {"plan": str(tmp_path / "any.json"), "cost_profile": str(tmp_path / "tuned.json")}
+    again = pool.run(train, 2, {**pinned, "memory_budget": "unlimited"})
+    assert again[0]["losses"] == tuned[0]["losses"][:2]
+    assert sum(note.startswith("pinned by") for note in again[0]["notes"]) == 2
+
+
+def _misled(rank: int, world: int, settings: dict[str, Any]) -> Any:
+    """Training in which the corrected profile is of another link."""
+    wrong = CostProfile.load(settings.pop("wrong"))
+    with mock.patch.object(measuring, "corrected", lambda base, found: wrong):
+        return train(rank, world, 0, settings)
+
+
+def test_a_slower_plan_goes_again_at_one_call(pool: Ranks, tmp_path: Path) -> None:
+    right = assumed(tmp_path, latency_ns=LATENCY_NS)
+    Path(right).rename(tmp_path / "right.json")
+    settings = settings_of(tmp_path, str(tmp_path / "right.json"))
+    tuned = pool.run(_misled, {**settings, "wrong": assumed(tmp_path)})
+    assert tuned[0]["swaps"] == tuned[1]["swaps"]
+    for one in tuned[0]["swaps"]:
+        assert (one["outcome"], one["why"], one["plan"]) == (SwapOutcome.RETURNED.value, "", "")
+        assert one["back"] > one["call"] + STEPS and one["after_ns"] >= one["before_ns"] > 0
+    assert tuned[0]["stand-ins"] == [], "the code is what Inductor generated"
+    assert not (tmp_path / "tuned.plan.json").exists()
+    assert same_bits(pool, tuned, settings)
+
+
+def _hindered(rank: int, world: int, settings: dict[str, Any], how: str) -> Any:
+    """Training in which rank 1 is hindered."""
+    with contextlib.ExitStack() as stack:
+
+        def instead(owner: Any, name: str, made: Any) -> None:
+            if rank == 1:
+                stack.enter_context(mock.patch.object(owner, name, made))
+
+        def fails(*_: Any) -> Any:
+            raise RuntimeError("no compiler here")
+
+        def comes_late(self: Any, real: Any = replanning.Vote.cast) -> Any:
+            time.sleep(3.0)
+            return real(self)
+
+        if how == "fails":
+            instead(compiling._torch, "lower_again", fails)
+        elif how == "differs":
+            other = CostProfile.load(settings["cost_profile"])
+            slow = CostProfile.load(assumed(Path(settings["tune_file"]).parent / "other", latency_ns=5e8))
+            assert other.hash() != slow.hash()
+            instead(replanning.Replanning, "_shared_profile", lambda self: slow)
+        elif how == "late":
+            stack.enter_context(mock.patch.object(replanning, "_AT_CALL", 0.05))
+            instead(replanning.Vote, "cast", comes_late)
+        return train(rank, world, 0, settings)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("fails", "rank 1: compiling it failed: RuntimeError: no compiler here"),
+        ("differs", "rank 1 planned something else than rank 0"),
+        ("late", "rank 1 did not come to that call within 1 s"),
+    ],
+)
+def test_what_rank_1_cannot_no_rank_does(pool: Ranks, tmp_path: Path, how: str, why: str) -> None:
+    (tmp_path / "other").mkdir()
+    settings = settings_of(tmp_path, assumed(tmp_path))
+    tuned = pool.run(_hindered, settings, how)
+    assert tuned[0]["swaps"] == tuned[1]["swaps"]
+    for one in tuned[0]["swaps"]:
+        assert (one["outcome"], one["why"], one["call"]) == (SwapOutcome.NOTHING.value, why, 0)
+    assert tuned[0]["stand-ins"] == tuned[1]["stand-ins"] == []
+    assert len(set(tuned[0]["losses"])) > STEPS, "training went on"
+
+
+def _warm(rank: int, world: int, settings: dict[str, Any]) -> Any:
+    """Rank 1 finds its graphs in a cache."""
+    train(rank, world, STEPS, settings, cold=False)
+    return train(rank, world, 0, settings, cold=rank != 1)
+
+
+def test_code_from_a_cache_has_no_graph_to_plan_again(pool: Ranks, tmp_path: Path) -> None:
+    tuned = pool.run(_warm, settings_of(tmp_path, assumed(tmp_path)))
+    assert tuned[0]["swaps"] == tuned[1]["swaps"]
+    for one in tuned[0]["swaps"]:
+        assert one["outcome"] == SwapOutcome.NOTHING.value
+        assert one["why"] == "rank 1: its code came out of a cache, which keeps no graph to plan again"
+
+
+def test_a_profile_that_was_right_gives_the_same_plan(pool: Ranks, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, assumed(tmp_path, latency_ns=LATENCY_NS))
+    same = {**settings, "wrong": settings["cost_profile"]}
+    for one in pool.run(_misled, same)[0]["swaps"]:
+        assert one["outcome"] == SwapOutcome.NOTHING.value
+        assert one["why"].endswith("the corrected profile gives the same plan")
+
+
+def test_three_ranks_change_together(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, assumed(tmp_path, ranks=3))
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    with Ranks(3, backend=emulated_link.BACKEND, setup=link, env=env) as ranks:
+        tuned = ranks.run(train, 0, settings)
+        assert tuned[0]["swaps"] == tuned[1]["swaps"] == tuned[2]["swaps"]
+        assert {one["outcome"] for one in tuned[0]["swaps"]} == {SwapOutcome.KEPT.value}
+        assert same_bits(ranks, tuned, settings)
