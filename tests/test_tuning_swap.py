@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
@@ -14,9 +15,15 @@ import torch.distributed as dist
 
 from inductor_passes.agreement.board import Board, StoreError
 from inductor_passes.agreement.session import Session
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.report import Swap, SwapOutcome
 from inductor_passes.tuning import swap
+from inductor_passes.tuning.again import New
+from inductor_passes.tuning.replanning import Replanning
 from inductor_passes.tuning.swap import LATE, DeadStoreError, Decision, Place, Ready, Vote, agreed_call
+from inductor_passes.tuning.tape import Tape
 from inductor_passes.tuning.turnstile import Turnstile
+from tests.support.tuned import MS, plan
 
 LIMIT_S = 60.0
 
@@ -268,3 +275,120 @@ def test_a_call_ahead_is_further_away_at_each_try_and_for_faster_calls() -> None
     assert [turnstile.ahead(attempt) for attempt in range(3)] == [13, 22, 58]
     turnstile._began = time.monotonic() - 0.1
     assert turnstile.ahead(0) >= 100
+
+
+class Kept:
+    """A graph that can be planned again at no cost."""
+
+    def __init__(self) -> None:
+        self.used: list[bool] = []
+
+    def compile(self, profile: CostProfile) -> New:
+        assert profile.name
+        return New(plan([MS], [MS]), {}, new, "same", {"phase": "forward"}, self.used.append)
+
+    def conflict(self) -> str:
+        return ""
+
+    def place(self) -> str:
+        return "7"
+
+
+class Whole(Rank):
+    """A rank that goes through all stages; ``measured`` is what comes of timing the second plan, after 5 more calls."""
+
+    measured: int | str | Exception = 1
+    tries: tuple[int, ...] = (20, 20)
+
+    def _talks(self) -> None:
+        assert self.session.open(time.monotonic() + self.timeout_s)
+        work: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
+        self.swaps: list[Swap] = []
+        self.kept = Kept()
+        ahead = iter(self.tries)
+        self.turnstile.ahead = lambda attempt: self.turnstile.count + next(ahead)  # type: ignore[method-assign]
+        put = [0]
+
+        def later(order: int, run: Callable[[], None]) -> None:
+            put[0] += 1
+            work.put((order, put[0], run))
+
+        def measure(*_: Any) -> int | str:
+            time.sleep(0.05)
+            if isinstance(self.measured, Exception):
+                raise self.measured
+            return self.measured
+
+        one = Replanning(
+            plan([MS], [MS]),
+            "a graph",
+            self.kept,
+            self.turnstile,
+            self.session,
+            connect=lambda: Board(self.store),
+            connect_apart=lambda: Board(self.store),
+            later=later,
+            publish=self.swaps.append,
+            measure=measure,
+            write=lambda made: f"a plan of {made['phase']}",
+            profile=lambda: CostProfile.default("cpu"),
+            before_ns=10,
+        )
+        one._time = lambda made: one._timed(Tape(1), "")  # type: ignore[method-assign]
+        one.begin()
+        while self.threads[0].is_alive() or not work.empty():
+            try:
+                work.get(timeout=0.1)[2]()
+            except queue.Empty:
+                continue
+
+
+def whole(ranks: int, **each: dict[int, Any]) -> list[Whole]:
+    store = dist.HashStore()
+    made = [Whole(store, n, ranks, calls=120, timeout_s=1.0) for n in range(ranks)]
+    for name, values in each.items():
+        for n, value in values.items():
+            setattr(made[n], name, value)
+    threads = [thread for one in made for thread in one.threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive(), "a rank hangs"
+    assert alike(list(made)), [one.did for one in made]
+    return made
+
+
+def test_a_faster_plan_stays_on_all_ranks() -> None:
+    made = whole(3)
+    assert {tuple(one.did) for one in made} == {tuple(made[0].did)} and made[0].did[-1] == "new"
+    for one in made:
+        assert [s.outcome for s in one.swaps][-1] is SwapOutcome.KEPT and one.kept.used == [True]
+        last = one.swaps[-1]
+        assert (last.before_ns, last.after_ns, last.plan) == (10, 1, "a plan of forward")
+        assert last.call == one.did.index("new") + 1
+
+
+@pytest.mark.parametrize(("measured", "why"), [(10, ""), ("no times", "its steps are not known: no times")])
+def test_a_plan_that_is_not_faster_goes_again_on_all_ranks(measured: Any, why: str) -> None:
+    made = whole(2, measured=dict.fromkeys(range(2), measured))
+    for one in made:
+        last = one.swaps[-1]
+        assert (last.outcome, last.why) == (SwapOutcome.RETURNED, why) and one.kept.used == [True, False]
+        before, between = last.call - 1, last.back - last.call
+        assert one.did == ["old"] * before + ["new"] * between + ["old"] * (120 - before - between)
+
+
+def test_a_call_that_a_rank_had_behind_it_is_tried_again_further_on() -> None:
+    made = whole(2, tries={0: (0, 20)})
+    for one in made:
+        assert one.swaps[-1].outcome is SwapOutcome.KEPT and one.did[-1] == "new"
+        assert [s.outcome for s in one.swaps].count(SwapOutcome.AGREED) == 2
+
+
+def test_a_rank_that_knows_nothing_of_the_second_plan_keeps_all_from_going_back() -> None:
+    made = whole(3, measured={0: 20, 1: ValueError("lost"), 2: 20})
+    assert {one.swaps[-1].outcome for one in made} == {SwapOutcome.UNMEASURED}
+    assert all(one.did[-1] == "new" for one in made)
+    assert "ValueError: lost" in made[1].swaps[-1].why
+    assert {made[n].swaps[-1].why for n in (0, 2)} == {"rank 1 did not get ready"}

@@ -3,4 +3,6 @@
 ``clock`` times the calls of a generated module and takes itself out again, ``plan`` is what was predicted of it,
 ``reconcile`` makes one account of the ranks' records, ``align`` puts their clocks together, ``compare`` sets
 measured beside predicted, ``correct`` makes the profile, ``exchange`` lets the ranks take one and the same result.
+With a second plan (``replanning``), ``again`` hands on what the compiler kept, ``swap`` lets all ranks change at one
+call or none, ``turnstile`` counts the calls and changes the code. ``files`` writes what the next run can start with.
 """

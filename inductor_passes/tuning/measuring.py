@@ -11,21 +11,18 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import os
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from inductor_passes import _torch, agreement
 from inductor_passes.agreement.board import Board, StoreError
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.pin import file as plan_file
 from inductor_passes.records.convert import convert, plain
 from inductor_passes.report import Swap, SwapOutcome, Timing
 from inductor_passes.trace import artifacts, collector
-from inductor_passes.tuning import again, plan, record
+from inductor_passes.tuning import again, files, plan, record
 from inductor_passes.tuning.clock import Clock
 from inductor_passes.tuning.compare import timing
 from inductor_passes.tuning.correct import corrected
@@ -97,7 +94,7 @@ class _Graphs:
     Attributes:
         accounts: on the first of a graph's ranks, what was measured so far, in order of the exchanges; by what must be
             equal for one cost profile.
-        plans: second plans that stayed, by the path of their file.
+        files: where second plans that stay are written.
     """
 
     def __init__(self) -> None:
@@ -113,7 +110,7 @@ class _Graphs:
         self._board: Board | None = None
         self._store: Any = None
         self.accounts: dict[tuple[object, ...], list[tuple[Planned, Account]]] = {}
-        self.plans: dict[str, list[dict[str, Any]]] = {}
+        self.files = files.Plans()
 
     def add(self, planned: Planned, compile_id: str, module: dict[str, Any], kept: again.Kept | str) -> None:
         """Start the clock of a graph."""
@@ -198,7 +195,7 @@ class _Graphs:
             return False
         found = convert(result.content["account"], Account, "an account")
         profile = CostProfile.from_json(result.content["profile"])
-        path = _save(planned, profile, rank)
+        path = files.save(planned, profile, rank)
         log.info("inductor_passes: %s was timed; cost profile %s in %s", graph.title, profile.hash(), path)
         _publish(graph, timing(planned, found, "", path, profile.hash()), rank)
         return planned.about.swap and self._replan(graph, found, rank)
@@ -221,7 +218,7 @@ class _Graphs:
             later=lambda order, run: self._later(order, graph.title, run),
             publish=lambda swap: _publish_swap(graph, swap, rank),
             measure=self._measured_again,
-            write=lambda made: self._written(planned, made, rank),
+            write=lambda made: self.files.add_plan(planned, made, rank),
             profile=lambda: corrected(_base(planned), self.accounts[_kind(planned)]),
             before_ns=found.step_ns,
         ).begin()
@@ -279,21 +276,6 @@ class _Graphs:
         if self._board is None or place is None or self._store is not place[1]:
             self._board, self._store = _connection(), None if place is None else place[1]
         return self._board
-
-    def _written(self, planned: Planned, made: dict[str, Any], rank: int) -> str:
-        """Write a second plan that stays beside the cost profile; the path of the file.
-
-        Without the orders: they name merged messages, whose names depend on what else was tried. Planned with the
-        corrected profile they come out as they are here.
-        """
-        path = _path(planned)
-        path = path.with_name(f"{path.stem}.plan.json")
-        plans = self.plans.setdefault(str(path), [])
-        plans.append({key: value for key, value in made.items() if key not in ("order", "kernels")})
-        if _writes(planned, rank):
-            graphs = [plan_file.GraphPlan.from_json(one, str(one.get("phase", ""))) for one in plans]
-            _replace(path, lambda partial: partial.write_text(plan_file.text_of(graphs), encoding="utf-8"))
-        return str(path)
 
 
 _graphs = _Graphs()
@@ -354,34 +336,3 @@ def _publish_swap(graph: _Graph, swap: Swap, rank: int) -> None:
     log.info("inductor_passes: %s planned again, %s%s", graph.title, swap.outcome.value, said)
     assert graph.timing is not None
     _publish(graph, dataclasses.replace(graph.timing, swap=swap), rank)
-
-
-def _path(planned: Planned) -> Path:
-    about = planned.about
-    path = Path(about.tune_file or Path(_torch.compile_cache_dir()) / "inductor_passes" / "tuned.json")
-    if len(about.participants) != _torch.rank_and_world_size()[1]:
-        # Parts of a program whose ranks compile different graphs measure different things.
-        path = path.with_name(f"{path.stem}.ranks{about.participants[0]}_{about.participants[-1]}{path.suffix}")
-    return path
-
-
-def _writes(planned: Planned, rank: int) -> bool:
-    """Whether this rank writes files: the first rank of the graph, and one rank of every other host."""
-    return rank == planned.about.participants[0] or os.environ.get("LOCAL_RANK") == "0"
-
-
-def _save(planned: Planned, profile: CostProfile, rank: int) -> str:
-    """Write the profile; its path."""
-    path = _path(planned)
-    if _writes(planned, rank):
-        _replace(path, profile.save)
-    return str(path)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        stack.callback(partial.unlink, missing_ok=True)
-        write(partial)
-        os.replace(partial, path)

@@ -55,6 +55,7 @@ class Replanning:
         before_ns: the first plan's step on the slowest rank.
         swap: what became of it so far.
         new: the second plan, once it is compiled, which took ``took_s`` seconds.
+        in_use: whether it runs.
     """
 
     planned: Planned
@@ -73,6 +74,7 @@ class Replanning:
     swap: Swap = field(default_factory=lambda: Swap(SwapOutcome.NOTHING))
     new: New | None = None
     took_s: float = 0.0
+    in_use: bool = False
 
     def begin(self) -> None:
         """The ranks have one account of the first plan."""
@@ -170,6 +172,7 @@ class Replanning:
         new = self.new
         assert new is not None
         if found.yes:
+            self.in_use = not round_
             new.use(not round_)
             if not round_:
                 self._time(new)
@@ -216,16 +219,19 @@ class Replanning:
 
     def _end(self, why: str) -> None:
         """Nothing is changed any more."""
-        swapped = self.swap.outcome in (SwapOutcome.SWAPPED, SwapOutcome.UNMEASURED)
         said = "; ".join(filter(None, (self.swap.why, why)))
-        self._say(SwapOutcome.UNMEASURED if swapped else SwapOutcome.NOTHING, why=said, call=self.swap.call * swapped)
+        if self.in_use:
+            self._say(SwapOutcome.UNMEASURED, why=said)
+        else:
+            # What this rank knows of a plan that is not used the others may not know.
+            self._say(SwapOutcome.NOTHING, why=said, call=0, predicted_ns=0)
         self._done()
 
     def _done(self) -> None:
         if self.turnstile is not None:
             self.turnstile.end()
         self.kept = "it is over"
-        if self.swap.outcome is not SwapOutcome.KEPT and self.swap.outcome is not SwapOutcome.UNMEASURED:
+        if not self.in_use:
             self.new = None
 
     def _say(self, outcome: SwapOutcome, **more: Any) -> None:

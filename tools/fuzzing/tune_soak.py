@@ -35,9 +35,9 @@ from tools.shared.launch import ROOT
 LIMIT_S, PATIENCE = 240.0, "3s"
 STEPS = 3
 #: Steps of a run at most, and the time after which it ends whatever became of the second plan.
-MOST, LONGEST_S = 1500, 120.0
+MOST, LONGEST_S = 800, 120.0
 #: Between two steps, so that compiling in the background does not take thousands of them.
-PAUSE_S = 0.03
+PAUSE_S = 0.05
 HOW = (
     *("nothing", "nothing", "kill", "kill in the exchange", "stop", "stay away", "come late"),
     *("kill in the compilation", "kill at the call", "late at the call", "do not compile", "plan something else"),
