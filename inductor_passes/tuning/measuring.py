@@ -94,6 +94,7 @@ class _Graphs:
     Attributes:
         accounts: on the first of a graph's ranks, what was measured so far, in order of the exchanges; by what must be
             equal for one cost profile.
+        profiles: what came of them last, as JSON.
         files: where second plans that stay are written.
     """
 
@@ -110,6 +111,7 @@ class _Graphs:
         self._board: Board | None = None
         self._store: Any = None
         self.accounts: dict[tuple[object, ...], list[tuple[Planned, Account]]] = {}
+        self.profiles: dict[tuple[object, ...], Any] = {}
         self.files = files.Plans()
 
     def add(self, planned: Planned, compile_id: str, module: dict[str, Any], kept: again.Kept | str) -> None:
@@ -219,7 +221,7 @@ class _Graphs:
             publish=lambda swap: _publish_swap(graph, swap, rank),
             measure=self._measured_again,
             write=lambda made: self.files.add_plan(planned, made, rank),
-            profile=lambda: corrected(_base(planned), self.accounts[_kind(planned)]),
+            profile=lambda: CostProfile.from_json(self.profiles[_kind(planned)]),
             before_ns=found.step_ns,
         ).begin()
         graph.kept = "it is over"
@@ -242,7 +244,7 @@ class _Graphs:
             found = account(planned, [record.unpacked(data) for data in records.values()])
             everything = [*self.accounts.get(_kind(planned), ()), (planned, found)]
             profile = corrected(_base(planned), everything).to_json()
-            self.accounts[_kind(planned)] = everything
+            self.accounts[_kind(planned)], self.profiles[_kind(planned)] = everything, profile
             return {"account": plain(found), "profile": profile}
 
         return combine

@@ -15,6 +15,7 @@ from typing import Any
 
 from inductor_passes.agreement.board import Board, StoreError
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.records.errors import MeantError
 from inductor_passes.report import Swap, SwapOutcome
 from inductor_passes.tuning.again import Kept, New, UnfitError
 from inductor_passes.tuning.clock import Clock
@@ -102,13 +103,12 @@ class Replanning:
 
     def _compiled(self) -> str:
         """Plan and compile; "" when that is done, else why not."""
-        if isinstance(self.kept, str):
-            return self.kept
-        if self.turnstile is None:
-            return "the calls of the generated code cannot be counted"
-        profile = self._shared_profile()
-        if isinstance(profile, str):
-            return profile
+        why = "" if self.turnstile is not None else "the calls of the generated code cannot be counted"
+        why = self.kept if isinstance(self.kept, str) else why
+        # The others wait for the first rank's profile, whether or not it can go on itself.
+        profile = self._shared_profile() if not why or self.session.rank == self.session.ranks[0] else ""
+        if isinstance(profile, str) or isinstance(self.kept, str) or why:
+            return why or str(profile)
         try:
             self.new = self.kept.compile(profile)
         except UnfitError as error:
@@ -212,10 +212,17 @@ class Replanning:
         else:
             self._say(SwapOutcome.SWAPPED, after_ns=after)
             if after < self.before_ns:
-                self._say(SwapOutcome.KEPT, plan=self.write(self.new.plan))
+                self._say(SwapOutcome.KEPT)
                 self._done()
+                self._say(SwapOutcome.KEPT, **self._written(self.new.plan))
                 return
         self.later(TALK, self._stage(lambda: self._talk(1, 0, "")))
+
+    def _written(self, plan: dict[str, Any]) -> dict[str, str]:
+        try:
+            return {"plan": self.write(plan)}
+        except (OSError, ValueError, MeantError) as error:
+            return {"why": f"the plan cannot be written: {error}"}
 
     def _end(self, why: str) -> None:
         """Nothing is changed any more."""

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from inductor_passes.tuning.clock import function_of
-from inductor_passes.tuning.swap import LATE, Decision, Vote
+from inductor_passes.tuning.swap import LATE, DeadStoreError, Decision, Vote
 
 log = logging.getLogger("inductor_passes")
 
@@ -55,6 +55,8 @@ class Turnstile:
         self._at = 0
         self._to: Callable[[list[Any]], Any] | None = None
         self._then: Callable[[Decision], None] = lambda decision: None
+        #: The graph does not run any more: nobody knows which plan the other ranks run.
+        self._dead: DeadStoreError | None = None
         self.count = count
         #: Why calls cannot be counted, "" where they can.
         self.broken = ""
@@ -99,6 +101,8 @@ class Turnstile:
             self._inside += 1
             vote = self._vote if self.count == self._at else None
         try:
+            if self._dead is not None:
+                raise self._dead
             if vote is not None:
                 self._turn(vote)
             other = self._other
@@ -109,7 +113,11 @@ class Turnstile:
 
     def _turn(self, vote: Vote) -> None:
         self._vote = None
-        decision = vote.cast()
+        try:
+            decision = vote.cast()
+        except DeadStoreError as error:
+            self._dead = error
+            raise
         if decision.yes:
             self._other = self._to
         try:
