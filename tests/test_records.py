@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 import unicodedata
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -349,3 +351,33 @@ def test_the_library_is_asked_for_nothing_private() -> None:
     assert msgspec.convert({"x": 1}, dict[str, int]) == {"x": 1}
     with pytest.raises(msgspec.ValidationError, match=r"at `\$\.leaves\[0\]\.count`"):
         msgspec.convert({**TREE, "leaves": [{**LEAF, "count": "x"}]}, Tree)
+
+
+RACE = """
+from __future__ import annotations
+import dataclasses, sys, threading
+from inductor_passes.records.convert import convert
+
+sys.setswitchinterval(1e-6)
+for _ in range(100):
+    inner = dataclasses.make_dataclass("Inner", [(f"g{k}", "tuple[int, ...]", ()) for k in range(20)])
+    fields = [(f"f{k}", inner, dataclasses.field(default_factory=inner)) for k in range(20)]
+    outer = dataclasses.make_dataclass("Outer", fields)
+    gate = threading.Barrier(4)
+
+    def run():
+        gate.wait()
+        convert({}, outer, "a record")
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_convert_to_a_type_for_the_first_time() -> None:
+    """msgspec alone ends the process with a segmentation fault."""
+    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -25,12 +25,14 @@ from inductor_passes.pin import file as plan_file
 from inductor_passes.report import SwapOutcome
 from inductor_passes.trace.collector import collect
 from inductor_passes.tuning import measuring, replanning, tape
+from inductor_passes.tuning.clock import function_of
 from tests.support.compiled import save_profile
 from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
-MODEL = MLPConfig(width=128, hidden=256, layers=3, batch=16)
+#: Widths that two and three ranks divide.
+MODEL = MLPConfig(width=96, hidden=192, layers=3, batch=16)
 #: The link that there is: a message costs much by itself, so that merging gains much.
 LATENCY_NS, BYTES_PER_S = 4_000_000, 20e6
 STEPS, MOST = 3, 600
@@ -75,7 +77,15 @@ def train(rank: int, world: int, steps: int, settings: dict[str, Any], cold: boo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = mlp_batch(MODEL, seed=rank + 1)[0]
     losses: list[float] = []
+    modules: list[dict[str, Any]] = []
+    add = measuring._graphs.add
+
+    def added(planned: Any, compile_id: str, module: dict[str, Any], kept: Any) -> None:
+        modules.append(module)
+        add(planned, compile_id, module, kept)
+
     with (
+        mock.patch.object(measuring._graphs, "add", added),
         torch._functorch.config.patch(enable_autograd_cache=not cold),
         mock.patch.object(tape, "host_ns", emulated_link._current().clock.now_ns),
         collect(what_if=False) as reports,
@@ -93,7 +103,7 @@ def train(rank: int, world: int, steps: int, settings: dict[str, Any], cold: boo
                 break
     assert measuring.finished()
     hands_on = ("_through_turnstile", "_through_clock")
-    functions = [vars(vars(m)["Runner"])["call"] for m in PyCodeCache.modules if "Runner" in vars(m)]
+    functions = [function_of(module) for module in modules]
     return {
         "losses": losses,
         "parameters": [p.to_local().detach().numpy().tobytes() for p in model.parameters()],  # type: ignore[attr-defined]

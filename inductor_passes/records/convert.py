@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import math
 import re
+import threading
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,9 @@ from inductor_passes.records.text import printable
 T = TypeVar("T")
 Keys = Literal["any", "known", "all"]
 
+#: Of two threads that convert to a type for the first time one may read what the other has not finished: the process
+#: then ends with a segmentation fault.
+_lock = threading.Lock()
 _SHOWN = 80
 _PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]|(\[\.\.\.\])")
@@ -44,7 +48,8 @@ def convert(value: object, type_: type[T], what: str, *, keys: Keys = "any", pla
         RecordError: it is none.
     """
     try:
-        result = msgspec.convert(value, type_)
+        with _lock:
+            result = msgspec.convert(value, type_)
         if keys != "any":
             _check_keys(value, type_, place, keys == "all")
         return result
@@ -133,7 +138,8 @@ def _explained(error: msgspec.ValidationError, value: Any, hint: Any, what: str,
 
 def _fits(value: Any, hint: Any) -> bool:
     try:
-        msgspec.convert(value, hint)
+        with _lock:
+            msgspec.convert(value, hint)
     except msgspec.ValidationError:
         return False
     return True
