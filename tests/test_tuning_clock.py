@@ -15,11 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import inductor_passes
 from inductor_passes import PassConfig
 from inductor_passes.config import ConfigError
+from inductor_passes.cost.profile import CostProfile
 from inductor_passes.models import MLPConfig, mlp, mlp_batch
 from inductor_passes.report import GraphReport, Swap, SwapOutcome
 from inductor_passes.trace.artifacts import KINDS, TIMING
 from inductor_passes.trace.collector import collect
 from inductor_passes.trace.text import render_graph
+from inductor_passes.tuning import measuring
 from inductor_passes.tuning.clock import Clock, function_of
 from inductor_passes.tuning.compare import timing
 from inductor_passes.tuning.reconcile import account
@@ -246,3 +248,31 @@ def test_the_report_has_a_table_of_what_was_measured(tmp_path: Path) -> None:
     for part in (*parts, "corrected cost profile abc: tuned.json", swapped):
         assert part in text, text
     assert TIMING in KINDS
+
+
+def test_graphs_that_did_not_run_often_enough_are_named_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = measuring._Graphs()
+    planned = plan([MS], [MS])
+    modules: list[dict[str, Any]] = [{}, {}]
+    for number, module in enumerate(modules):
+        exec(PLAIN, module)
+        graphs.add(planned, f"{number}/0", module, "not kept")
+    for _ in range(1 + planned.about.steps):
+        modules[0]["call"]([torch.ones(1)])
+    assert graphs.wait(60)
+    caplog.clear()
+    graphs._tell_untimed()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        "inductor_passes: tune=5: the program ended before these graphs had run 6 times, so nothing is known of them: "
+        "forward_0 [1/0]"
+    )
+
+
+def test_a_profile_that_cannot_be_written_is_said_by_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = str(tmp_path / "file" / "tuned.json")
+    planned = plan([MS], [MS])
+    planned = dataclasses.replace(planned, about=dataclasses.replace(planned.about, tune_file=path))
+    where, why = measuring._saved(planned, CostProfile.default("cpu"), 0)
+    assert where == "" and why.startswith(f"the cost profile cannot be written to tune_file={path!r}: ")

@@ -37,6 +37,8 @@ log = logging.getLogger("inductor_passes")
 
 #: At the end of a process what is under way may take so long.
 _LAST_S = 5.0
+#: Graphs that a message names.
+_MOST_TITLES = 6
 #: And a compilation under way so long.
 _LAST_COMPILATION_S = 120.0
 
@@ -113,6 +115,8 @@ class _Graphs:
         self.accounts: dict[tuple[object, ...], list[tuple[Planned, Account]]] = {}
         self.profiles: dict[tuple[object, ...], Any] = {}
         self.files = files.Plans()
+        #: Of graphs whose calls are still being timed, by their names in the store: for how many calls, their titles.
+        self._timed: dict[str, tuple[int, str]] = {}
 
     def add(self, planned: Planned, compile_id: str, module: dict[str, Any], kept: again.Kept | str) -> None:
         """Start the clock of a graph."""
@@ -123,12 +127,31 @@ class _Graphs:
         called = [call.name for call in planned.calls]
 
         def done(tape: Tape, why: str) -> None:
+            self._timed.pop(graph.name, None)
             if planned.about.swap and not why and not isinstance(kept, str):
                 with contextlib.suppress(ValueError):
                     graph.turnstile = Turnstile(module, planned.about.steps + 1)
             self._later(TIMES, graph.title, lambda: self._finished(graph, tape, why))
 
         Clock(module, called, planned.about.steps, planned.about.device, done)
+        if _rank() in (planned.about.participants or (0,))[:1]:
+            # One rank of the graph says it.
+            atexit.unregister(self._tell_untimed)
+            atexit.register(self._tell_untimed)
+            self._timed[graph.name] = planned.about.steps, graph.title
+
+    def _tell_untimed(self) -> None:
+        """At the end of the process: graphs that did not run often enough, by the setting that asks for it."""
+        by_steps: dict[int, list[str]] = {}
+        for steps, title in self._timed.values():
+            by_steps.setdefault(steps, []).append(title)
+        self._timed.clear()
+        for steps, titles in sorted(by_steps.items()):
+            shown = ", ".join(titles[:_MOST_TITLES]) + (" and others" if len(titles) > _MOST_TITLES else "")
+            log.warning(
+                "inductor_passes: tune=%d: the program ended before these graphs had run %d times, so nothing is known "
+                "of them: %s", steps, steps + 1, shown
+            )
 
     def _later(self, order: int, title: str, run: Callable[[], None]) -> None:
         """Have something done in the background."""
@@ -197,9 +220,12 @@ class _Graphs:
             return False
         found = convert(result.content["account"], Account, "an account")
         profile = CostProfile.from_json(result.content["profile"])
-        path = files.save(planned, profile, rank)
-        log.info("inductor_passes: %s was timed; cost profile %s in %s", graph.title, profile.hash(), path)
-        _publish(graph, timing(planned, found, "", path, profile.hash()), rank)
+        path, unsaved = _saved(planned, profile, rank)
+        if unsaved:
+            log.warning("inductor_passes: %s was timed, and %s", graph.title, unsaved)
+        else:
+            log.info("inductor_passes: %s was timed; cost profile %s in %s", graph.title, profile.hash(), path)
+        _publish(graph, timing(planned, found, unsaved, path, profile.hash()), rank)
         return planned.about.swap and self._replan(graph, found, rank)
 
     def _replan(self, graph: _Graph, found: Account, rank: int) -> bool:
@@ -324,6 +350,16 @@ def _over(graph: _Graph) -> None:
     graph.kept = "it is over"
     if graph.turnstile is not None:
         graph.turnstile.end()
+
+
+def _saved(planned: Planned, profile: CostProfile, rank: int) -> tuple[str, str]:
+    """The path of the written profile; "" where it cannot be written, and why."""
+    try:
+        return files.save(planned, profile, rank), ""
+    except OSError as error:
+        name = planned.about.tune_file
+        where = f"tune_file={name!r}" if name else "the folder of Inductor's caches"
+        return "", f"the cost profile cannot be written to {where}: {type(error).__name__}: {error}"
 
 
 def _publish(graph: _Graph, found: Timing, rank: int) -> None:
