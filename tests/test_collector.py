@@ -16,7 +16,7 @@ from tests.support.world import fake_world
 
 
 def compile_forward() -> None:
-    """Three layers, gathered one after the other; without code generation."""
+    """Three layers, gathered one after the other, where more memory would help; without code generation."""
 
     def model(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
         for weight in weights:
@@ -24,7 +24,7 @@ def compile_forward() -> None:
         return x.sum()
 
     torch._dynamo.reset()
-    options = {"inductor_passes.codegen": "aot_eager"}
+    options = {"inductor_passes.codegen": "aot_eager", "inductor_passes.memory_budget": "+5%"}
     with fake_world(2), torch.no_grad():
         torch.compile(model, backend="inductor_passes", options=options)(
             torch.ones(8, 64), [torch.ones(32, 64) for _ in range(3)]
