@@ -72,9 +72,9 @@ def train(rank: int, world: int, steps: int, **settings: Any) -> dict[str, Any]:
 
 
 def settings_of(tmp: Path, **more: Any) -> dict[str, Any]:
-    """With a profile of a link that is twice as fast as the one that there is."""
+    """With a profile of a link that is twice as fast as the one that there is, and memory for several messages only."""
     profile = save_profile(tmp / "assumed.json", LATENCY_NS / 2, 1e9 / BYTES_PER_S / 2, 20_000, 0.1)
-    return {"cost_profile": profile, "tune_file": str(tmp / "tuned.json"), **more}
+    return {"cost_profile": profile, "tune_file": str(tmp / "tuned.json"), "memory_budget": "+5%", **more}
 
 
 def run(pool: Ranks, steps: int, settings: dict[str, Any]) -> list[dict[str, Any]]:
