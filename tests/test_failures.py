@@ -455,8 +455,8 @@ def loops(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("nested", [branches, gathers_in_a_branch, loops])
 def test_nested_graphs(nested: Callable[..., torch.Tensor], said: Callable[[], list[str]]) -> None:
-    reports = same_as_eager(nested, no_gradients, 1, **eager_codegen(verify="strict"))
-    assert sum(len(c.members) or 1 for c in reports[0].collectives) >= 2 and not said()
+    reports = same_as_eager(nested, no_gradients, 1, **eager_codegen(verify="strict", memory_budget="+5%"))
+    assert len(reports[0].collectives) >= 2 and not said()
 
 
 @pytest.mark.parametrize("nested", [branches, gathers_in_a_branch])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from inductor_passes.agreement.board import Board, StoreError
 from inductor_passes.agreement.session import Session
 from inductor_passes.tuning.exchange import Result, exchange
+from tests.support.tuned import FailingBoard
 
 LIMIT_S = 60.0
 
@@ -24,20 +25,6 @@ def joined(records: Mapping[int, bytes]) -> Any:
 
 class Dies(Exception):
     """A rank ends in the middle."""
-
-
-class FailingBoard(Board):
-    """A rank's connection with which it dies, or loses the store, at one of its operations."""
-
-    def __init__(self, store: Any, at: int, error: type[BaseException]) -> None:
-        super().__init__(store)
-        self._left, self._error = at, error
-
-    def _do(self, operation: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise self._error("gone")
-        return super()._do(operation)
 
 
 def talk(

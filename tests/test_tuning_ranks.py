@@ -23,6 +23,7 @@ from inductor_passes.trace.reader import read_trace
 from inductor_passes.tuning import measuring, tape
 from tests.support.compiled import save_profile
 from tests.support.ranks import Ranks
+from tests.support.tuned import ranks_on_a_link
 
 pytestmark = pytest.mark.ranks
 
@@ -32,15 +33,9 @@ LATENCY_NS, BYTES_PER_S = 2_000_000, 5e6
 STEPS = 3
 
 
-def link(_: int, __: int) -> None:
-    emulated_link.register()
-    emulated_link.set_rate(LATENCY_NS, BYTES_PER_S)
-
-
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
-    with Ranks(2, backend=emulated_link.BACKEND, setup=link, env=env) as ranks:
+    with ranks_on_a_link(LATENCY_NS, BYTES_PER_S, tmp_path_factory.mktemp("cache")) as ranks:
         yield ranks
 
 
@@ -236,8 +231,7 @@ def _traced(rank: int, world: int, settings: dict[str, Any]) -> Any:
 
 
 def test_a_trace_has_the_times_under_the_graph_that_they_belong_to(tmp_path: Path) -> None:
-    env = {"TORCH_TRACE": str(tmp_path / "trace"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    with Ranks(2, backend=emulated_link.BACKEND, setup=link, env=env) as ranks:
+    with ranks_on_a_link(LATENCY_NS, BYTES_PER_S, tmp_path / "cache", TORCH_TRACE=str(tmp_path / "trace")) as ranks:
         reports = ranks.run(_traced, settings_of(tmp_path, tune=STEPS))
     for graph in read_trace(tmp_path / "trace").graphs:
         assert graph.report is not None

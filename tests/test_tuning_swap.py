@@ -23,7 +23,7 @@ from inductor_passes.tuning.replanning import Replanning
 from inductor_passes.tuning.swap import LATE, DeadStoreError, Decision, Place, Ready, Vote, agreed_call
 from inductor_passes.tuning.tape import Tape
 from inductor_passes.tuning.turnstile import Turnstile
-from tests.support.tuned import MS, plan
+from tests.support.tuned import MS, FailingBoard, plan
 
 LIMIT_S = 60.0
 
@@ -36,24 +36,6 @@ def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class Dies(BaseException):
     """A rank ends in the middle."""
-
-
-class FailingBoard(Board):
-    """A connection with which a rank dies, or loses the store, at one of its operations."""
-
-    def __init__(self, store: Any, at: int, error: type[BaseException]) -> None:
-        super().__init__(store)
-        self._left, self._error = at, error
-
-    def _do(self, operation: Any) -> Any:
-        self._left -= 1
-        if self._left < 0:
-            raise self._error("gone")
-        return super()._do(operation)
-
-    def reconnect(self) -> None:
-        """The store is gone for good."""
-        raise StoreError("gone")
 
 
 def module() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from inductor_passes.tuning import measuring, replanning, tape
 from inductor_passes.tuning.clock import function_of
 from tests.support.compiled import save_profile
 from tests.support.ranks import Ranks
+from tests.support.tuned import ranks_on_a_link
 
 pytestmark = pytest.mark.ranks
 
@@ -39,15 +40,9 @@ STEPS, MOST = 3, 600
 OVER = {one.value for one in SwapOutcome} - {SwapOutcome.AGREED.value, SwapOutcome.SWAPPED.value}
 
 
-def link(_: int, __: int) -> None:
-    emulated_link.register()
-    emulated_link.set_rate(LATENCY_NS, BYTES_PER_S)
-
-
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
-    with Ranks(2, backend=emulated_link.BACKEND, setup=link, env=env) as ranks:
+    with ranks_on_a_link(LATENCY_NS, BYTES_PER_S, tmp_path_factory.mktemp("cache")) as ranks:
         yield ranks
 
 
@@ -238,8 +233,7 @@ def test_a_profile_that_was_right_gives_the_same_plan(pool: Ranks, tmp_path: Pat
 
 def test_three_ranks_change_together(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, assumed(tmp_path, ranks=3))
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    with Ranks(3, backend=emulated_link.BACKEND, setup=link, env=env) as ranks:
+    with ranks_on_a_link(LATENCY_NS, BYTES_PER_S, tmp_path / "cache", 3) as ranks:
         tuned = ranks.run(train, 0, settings)
         assert tuned[0]["swaps"] == tuned[1]["swaps"] == tuned[2]["swaps"]
         assert {one["outcome"] for one in tuned[0]["swaps"]} == {SwapOutcome.KEPT.value}

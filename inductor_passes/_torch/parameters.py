@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch._guards import TracingContext
+
+from inductor_passes._torch.tracing import compilation
 
 #: An argument's number in dynamo's graph, or the name of an attribute of the module that AOTAutograd got.
 Key = int | str
@@ -25,9 +26,9 @@ Key = int | str
 _STEP = re.compile(r"\._(?:modules|parameters|buffers)\['([^']*)'\]|\.(\w+)|\['([^']*)'\]|\[(\d+)\]")
 #: Where an attribute of a module begins.
 _MEMBER = re.compile(r"\._(?:modules|parameters)\['")
-#: By the context that a graph and its specialised forms are compiled in. Modules end when nobody else has them.
-_of_context: weakref.WeakKeyDictionary[
-    TracingContext, Mapping[Key, tuple[Source, weakref.ref[torch.nn.Module] | None]]
+#: By the compilation that a graph and its specialised forms are part of. Modules end when nobody else has them.
+_of_compilation: weakref.WeakKeyDictionary[
+    Any, Mapping[Key, tuple[Source, weakref.ref[torch.nn.Module] | None]]
 ] = weakref.WeakKeyDictionary()
 #: Where dynamo keeps the modules that a node was traced in; of a backward node's forward one, too.
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
@@ -93,10 +94,10 @@ def parameter_sources() -> Mapping[Key, Source]:
 
 def _remember(sources: Mapping[Key, Source]) -> None:
     """Keep them for graphs that are compiled when a size of ``specialize_on`` is met: dynamo is over by then."""
-    context = TracingContext.try_get()
-    shapes = getattr(getattr(context, "fake_mode", None), "shape_env", None)
-    if context is not None and getattr(shapes, "specializations", None):
-        _of_context[context] = {
+    running = compilation()
+    shapes = getattr(getattr(running, "fake_mode", None), "shape_env", None)
+    if getattr(shapes, "specializations", None):
+        _of_compilation[running] = {
             key: (dataclasses.replace(source, module=None), source.module and weakref.ref(source.module))
             for key, source in sources.items()
         }
@@ -104,12 +105,10 @@ def _remember(sources: Mapping[Key, Source]) -> None:
 
 def _specialised() -> Mapping[Key, Source]:
     """The parameters of the graph that dynamo had made, for one that is compiled for a size of ``specialize_on``."""
-    context = TracingContext.try_get()
-    if context is None:
-        return {}
-    return {
+    running = compilation()
+    return {} if running is None else {
         key: dataclasses.replace(source, module=module and module())
-        for key, (source, module) in _of_context.get(context, {}).items()
+        for key, (source, module) in _of_compilation.get(running, {}).items()
     }
 
 

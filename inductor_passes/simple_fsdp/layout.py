@@ -99,7 +99,7 @@ def losses_of(stored: torch.Tensor, settings: Settings) -> Losses:
     assert isinstance(stored, DTensor)
     mesh, dims = stored.device_mesh, settings.mesh_dims
     layout = ShardLayout.of(stored, dims, settings.reduce_dtype, settings.divisor)
-    shapes = () if _is_uneven(stored, dims) else tuple(layout.residual_shapes(stored.to_local().shape))
+    shapes = () if layout.uneven else tuple(layout.residual_shapes(stored.to_local().shape))
     reduced = settings.reduce_dtype or settings.compute_dtype or stored.dtype
     problem = problem_of(stored, reduced) if shapes else ""
     for dim, size in enumerate(stored.shape):
@@ -107,17 +107,6 @@ def losses_of(stored: torch.Tensor, settings: Settings) -> Losses:
         if size % math.prod(parts):
             problem = problem or f"is split unevenly along dimension {dim} by another mesh dimension"
     return Losses(mesh, shapes, problem)
-
-
-def _is_uneven(stored: DTensor, dims: int) -> bool:
-    """Whether data parallelism, the first dimensions of the mesh, leaves ranks shards of unequal size."""
-    mesh, placements = stored.device_mesh, stored.placements
-    for dim, size in enumerate(stored.shape):
-        parts = [mesh.size(i) for i, one in enumerate(placements) if isinstance(one, Shard) and one.dim == dim]
-        split = any(isinstance(one, Shard) and one.dim == dim for one in placements[:dims])
-        if split and size % math.prod(parts):
-            return True
-    return False
 
 
 def problem_of(stored: torch.Tensor, reduced: torch.dtype) -> str:

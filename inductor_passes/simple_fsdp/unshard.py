@@ -86,6 +86,11 @@ class ShardLayout:
         return -(-self.size // self.mesh.size(self.shard_mesh_dim))
 
     @property
+    def uneven(self) -> bool:
+        """Whether ranks have chunks of unequal size."""
+        return self.shard_mesh_dim >= 0 and self.size % self.mesh.size(self.shard_mesh_dim) != 0
+
+    @property
     def steps(self) -> tuple[tuple[str, str, int], ...]:
         """The collectives that reduce a gradient, in order: (``reduce_scatter`` or ``all_reduce``, group, ranks)."""
         return tuple(

@@ -1,14 +1,20 @@
-"""Made-up plans and what ranks would measure of them, for tests of tuning."""
+"""Made-up plans and what ranks would measure of them, stores that fail, and a slow link, for tests of tuning."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from inductor_passes.agreement.board import Board, StoreError
+from inductor_passes.emulation import link as emulated_link
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
 from inductor_passes.tuning.plan import About, Call, Collective, Planned
 from inductor_passes.tuning.record import Record
+from tests.support.ranks import Ranks
 
 US = 1000
 MS = 1_000_000
@@ -112,3 +118,32 @@ def _record(planned: Planned, rank: int, begins: list[int], rows: list[list[tupl
     found = record_of(planned, steps, rank)
     assert isinstance(found, Record)
     return found
+
+
+class FailingBoard(Board):
+    """A rank's connection with which it dies, or loses the store for good, at one of its operations."""
+
+    def __init__(self, store: Any, at: int, error: type[BaseException]) -> None:
+        super().__init__(store)
+        self._left, self._error = at, error
+
+    def _do(self, operation: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise self._error("gone")
+        return super()._do(operation)
+
+    def reconnect(self) -> None:
+        raise StoreError("gone")
+
+
+def _set_link(latency_ns: int, bytes_per_s: float, _: int, __: int) -> None:
+    emulated_link.register()
+    emulated_link.set_rate(latency_ns, bytes_per_s)
+
+
+def ranks_on_a_link(latency_ns: int, bytes_per_s: float, cache: Path, ranks: int = 2, **env: str) -> Ranks:
+    """Ranks on an emulated link, with Inductor's caches of their own; to be entered."""
+    setup = partial(_set_link, latency_ns, bytes_per_s)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **env}
+    return Ranks(ranks, backend=emulated_link.BACKEND, setup=setup, env=env)
