@@ -241,6 +241,13 @@ def test_report_knows_a_run_without_the_plugin(tmp_path: Path) -> None:
     sentence(run("report", tmp_path / "none"), "Inductor compiled none in this run")
 
 
+def test_report_knows_code_from_a_cache_that_does_not_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    first, second = (traced(tmp_path / name, 1, "plain", "on") for name in ("first", "second"))
+    sentence(run("report", first), "holds no planned graph; the note says why")
+    sentence(run("report", second), "1 came out of a cache: with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 a run says why")
+
+
 def test_one_rank_is_a_reason_that_does_not_show_beside_planned_graphs(tmp_path: Path) -> None:
     trace = traced(tmp_path / "trace", 1, "plain", "on")
     (note,) = read_trace(trace).notes

@@ -102,7 +102,11 @@ def _why_nothing(trace: Trace) -> str:
         return f"{none}; the notes say what could not be read"
     if trace.compiled:
         graphs = "1 graph" if trace.compiled == 1 else f"{trace.compiled} graphs"
-        return f"{none}: Inductor compiled {graphs} without it; add options=inductor_passes.options() to torch.compile"
+        advice = "add options=inductor_passes.options() to torch.compile"
+        if trace.cached:
+            # Code that was made on one rank does not say that there was nothing to plan.
+            advice += f". {trace.cached} came out of a cache: with TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 a run says why"
+        return f"{none}: Inductor compiled {graphs} without it; {advice}"
     return f"{none}: Inductor compiled none in this run; expected the trace of a run that calls torch.compile"
 
 

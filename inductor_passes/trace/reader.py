@@ -43,6 +43,8 @@ _HEADER = re.compile(rb"^[VIWEC]\d{4} \d{2}:\d{2}:\d{2}\.\d+ \d+ [^\]]*\] ")
 _MARK = b'"inductor_passes_'
 #: Torch's own record of the code of a graph, new or from a cache.
 _GENERATED = b'] {"inductor_output_code": '
+#: Torch's own record of a graph that it found in a cache.
+_CACHED = b'] {"artifact": {"name": "fx_graph_cache_hit"'
 _NAME = re.compile(r"inductor_passes_(?P<kind>[a-z0-9_]{1,200})_(?P<phase>[a-z]{1,40})_(?P<index>\d{1,9})", re.ASCII)
 _RANK = re.compile(r"rank_(\d{1,9})_", re.ASCII)
 
@@ -120,12 +122,14 @@ class Trace:
     Attributes:
         nothing_planned: why there are no graphs, each reason once, where ranks wrote it down.
         compiled: how many graphs torch recorded as generated or loaded code of Inductor, planned or not.
+        cached: how many of them came out of a cache.
     """
 
     graphs: list[GraphTrace] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     nothing_planned: list[str] = field(default_factory=list)
     compiled: int = 0
+    cached: int = 0
 
     def note(self, text: str) -> None:
         """Keep a note; of very many only the first ``MAX_NOTES``."""
@@ -288,6 +292,7 @@ def _records(log: Path, name: str, trace: Trace) -> Iterator[tuple[_Header, re.M
             if record is not None:
                 yield from _finish(record, lines, size, name, trace)
             trace.compiled += _GENERATED in line
+            trace.cached += _CACHED in line
             record, lines, size = _header(line, name, trace), [], 0
     if record is not None:
         yield from _finish(record, lines, size, name, trace)
