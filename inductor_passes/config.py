@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from inductor_passes import switch
 from inductor_passes.records.convert import shown
@@ -657,22 +657,10 @@ class PassConfig:
 
 
 FIELDS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(PassConfig)}
+#: Fields of a few values, from the class: one that is added there is checked.
 _LITERALS: dict[str, tuple[str, ...]] = {
-    "schedule": get_args(Switch),
-    "effort": get_args(Effort),
-    "numerics": get_args(Numerics),
-    "replicas": get_args(Replicas),
+    **{key: get_args(hint) for key, hint in get_type_hints(PassConfig).items() if get_origin(hint) is Literal},
     "async_tp": (FOLLOWS, *get_args(AsyncTp)),
-    "async_tp_lowering": get_args(AsyncTpLowering),
-    "bucket": get_args(Switch),
-    "unpack": get_args(Unpack),
-    "replay": get_args(Switch),
-    "compress_feedback": get_args(Switch),
-    "verify": get_args(Verify),
-    "codegen": get_args(Codegen),
-    "in_tree_passes": get_args(InTree),
-    "rank_check": get_args(RankCheck),
-    "plan_mismatch": get_args(PlanMismatch),
 }
 _OVERRIDES: dict[str, str] = {
     "async_tp_groups": AsyncTpOverrides.GROUPS,

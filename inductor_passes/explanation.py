@@ -100,8 +100,8 @@ def explain(
         model: a module or function, compiled already or not; it is not changed.
         inputs, keywords: what it is called with.
         options: settings of ours (fields of :class:`PassConfig`), ``mode`` and ``inductor`` included, as for
-            :func:`inductor_passes.options`; or what that function returns; or as for ``backend="inductor_passes"``,
-            where our settings have the prefix ``inductor_passes.``.
+            :func:`inductor_passes.options`; or what that function returns. Our settings may have the prefix
+            ``inductor_passes.``, as for ``backend="inductor_passes"``; ``codegen`` is ``"inductor"`` here.
 
     Returns:
         An object that prints as text, shows as HTML in a notebook and has ``to_json()``.

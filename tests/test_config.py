@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import inductor_passes
 from inductor_passes import ConfigError, PassConfig, config
 from inductor_passes.async_tp.pass_ import AsyncTpPass
-from inductor_passes.config import DEFAULT_BUDGET, MemoryBudget
+from inductor_passes.config import DEFAULT_BUDGET, FIELDS, MemoryBudget, allowed_values
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
@@ -90,6 +90,17 @@ def test_bad_values_name_key_value_and_what_is_allowed(key: str, value: object) 
     with pytest.raises(ConfigError) as caught:
         PassConfig.from_mapping({key: value})
     assert key in str(caught.value) and repr(value) in str(caught.value) and "expected" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", sorted(FIELDS))
+def test_every_setting_refuses_what_it_does_not_know(key: str) -> None:
+    """Found: a switch that was missing in a list took any text, and did nothing with it."""
+    if key in ("cost_profile", "dump_plan", "dump_problem", "plan", "tune_file"):
+        assert "path" in allowed_values(key)
+        return
+    with pytest.raises(ConfigError, match=key):
+        PassConfig.from_mapping({key: "no such value"})
+    assert "path" not in allowed_values(key)
 
 
 def test_long_values_are_cut() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+from inductor_passes.config import MemoryBudget
 from inductor_passes.engine import shrinking
 from inductor_passes.report import GraphReport, PassReport, Verdict
 from inductor_passes.schedule.memory import peak_bytes, profile
@@ -262,6 +264,10 @@ def test_the_least_that_is_possible_is_named(slow_link: str, caplog: pytest.LogC
     assert again(reports).metrics["recomputed"] > 0
     (said,) = [r.getMessage() for r in caplog.records if "no plan was found" in r.getMessage()]
     assert "memory_budget='-99%'" in said and "needs less than" in said
+    # Both forms that it names can be asked for.
+    least, part = re.fullmatch(r'.*less than (\d+) \("=\1B", or "(-\d+%)".*', said).groups()  # type: ignore[union-attr]
+    peak = int(again(reports).metrics["peak_saved_bytes"])
+    assert int(least) <= MemoryBudget.parse(part).limit_bytes(peak)  # type: ignore[operator]
 
 
 def train(

@@ -54,6 +54,7 @@ from inductor_passes._torch.dtensor import (
     without_implicit_communication,
 )
 from inductor_passes._torch.groups import (
+    copies_messages,
     create_groups,
     default_group,
     exchange,
@@ -289,6 +290,7 @@ __all__ = [
     "compute_again",
     "concatenate_meshes",
     "copied_module",
+    "copies_messages",
     "counts_as_parameter",
     "cpp_compiler",
     "create_groups",

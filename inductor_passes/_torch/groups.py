@@ -88,6 +88,16 @@ def sends_at_once(name: str, device: torch.device) -> bool:
     return device.type == "cpu" and (group_backend(name) == "emulated" or moves_with_gloo(name))
 
 
+def copies_messages(name: str, device: torch.device) -> bool:
+    """Whether the named group moves tensors of the device through copies of its own, beside those in the graph.
+
+    Gloo does (``ProcessGroupGloo.cpp``, torch 2.11 to 2.15): a reduce-scatter is an all-reduce on a copy of its input,
+    which lives until the wait, and a gather receives into memory of its own, which lives while it travels. Our emulated
+    link moves data with gloo.
+    """
+    return sends_at_once(name, device)
+
+
 def group_store(name: str) -> tuple[Any, int, tuple[int, ...]] | None:
     """(key-value store, own global rank, global ranks) of the named group, None when this process is not in it."""
     import torch.distributed as dist

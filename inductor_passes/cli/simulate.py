@@ -57,7 +57,8 @@ class Case:
 def simulate(
     problem_file: Annotated[Path, typer.Argument(metavar="PROBLEM", help="A captured scheduling problem.")],
     budget: Annotated[
-        str, typer.Option(help='Memory budgets, comma-separated: "0", "+5%", "2GiB", "+5% or 1MiB", "unlimited".')
+        str, typer.Option(help='Memory budgets, comma-separated: "0", "+5%", "2GiB", "+5% or 1MiB", "unlimited"; '
+            'of a step "-30%" and "=12GiB", too.')
     ] = "+5% or 1MiB",
     bandwidth_scale: Annotated[str, typer.Option(help="Link rates, as multiples: 0.5,1,2.")] = "1",
     latency_scale: Annotated[str, typer.Option(help="Link latencies, as multiples, where sizes tell them.")] = "1",

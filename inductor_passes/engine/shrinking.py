@@ -190,10 +190,12 @@ class Shrinking:
         return needs
 
     def _complain(self, needs: int, limit: int, peak: int) -> None:
+        # Rounded up: the share is one that can be asked for.
+        share = -(-needs * 100 // max(1, peak)) - 100
         warn_once(
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {limit} bytes, and no plan "
-            f'was found that needs less than {needs} ("={needs}B", {needs * 100 // max(1, peak) - 100}% of what it '
-            "needs as it came): that one is used"
+            f'was found that needs less than {needs} ("={needs}B", or "{share:+d}%" of what it needs as it came): that '
+            "one is used"
         )
 
 

@@ -41,6 +41,7 @@ class Block:
         pinned: nobody frees it.
         span: in a task of several nodes the places of the first and the last of them that use the block; None for a
             producer that is one node, or none.
+        workspace: whether the backend takes it for the message that the producer starts.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Block:
     users: set[int] = field(default_factory=set)
     pinned: bool = False
     span: tuple[int, int] | None = None
+    workspace: bool = False
 
     @property
     def readers(self) -> tuple[int, ...]:
@@ -174,7 +176,7 @@ class Builder:
         What lives and dies between the nodes of one task is one storage, of what the task takes at its peak.
         """
         found = [
-            Storage(b.size_bytes, b.producer, b.readers, b.pinned, b.name)
+            Storage(b.size_bytes, b.producer, b.readers, b.pinned, b.name, b.workspace)
             for b in blocks
             if b.size_bytes and not b.inside
         ]

@@ -25,6 +25,7 @@ from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.problems.builder import Builder, NoHintError
 from inductor_passes.problems.graph_memory import GraphMemory, is_backward, kept_by_caller
 from inductor_passes.problems.transfers import COLLECTIVES, Event, kept_order
+from inductor_passes.problems.workspaces import workspaces
 from inductor_passes.schedule.problem import Problem, Storage
 
 __all__ = ["FxProblem", "NoHintError", "build", "is_backward", "kept_by_caller"]
@@ -243,4 +244,6 @@ class _Reader:
         memory = GraphMemory(self.view, self.shards, self.builder, self.task_of, places)
         self.builder.add_memory(memory.blocks())
         self.builder.add_memory(memory.padded())
-        return None if self.shards.uneven else lambda: tuple(self.builder.storages(memory.generated()))
+        held = workspaces({self.task_of[c.start]: c for c in self.view.collectives}, self.builder)
+        self.builder.add_memory(held)
+        return None if self.shards.uneven else lambda: tuple(self.builder.storages([*memory.generated(), *held]))

@@ -28,6 +28,7 @@ from inductor_passes.problems.builder import Builder
 from inductor_passes.problems.estimates import Estimates
 from inductor_passes.problems.kernel_memory import kernel_blocks
 from inductor_passes.problems.kernel_waits import is_message
+from inductor_passes.problems.workspaces import workspaces
 from inductor_passes.schedule.problem import Problem
 
 
@@ -109,6 +110,7 @@ class _Reader:
         sends = {i for i, c in self.collectives.items() if c.input_bytes and is_message(self.nodes[i])}
         self.builder.keep_sends_early(sends)
         self.builder.add_memory(kernel_blocks(self.nodes, self.producer, self.builder, self.backward))
+        self.builder.add_memory(workspaces(self.collectives, self.builder))
         batched = tuple(map(_torch.snode_is_batched, self.nodes))
         return SchedulerProblem(self.builder.problem(), tuple(self.nodes), self.collectives, batched)
 

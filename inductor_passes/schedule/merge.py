@@ -179,8 +179,12 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
     result: list[Storage] = []
     bucket_of = {s: b for b, bucket in enumerate(buckets) for s in bucket.starts}
     views: dict[int, list[Storage]] = {}
+    held: dict[int, list[Storage]] = {}
     for storage in problem.storages:
         own = bucket_of.get(storage.producer)
+        if own is not None and storage.workspace:
+            held.setdefault(own, []).append(storage)
+            continue
         producer = storage.producer
         if own is not None:
             producer = m.unpacks.get(producer, m.exit[producer])
@@ -216,8 +220,11 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
                 "+".join(part.name for part in parts if part.name),
             )
         )
-    for bucket, chain in zip(buckets, m.chains):
+    for b, (bucket, chain) in enumerate(zip(buckets, m.chains)):
         start = m.exit[bucket.starts[0]]
+        if parts := held.get(b):
+            size_bytes = sum(part.size_bytes for part in parts)
+            result.append(Storage(size_bytes, start, (start + 1,), name="workspace", workspace=True))
         if bucket.pack_ns is not None:
             until = (start + 1,) if bucket.prepared else (start, start + 1)
             result.append(Storage(bucket.sent_bytes, chain[0], until, name="message"))

@@ -113,6 +113,7 @@ class Storage:
             includes its waits. May be empty: then it dies right after its producer.
         pinned: never released within the program.
         name: for reports.
+        workspace: whether it is memory that the backend takes for the message of its producer, a ``START``.
     """
 
     size_bytes: int
@@ -120,6 +121,7 @@ class Storage:
     readers: tuple[int, ...] = ()
     pinned: bool = False
     name: str = ""
+    workspace: bool = False
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,8 @@ class Problem:
             lanes=[_row(lane) for lane in self.lanes],
             tasks=[(*_row(task), "") for task in self.tasks],
             preds=list(self.preds),
-            storages=[_row(storage) for storage in self.storages],
+            storages=[_row(storage)[: len(StorageRow.__args__)] for storage in self.storages],
+            workspaces=[i for i, storage in enumerate(self.storages) if storage.workspace],
         )
         return {"schema_version": SCHEMA_VERSION, **plain(record)}
 
@@ -277,11 +280,12 @@ class Problem:
             record = convert(check_version(data, SCHEMA_VERSION, "problem file"), ProblemRecord, "a problem")
         except RecordError as error:
             raise ProblemError(str(error)) from None
+        workspaces = set(record.workspaces)
         return Problem(
             tasks=tuple(Task(*row[:-1]) for row in record.tasks),
             preds=tuple(record.preds),
             lanes=tuple(Lane(*row) for row in record.lanes),
-            storages=tuple(Storage(*row) for row in record.storages),
+            storages=tuple(Storage(*row, i in workspaces) for i, row in enumerate(record.storages)),
             base_bytes=record.base_bytes,
             name=record.name,
             meta=record.meta,
@@ -315,7 +319,7 @@ StorageRow: TypeAlias = tuple[Count, Integer, tuple[Count, ...], bool, str]
 
 @dataclass(frozen=True)
 class ProblemRecord:
-    """A problem as JSON holds it: rows are positional."""
+    """A problem as JSON holds it: rows are positional; ``workspaces`` are numbers of storages."""
 
     name: str
     base_bytes: Count
@@ -324,6 +328,7 @@ class ProblemRecord:
     preds: list[tuple[Count, ...]]
     storages: list[StorageRow]
     meta: dict[str, str] = field(default_factory=dict)
+    workspaces: list[Count] = field(default_factory=list)
 
 
 def _row(record: Lane | Task | Storage) -> Any:

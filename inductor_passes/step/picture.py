@@ -72,6 +72,8 @@ def at_peak(forward: Problem, backward: Problem) -> list[str]:
 def _kind(problem: Problem, s: Storage) -> str:
     if s.producer == INPUT:
         return "the caller's" if s.pinned else "saved by forward"
+    if s.workspace:
+        return "held by the backend"
     if problem.tasks[s.producer].kind is Kind.START:
         return "messages"
     return "results" if s.pinned else "computed"

@@ -125,7 +125,7 @@ def derived(step: Step, again: Sequence[int]) -> tuple[Problem, Problem] | None:
     forward = dataclasses.replace(
         step.forward,
         storages=tuple(
-            Storage(s.size_bytes, s.producer, s.readers, False, s.name) if i in gone else s
+            Storage(s.size_bytes, s.producer, s.readers, False, s.name, s.workspace) if i in gone else s
             for i, s in enumerate(step.forward.storages)
         ),
     )
@@ -226,7 +226,8 @@ class _Backward:
                 everyone = {r for one in blocks for r in (*storages[one].readers, *self.readers.get(one, ()))}
                 readers = everyone - {producer}
             size_bytes = 0 if b in self.whole else s.size_bytes
-            result.append(Storage(size_bytes, place[producer], _places(place, readers), s.pinned, s.name))
+            moved = place[producer], _places(place, readers)
+            result.append(Storage(size_bytes, *moved, s.pinned, s.name, s.workspace))
         return result
 
     def _inside(self, place: Sequence[int]) -> list[Storage]:

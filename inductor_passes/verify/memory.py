@@ -5,7 +5,8 @@ collective or a transfer live until the last of its waits. Graph inputs and attr
 the whole call unless they are named as donated. Outputs live to the end. A node's results are allocated before its
 operands are released. A view does not touch memory, so a view that nobody reads keeps none alive. An input that nobody
 reads is never released, because generated code drops its inputs after a use. Inputs that are noted as one block
-(``ops.SAVED_BLOCK``) are allocated once, and released behind the last use of any of them.
+(``ops.SAVED_BLOCK``) are allocated once, and released behind the last use of any of them. What a backend copies for a
+message counts too (``verify.workspaces``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.fx
 from inductor_passes.ir.ops import SAVED_BLOCK, Role
 from inductor_passes.verify.facts.storages import Block
 from inductor_passes.verify.facts.view import View
+from inductor_passes.verify.workspaces import workspace_bytes
 
 
 def peak_bytes(graph: torch.fx.Graph, *, donated: Collection[str] = ()) -> int | None:
@@ -53,6 +55,10 @@ def peak_of(view: View, donated: Collection[str] = ()) -> int | None:
         end = _last_touch(view, storage)
         if 0 <= end < last:
             released[end] += storage.size_bytes
+    for collective in view.collectives:
+        start, held = view.position[collective.start], workspace_bytes(collective)
+        allocated[start] += held
+        released[max((view.position[w] for w in collective.waits), default=start)] += held
     for size_bytes, ends in together.values():
         live += size_bytes
         if min(ends) >= 0 and max(ends) < last:

@@ -14,7 +14,8 @@ from inductor_passes.ir.parameters import names_at
 from inductor_passes.report import Finding
 from inductor_passes.verify.facts.operators import by_name
 from inductor_passes.verify.facts.places import NodeFacts
-from inductor_passes.verify.facts.view import alone
+from inductor_passes.verify.facts.view import alone, describe, is_collective
+from inductor_passes.verify.workspaces import workspace_bytes
 
 
 class SnodeOrder:
@@ -131,6 +132,11 @@ class SnodeOrder:
                 ends[i] = ends[i + 1]
         return ends
 
+    def _workspace_bytes(self, i: int) -> int:
+        """What the backend holds beside the message that node ``i`` starts."""
+        origin = self.origin(i)
+        return workspace_bytes(describe(i, origin, ())) if origin is not None and is_collective(origin) else 0
+
     def peak_bytes(self, donated: Mapping[str, int], together: Mapping[str, str] | None = None) -> int:
         """Replay of allocations in this order; a collective's inputs and results live at least until its waits.
 
@@ -153,11 +159,15 @@ class SnodeOrder:
             if self.kinds[i] == "wait":
                 for root in self.roots_of(_torch.snode_waited_buffers(node)):
                     waits[root] = waits[self.parcel.get(root, root)] = i
+        delta = [0] * (len(self.nodes) + 1)
         for i, node in enumerate(self.nodes):
             if self.kinds[i] == "start":
                 end = max((waits[r] for r in self.roots_of(self.outputs[i]) if r in waits), default=i)
                 for read in self.roots_of(_torch.snode_data_reads(node)):
                     last[read] = max(last.get(read, i), end)
+                beside = self._workspace_bytes(i)
+                delta[i] += beside
+                delta[end + 1] -= beside
         for name, one in together.items():
             if name in last:
                 last[one] = max(last.get(one, 0), last[name])
@@ -165,7 +175,6 @@ class SnodeOrder:
         ends, used = self._rows(), last
         last = {root: ends[i] for root, i in last.items()}
         kept = set(self.roots_of(_torch.lowered_outputs()))
-        delta = [0] * (len(self.nodes) + 1)
         for name, size in donated.items():
             if name in together:
                 continue

@@ -128,7 +128,7 @@ class View:
                 # What is taken out of a waited value, or viewed in it, was waited for when that was.
                 landed[node] = max(times)
         starts = [node for node in waits if self.roles[node] is Role.START]
-        self.collectives = [_describe(i, node, tuple(waits[node])) for i, node in enumerate(starts)]
+        self.collectives = [describe(i, node, tuple(waits[node])) for i, node in enumerate(starts)]
         self.by_start = {collective.start: collective for collective in self.collectives}
         for wait, nodes in of_wait.items():
             if found := tuple(self.by_start[node] for node in nodes if node in self.by_start):
@@ -189,7 +189,13 @@ def _is_transfer(node: torch.fx.Node) -> bool:
     return node.op == "call_function" and communication.is_transfer(_torch.op_name(node.target))
 
 
-def _describe(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> Collective:
+def is_collective(node: torch.fx.Node) -> bool:
+    """Whether a node starts a collective."""
+    return node.op == "call_function" and communication.form_of(_torch.op_name(node.target)) is not None
+
+
+def describe(index: int, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> Collective:
+    """The :class:`Collective` that a node starts."""
     form = communication.form_of(_torch.op_name(start.target))
     assert form is not None
     arguments = by_name(start.target, start.args, start.kwargs)
