@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +15,7 @@ from inductor_passes.cli.main import app
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.records.json_text import RecordError
 from inductor_passes.report import GraphReport
-from inductor_passes.schedule.problem import INPUT, Kind
+from inductor_passes.schedule.problem import INPUT, Kind, Storage
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.step import recompute
 from inductor_passes.step.stored import StoredStep
@@ -87,12 +88,52 @@ def test_more_ranks_hold_smaller_shards(written: tuple[Path, list[GraphReport], 
             assert after.tasks[i].duration_ns == profile.communication_ns(m.kind, *sizes, ranks)
             mine = [k for k, s in enumerate(before.storages) if i in (s.producer, *s.readers)]
             assert {after.storages[k].size_bytes for k in mine} == set(sizes)
-        assert [t.duration_ns for t in after.tasks if t.kind is Kind.COMPUTE] == [
-            t.duration_ns for t in before.tasks if t.kind is Kind.COMPUTE
-        ]
+        # The device is another one, too.
+        now, then = ([t.duration_ns for t in p.tasks if t.kind is Kind.COMPUTE] for p in (after, before))
+        assert sum(now) < sum(then) / 10
     held = [sum(s.size_bytes for s in p.storages if s.producer == INPUT and s.pinned) for p in
             (one.step.forward, many.step.forward)]
     assert held[1] < held[0]
+
+
+def test_another_device_is_what_a_compilation_for_it_says(
+    written: tuple[Path, list[GraphReport], str], tmp_path: Path
+) -> None:
+    """The same model compiled with the device's cost profile has the same durations."""
+    path = tmp_path / "h100.json"
+    CostProfile.default("h100").save(path)
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = simple_fsdp(llama(SMALL), mesh, reshard_after_forward="auto")
+        settings = {"memory_budget": "-30%", "cost_profile": str(path), "bucket": "off", "dump_problem": str(tmp_path)}
+        compiled_reports(model, llama_batch(SMALL)[0], **settings)
+    (found,) = tmp_path.glob("rank0_step_*.json")
+    there = StoredStep.from_json(json.loads(found.read_text()))
+    moved = stored(written).priced(CostProfile.load(str(path)))
+    for name in ("forward", "backward"):
+        mine, theirs = (getattr(one.step, name).tasks for one in (moved, there))
+        assert [t.duration_ns for t in mine] == [t.duration_ns for t in theirs]
+        assert any(t.kind is Kind.COMPUTE and t.duration_ns for t in mine)
+
+
+def test_what_gloo_copies_is_not_there_on_another_device(written: tuple[Path, list[GraphReport], str]) -> None:
+    one = stored(written)
+    start = next(i for i, t in enumerate(one.step.forward.tasks) if t.kind is Kind.START)
+    copy = Storage(1000, start, (), name="copy", workspace=True)
+    forward = dataclasses.replace(one.step.forward, storages=(*one.step.forward.storages, copy))
+    one = StoredStep.from_json(dataclasses.replace(one, step=dataclasses.replace(one.step, forward=forward)).to_json())
+    for device, size in (("cpu", 1000), ("h100", 0)):
+        assert one.priced(CostProfile.default(device)).step.forward.storages[-1].size_bytes == size
+
+
+def test_a_file_without_work_takes_links_only(written: tuple[Path, list[GraphReport], str]) -> None:
+    old = json.loads(written[0].read_text())
+    del old["computed"]
+    moved = StoredStep.from_json(old).priced(CostProfile.default("h100"))
+    for name in ("forward", "backward"):
+        mine, theirs = (getattr(one.step, name).tasks for one in (moved, stored(written)))
+        times = [[t.duration_ns for t in tasks if t.kind is Kind.COMPUTE] for tasks in (mine, theirs)]
+        assert times[0] == times[1]
 
 
 def run(*arguments: object) -> tuple[int, str]:
@@ -148,6 +189,8 @@ def test_numbers_of_nothing_are_refused(written: tuple[Path, list[GraphReport], 
         ("needs", [[10**6, [0]]], "needs names"),
         ("callers", [10**6], "callers names"),
         ("messages", [[]], "messages has 1"),
+        ("computed", [[]], "computed has 1"),
+        ("computed", [[{"name": "mm", "work": {"flops": -1, "bytes_moved": 0, "dtype": "float32"}}], []], "negative"),
         ("messages", [[["a"]], []], "Message|object"),
         ("gathered", [{**good["gathered"][0], "held_bytes": 0}], "without bytes"),
         ("backward", 3, "expected an object"),

@@ -69,7 +69,7 @@ def simulate(
     svg: Annotated[Path | None, typer.Option(help="Write a chart of the step over the swept option.")] = None,
     perfetto: Annotated[Path | None, typer.Option(help="Write the last case's timeline as a Chrome trace.")] = None,
     profile: Annotated[
-        str, typer.Option(help="Of a step: the links of this cost profile, a file or a device such as h100.")
+        str, typer.Option(help="Of a step: links and device of this cost profile, a file or a device such as h100.")
     ] = "",
     ranks: Annotated[int, typer.Option(min=0, max=MOST_RANKS, help="Of a step, with --profile: so many share it.")] = 0,
     step: Annotated[str, typer.Option(help="Of a step: the least memory for these times, such as 120ms,100ms.")] = "",

@@ -11,6 +11,7 @@ FLOP formulas come from ``torch.utils.flop_counter``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,6 +68,21 @@ def library_shape(node: torch.fx.Node) -> tuple[str, int] | None:
     return None
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a cost profile prices compute by: the arguments of :meth:`CostProfile.compute_ns`."""
+
+    flops: int
+    bytes_moved: int
+    dtype: str
+    kernels: int = 1
+    shape: tuple[str, int] | None = None
+
+    def duration_ns(self, profile: CostProfile) -> int:
+        """How long it takes on the profile's device."""
+        return profile.compute_ns(self.flops, self.bytes_moved, self.dtype, self.kernels, self.shape)
+
+
 class ComputeCosts:
     """Durations in ns for the compute nodes of one graph.
 
@@ -87,23 +103,27 @@ class ComputeCosts:
             own = self._estimator(node)
             if own is not None:
                 return max(0, round(own))
-        role = self._view.role(node)
-        blocked = operator_ns(node, self._profile) if role is Role.FENCE else None
+        blocked = operator_ns(node, self._profile) if self._view.role(node) is Role.FENCE else None
         if blocked is not None:
             return blocked
-        if role not in (Role.COMPUTE, Role.FENCE):
-            return 0
+        work = self.work(node)
+        return 0 if work is None else work.duration_ns(self._profile)
+
+    def work(self, node: torch.fx.Node) -> Work | None:
+        """What a node computes; None for what takes no time or does not compute."""
+        if self._view.role(node) not in (Role.COMPUTE, Role.FENCE):
+            return None
         count = self._flops.get(node)
         if count is not None:
             moved = sum(value_bytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
             first = next((n for n in node.all_input_nodes), node)
-            return self._profile.compute_ns(count, moved, dtype_name(first.meta.get("val")), 1, library_shape(node))
+            return Work(count, moved, dtype_name(first.meta.get("val")), 1, library_shape(node))
         read = sum(value_bytes(n.meta.get("val")) for n in node.all_input_nodes if not self._fuses(n))
         leaves = self._leaves(node)
         written = value_bytes(node.meta.get("val")) if leaves else 0
         if not read and not leaves:
-            return 0
-        return self._profile.compute_ns(0, read + written, dtype_name(node.meta.get("val")), 1 if leaves else 0)
+            return None
+        return Work(0, read + written, dtype_name(node.meta.get("val")), 1 if leaves else 0)
 
     def _fuses(self, node: torch.fx.Node) -> bool:
         """Whether Inductor would keep the node's value inside a fused region (views look through to their base)."""

@@ -123,7 +123,9 @@ class Shrinking:
         gathered = keep.candidates(*views, self.profile)
         if self.settings.dump_problem:
             messages = stored.messages_of(views[0]), stored.messages_of(views[1])
-            publish.write_step(stored.StoredStep(found.step, tuple(gathered), messages), self.settings.dump_problem)
+            mine, theirs = (stored.computed_in(*both, self.profile) for both in zip(views, fx))
+            one = stored.StoredStep(found.step, tuple(gathered), messages, (mine, theirs))
+            publish.write_step(one, self.settings.dump_problem)
         possible = recompute.points(found.step, gathered)
         return self._best(base, found, gathered, possible)
 

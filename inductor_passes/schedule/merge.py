@@ -222,8 +222,8 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
         )
     for b, (bucket, chain) in enumerate(zip(buckets, m.chains)):
         start = m.exit[bucket.starts[0]]
-        if parts := held.get(b):
-            size_bytes = sum(part.size_bytes for part in parts)
+        if b in held:
+            size_bytes = sum(part.size_bytes for part in held[b])
             result.append(Storage(size_bytes, start, (start + 1,), name="workspace", workspace=True))
         if bucket.pack_ns is not None:
             until = (start + 1,) if bucket.prepared else (start, start + 1)

@@ -264,7 +264,7 @@ class Problem:
             lanes=[_row(lane) for lane in self.lanes],
             tasks=[(*_row(task), "") for task in self.tasks],
             preds=list(self.preds),
-            storages=[_row(storage)[: len(StorageRow.__args__)] for storage in self.storages],
+            storages=[_row(storage)[:-1] for storage in self.storages],
             workspaces=[i for i, storage in enumerate(self.storages) if storage.workspace],
         )
         return {"schema_version": SCHEMA_VERSION, **plain(record)}

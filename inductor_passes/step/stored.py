@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inductor_passes.cost.compute import ComputeCosts, Work
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.specs import CPU
 from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import CollectiveKind
+from inductor_passes.problems.fx import FxProblem
 from inductor_passes.records.convert import check_version, convert, plain
 from inductor_passes.records.json_text import RecordError
 from inductor_passes.records.limits import Count
@@ -49,12 +52,26 @@ class Message:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """A compute task of forward or backward: its name, and what a cost profile prices it by."""
+
+    name: str
+    work: Work
+
+
+@dataclass(frozen=True)
 class StoredStep:
-    """A step, the gathered parameters that could be kept, best first, and its collectives by graph."""
+    """A step, the gathered parameters that could be kept, best first, and what takes time in it, by graph.
+
+    Attributes:
+        messages: its collectives.
+        computed: its compute; tasks that are not there take on any device as long as they did.
+    """
 
     step: Step
     gathered: tuple[Gathered, ...] = ()
     messages: tuple[tuple[Message, ...], tuple[Message, ...]] = ((), ())
+    computed: tuple[tuple[Computed, ...], tuple[Computed, ...]] = ((), ())
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with ``schema_version``."""
@@ -66,6 +83,7 @@ class StoredStep:
             callers=list(step.callers),
             gathered=list(self.gathered),
             messages=[list(ones) for ones in self.messages],
+            computed=[list(ones) for ones in self.computed],
         )
         graphs = {"forward": step.forward.to_json(), "backward": step.backward.to_json()}
         return {"schema_version": SCHEMA_VERSION, **graphs, **plain(record)}
@@ -86,8 +104,8 @@ class StoredStep:
             forward, backward, tuple(record.candidates), dict(record.needs), dict(record.reads), tuple(record.callers)
         )
         recompute.check(step)
-        mine, theirs = record.messages
-        return StoredStep(step, tuple(record.gathered), (tuple(mine), tuple(theirs)))
+        messages, computed = (tuple(map(tuple, both)) for both in (record.messages, record.computed))
+        return StoredStep(step, tuple(record.gathered), messages, computed)  # type: ignore[arg-type]
 
     def changed(self, change: Callable[[Problem], Problem]) -> StoredStep:
         """The same step with other durations; ``change`` may not touch anything else."""
@@ -96,7 +114,7 @@ class StoredStep:
         return dataclasses.replace(self, step=step, gathered=_ranked(self.gathered, forward))
 
     def priced(self, profile: CostProfile, ranks: int | None = None) -> StoredStep:
-        """The same step on the links of a cost profile; compute takes as long as it did.
+        """The same step on the links and the device of a cost profile.
 
         Args:
             ranks: that many ranks share parameters and gradients; None: as many as did.
@@ -106,10 +124,8 @@ class StoredStep:
         """
         if ranks is not None:
             self._check_sharded()
-        both = [
-            _priced(problem, messages, profile, ranks)
-            for problem, messages in zip((self.step.forward, self.step.backward), self.messages)
-        ]
+        graphs = zip((self.step.forward, self.step.backward), self.messages, self.computed)
+        both = [_priced(problem, messages, computed, profile, ranks) for problem, messages, computed in graphs]
         step = dataclasses.replace(self.step, forward=both[0], backward=both[1])
         return dataclasses.replace(self, step=step, gathered=_ranked(self.gathered, both[0]))
 
@@ -135,6 +151,7 @@ class _Record:
     callers: list[Count]
     gathered: list[Gathered] = field(default_factory=list)
     messages: list[list[Message]] = field(default_factory=lambda: [[], []])
+    computed: list[list[Computed]] = field(default_factory=lambda: [[], []])
 
 
 def messages_of(view: GraphView) -> tuple[Message, ...]:
@@ -144,6 +161,14 @@ def messages_of(view: GraphView) -> tuple[Message, ...]:
         for c in view.collectives
         if c.input_bytes is not None and c.output_bytes is not None and c.group.ranks
     )
+
+
+def computed_in(view: GraphView, fx: FxProblem, profile: CostProfile) -> tuple[Computed, ...]:
+    """What the compute tasks of a graph that take time do, as far as it is known."""
+    costs = ComputeCosts(view, profile)
+    nodes = [(task, members[0]) for task, members in zip(fx.problem.tasks, fx.members) if members]
+    works = [(node.name, costs.work(node)) for task, node in nodes if task.kind is Kind.COMPUTE and task.duration_ns]
+    return tuple(Computed(name, work) for name, work in works if work is not None)
 
 
 def _check(record: _Record, forward: Problem, backward: Problem) -> None:
@@ -166,8 +191,12 @@ def _check(record: _Record, forward: Problem, backward: Problem) -> None:
         within(what, (task for task, _ in rows), tasks)
         within(what, itertools.chain.from_iterable(theirs for _, theirs in rows), count)
     within("callers", record.callers, storages)
-    if len(record.messages) != 2:
-        raise RecordError(f"messages has {len(record.messages)} lists; expected one for forward and one for backward")
+    for what, lists in (("messages", record.messages), ("computed", record.computed)):
+        if len(lists) != 2:
+            raise RecordError(f"{what} has {len(lists)} lists; expected one for forward and one for backward")
+    works = [one.work for ones in record.computed for one in ones]
+    if any(min(w.flops, w.bytes_moved, w.kernels) < 0 for w in works):
+        raise RecordError("computed has a task of negative work; expected 0 or more")
     if any(g.held_bytes < 1 or g.link_ns < 0 for g in record.gathered):
         raise RecordError("gathered has a parameter without bytes, or of negative time")
     if any(not m.ranks for ones in record.messages for m in ones):
@@ -184,11 +213,21 @@ def _ranked(gathered: Sequence[Gathered], forward: Problem) -> tuple[Gathered, .
     return tuple(sorted(now, key=lambda g: g.rank))
 
 
-def _priced(problem: Problem, messages: Sequence[Message], profile: CostProfile, ranks: int | None) -> Problem:
-    """A problem with the prices, and with ``ranks`` the shards, of its collectives elsewhere."""
+def _priced(
+    problem: Problem,
+    messages: Sequence[Message],
+    computed: Sequence[Computed],
+    profile: CostProfile,
+    ranks: int | None,
+) -> Problem:
+    """A problem with the prices of its tasks, and with ``ranks`` the shards of its collectives, elsewhere."""
     known = {m.name: m for m in messages}
+    works = {one.name: one.work for one in computed}
     tasks, lanes, shards = list(problem.tasks), list(problem.lanes), dict[int, tuple[int, int]]()
     for i, task in enumerate(problem.tasks):
+        if task.kind is Kind.COMPUTE and task.name in works:
+            tasks[i] = dataclasses.replace(task, duration_ns=works[task.name].duration_ns(profile))
+            continue
         m = known.get(task.name)
         if task.kind is not Kind.START or m is None:
             continue
@@ -203,6 +242,9 @@ def _priced(problem: Problem, messages: Sequence[Message], profile: CostProfile,
         tasks[i] = dataclasses.replace(task, duration_ns=link_ns)
         lanes[task.lane] = dataclasses.replace(lanes[task.lane], link=profile.link(group))
     storages = [_resized(problem, s, shards) for s in problem.storages]
+    if profile.spec is not CPU:
+        # Gloo copies messages, and moves what is on CPUs. Storages keep their numbers.
+        storages = [dataclasses.replace(s, size_bytes=0) if s.workspace else s for s in storages]
     return dataclasses.replace(problem, tasks=tuple(tasks), lanes=tuple(lanes), storages=tuple(storages))
 
 
