@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.fx
 from expecttest import assert_expected_inline
 
+from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
@@ -127,10 +129,13 @@ def _late(x: torch.Tensor, y: torch.Tensor, big: torch.Tensor) -> tuple[torch.Te
     return total, rs(y * total)
 
 
-@pytest.mark.parametrize(("budget", "applied"), [("unlimited", 2), ("0", 1)])
-def test_what_the_budget_does_not_hold_stays(budget: str, applied: int) -> None:
+@pytest.mark.parametrize(
+    ("budget", "copies", "applied"), [("unlimited", False, 2), ("0", False, 1), ("unlimited", True, 2), ("0", True, 2)]
+)
+def test_what_the_budget_does_not_hold_stays(budget: str, copies: bool, applied: int) -> None:
+    """Where the library reduces a copy, as gloo does, what arrives takes no more than that copy."""
     program = Program("late", _late, ((64, 64), (64, 32), (96, 64)))
-    with fake_world(2):
+    with fake_world(2), mock.patch.object(_torch, "copies_messages", return_value=copies):
         gm = trace(program)
         per_rank = [inputs(program, rank) for rank in range(2)]
         expected = run_ranks(gm, per_rank)

@@ -15,8 +15,8 @@ reductions, and in front of scheduling.
 
 Sums of two terms are the same bits in every order; with more ranks rank order is another order than the library's, so
 that takes ``redistribute="reassociate"``. Types narrower than float32 are summed in it and rounded once. What arrives
-is as large as what is sent, instead of one piece of it: where the memory budget does not hold all, the ones that save
-most are taken.
+is as large as what is sent, instead of one piece of it, unless the library copies that much anyway: where the memory
+budget does not hold all, the ones that save most are taken.
 """
 
 from __future__ import annotations
@@ -116,11 +116,13 @@ def _fitting(facts: Facts, wanted: list[Collective]) -> list[Collective]:
     fx = facts.problem
     task = {node: i for i, members in enumerate(fx.members) for node in members}
     room = RangeMax(profile(fx.problem))
+    held = {s.producer: s.size_bytes for s in fx.problem.storages if s.workspace}
     taken = []
     for collective in wanted:
         first, last = task[collective.start], max(task[wait] for wait in collective.waits)
-        # The pieces of all ranks arrive, and their sum takes what the reduction's result took.
-        extra = collective.input_bytes or 0
+        # The pieces of all ranks arrive, where a library that reduces a copy had that (gloo). Their sum takes what the
+        # reduction's result took.
+        extra = max(0, (collective.input_bytes or 0) - held.get(first, 0))
         if room.max(first, last + 1) + extra <= facts.limit_bytes:
             room.add(first, last + 1, extra)
             taken.append(collective)
