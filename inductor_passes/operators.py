@@ -20,6 +20,8 @@ FUNCTIONAL = "_c10d_functional"
 OWN = "inductor_passes"
 #: What a message that carries a value brings of it: the value itself, or what is left where it is sent narrower.
 SENT = "inductor_passes::sent"
+#: Columns of a message as tensors of their own.
+UNPACK = "inductor_passes::unpack"
 
 
 class Role(Enum):
@@ -217,7 +219,7 @@ OPERATORS: Mapping[str, OperatorFacts] = MappingProxyType(
         "inductor_passes::all_reduce_residual_rms_norm": OperatorFacts(
             Role.FENCE, Price.NORM, CollectiveKind.ALL_REDUCE, blocks=True
         ),
-        "inductor_passes::unpack": OperatorFacts(Role.COMPUTE, Price.MEMORY),
+        UNPACK: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         SENT: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         "inductor_passes::measure_rounding": OperatorFacts(Role.COMPUTE, Price.MEMORY),
         "symm_mem::fused_all_gather_matmul": _matmul(_AG, "symm_mem", "A", "Bs"),

@@ -257,6 +257,12 @@ def test_small_problems_start_no_compiler(monkeypatch: pytest.MonkeyPatch) -> No
     native._load.cache_clear()
 
 
+def kept_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of these tests gets into the cache of whoever runs them."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "own"))
+
+
 @pytest.mark.parametrize("lacks", ["compiler", "place", "wish", "sense"])
 def test_without_the_core_python_plans(lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = random_problem(5, 200)
@@ -267,9 +273,11 @@ def test_without_the_core_python_plans(lacks: str, tmp_path: Path, monkeypatch: 
     elif lacks == "place":
         (tmp_path / "file").touch()
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     elif lacks == "wish":
         monkeypatch.setenv("INDUCTOR_PASSES_NATIVE", "0")
     else:
+        kept_in(tmp_path, monkeypatch)
         monkeypatch.setattr(native, "_SOURCE", tmp_path / "planner.cpp")
         (tmp_path / "planner.cpp").write_text("this is no C++")
     try:
@@ -286,8 +294,38 @@ def test_the_variable_is_checked() -> None:
         PassConfig.from_env({"INDUCTOR_PASSES_NATIVE": "maybe"})
 
 
+def test_an_empty_cache_of_inductors_builds_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core is of no model: it is in both folders, whichever of them is new."""
+    builds: list[Path] = []
+
+    def build(compiler: str, path: Path) -> None:
+        builds.append(path)
+        path.write_text("core")
+
+    monkeypatch.setattr(native, "_build", build)
+    kept_in(tmp_path, monkeypatch)
+    first = native._built()
+    assert first.is_relative_to(tmp_path / "inductor")
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path / f"new {variable}"))
+        native._built()
+        copy = tmp_path / f"new {variable}" / "inductor_passes" / first.name
+        assert copy.read_text() == "core"
+    assert builds == [first]
+
+
+def test_where_one_folder_cannot_be_written_to_the_other_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "_build", lambda compiler, path: path.touch())
+    (tmp_path / "file").touch()
+    kept_in(tmp_path, monkeypatch)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    assert native._built().is_relative_to(tmp_path / "own")
+
+
 def test_it_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    kept_in(tmp_path, monkeypatch)
     first = native._built()
     written = first.stat().st_mtime_ns
     assert native._built() == first and first.stat().st_mtime_ns == written
@@ -296,7 +334,7 @@ def test_it_is_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_processes_that_start_together_build_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them (a lock is that of an open file): the second waits, and finds what the first has built."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    kept_in(tmp_path, monkeypatch)
     built: list[Path] = []
     began, go_on = threading.Event(), threading.Event()
 
@@ -325,12 +363,13 @@ def test_processes_that_start_together_build_it_once(tmp_path: Path, monkeypatch
 def test_a_lock_that_cannot_be_had_does_not_keep_it_from_being_built(
     why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    kept_in(tmp_path, monkeypatch)
     monkeypatch.setattr(native, "_build", lambda compiler, path: path.touch())
     with contextlib.ExitStack() as held:
         if why == "held for ever":
             where = native._built()
-            where.unlink()
+            for kept in tmp_path.glob("**/*.so"):
+                kept.unlink()
             held.enter_context(FileLock(where.with_suffix(".lock")))
             monkeypatch.setattr(native, "_BUILD_S", 0.05)
         else:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 
+from inductor_passes import _torch
 from inductor_passes.bucket.unpack_pass import UnpackPass
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Reason, Verdict
 from inductor_passes.rewriting import unpack_op
+from inductor_passes.rewriting.merge import merge
+from inductor_passes.rewriting.sums import taken_in
 from tests.support.async_tp_programs import GROUP, Program, c10d, inputs, run_ranks, trace
+from tests.support.graphs import GraphBuilder
 from tests.support.processes import LIMIT_S, environment
 from tests.support.world import fake_world
 
@@ -130,3 +137,50 @@ def test_the_kernel_compiles_for_a_gpu() -> None:
     except (RuntimeError, OSError) as error:
         pytest.skip(f"this Triton compiles for no GPU here: {error}")
     assert compiled.asm["ptx"].count("st.global") >= 3
+
+
+def _products(m: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    first, second, looped = torch.ops.inductor_passes.unpack(m, [0, 32, 96], [32, 64, 16])
+    return x @ first.view(8, 8), x @ second.view(8, 16), looped * 2
+
+
+@pytest.mark.parametrize("columns", [112, 113])
+def test_generated_code_copies_by_calls_and_has_no_loop_for_it(columns: int) -> None:
+    """A loop per member would be a C++ function of its own for every place in a message."""
+    _torch.lower_as_copies(torch.ops.inductor_passes.unpack)
+    torch._dynamo.reset()
+    m, x = torch.randn(2, columns), torch.randn(4, 8)
+    found, (code,) = run_and_get_code(torch.compile(_products, fullgraph=True), m, x)
+    for value, expected in zip(found, _products(m, x), strict=True):
+        assert torch.equal(value, expected)
+    assert code.count("slice_copy.Tensor_out(") == 3 and code.count("cpp_pybinding(") == 1
+
+
+def test_matmuls_weights_are_copied_by_calls_and_what_a_loop_reads_is_not() -> None:
+    """Found: twice as many C++ functions as default Inductor has, most of them copies out of messages."""
+    with fake_world(2):
+        b = GraphBuilder()
+        shards = [b.placeholder(name, 8, 8) for name in ("multiplied", "scaled", "returned")]
+        starts = [b.call(c10d.all_gather_into_tensor.default, shard, 2, GROUP) for shard in shards]
+        multiplied, scaled, returned = (b.call(c10d.wait_tensor.default, start) for start in starts)
+        product = b.call(aten.mm.default, b.placeholder("x", 4, 16), multiplied)
+        b.graph.output((product, b.call(aten.mul.Tensor, scaled, 2), returned))
+        view = GraphView(b.graph)
+        assert taken_in(view) == {scaled, starts[1]}
+        (done,) = merge(b.graph, view, [list(view.collectives)], call_copies=True)
+        b.graph.lint()
+        now = {old: next(n for n in b.graph.nodes if n.name == new) for old, new in done.results}
+        made = {old: new.args[0].target for old, new in now.items()}
+        assert made == {
+            multiplied.name: operator.getitem,
+            scaled.name: aten.clone.default,
+            returned.name: operator.getitem,
+        }
+
+
+def test_the_pass_that_merges_asks_for_calls_where_inductor_generates_code() -> None:
+    asked = {
+        codegen: next(p for p in passes_of(PassConfig(codegen=codegen)) if p.name == "bucket").call_copies
+        for codegen in ("inductor", "aot_eager")
+    }
+    assert asked == {"inductor": True, "aot_eager": False}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from inductor_passes._torch.snodes import _hint
+from inductor_passes._torch.snodes import COPY_COLUMNS, _hint
 
 
 def current_graph_module() -> Any:
@@ -61,6 +61,44 @@ def lower_as_collective(operator: Any) -> None:
 
     lowering.add_layout_constraint(operator, lowering.constrain_to_fx_strides)
     lowering.register_lowering(operator)(lowered)
+
+
+def lower_as_copies(operator: Any) -> None:
+    """Make Inductor lower ``inductor_passes::unpack`` on a CPU to a call of torch's own copy per result, each in memory
+    that Inductor allocates. A loop of its own is another C++ function to compile for every place in a message; one
+    call of the operator would go through Python and make all results at once. Twice is harmless."""
+    from torch._inductor import ir, lowering
+    if operator.default in lowering.lowerings:
+        return
+    called = operator.default
+    as_it_is = lowering.fallback_handler(called, add_to_fallback_set=False)
+
+    def lowered(message: Any, firsts: Any, widths: Any) -> Any:
+        if message.get_device().type != "cpu" or not generates_python():
+            return as_it_is(message, firsts, widths)
+        return [_copied_columns(ir, message, first, width) for first, width in zip(firsts, widths, strict=True)]
+
+    lowering.add_needs_realized_inputs(called)
+    lowering.add_layout_constraint(called, lowering.constrain_to_fx_strides)
+    lowering.register_lowering(called, type_promotion_kind=None)(lowered)
+
+
+def _copied_columns(ir: Any, message: Any, first: Any, width: Any) -> Any:
+    """Columns of a matrix, by a call into torch."""
+    from torch._inductor.virtualized import V
+
+    rows = message.get_size()[0]
+    layout = ir.FixedLayout(message.get_device(), message.get_dtype(), [rows, width], [width, 1])
+    copied: Any = ir.ExternKernelOut(
+        layout=layout,
+        inputs=[ir.ExternKernel.realize_input(message)],
+        constant_args=[1, first, first + width, 1],
+        python_kernel_name="torch.ops.aten.slice_copy.Tensor_out",
+        op_overload=COPY_COLUMNS,
+    )
+    # Inductor notes it only for operators that return one tensor.
+    copied.origin_node = V.graph.current_node
+    return ir.TensorBox.create(copied)
 
 
 def add_module_statement(statement: str) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.fx
 
+#: What copies columns out of a message in generated code.
+COPY_COLUMNS = torch.ops.aten.slice_copy.Tensor_out
+
 
 def snode_name(node: Any) -> str:
     """Unique name of a scheduler node."""
@@ -165,6 +168,9 @@ def snode_is_template(node: Any) -> bool:
 
 def snode_bytes(node: Any) -> int:
     """Bytes that a scheduler node reads and writes, by hints."""
+    if getattr(getattr(node, "node", None), "op_overload", None) is COPY_COLUMNS:
+        # Inductor counts all of the matrix that columns are copied from.
+        return 2 * sum(size for _, size, _, _ in snode_buffers(node))
     return int(node.get_read_write_buffers_sizes())
 
 

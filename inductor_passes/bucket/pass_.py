@@ -30,7 +30,7 @@ from inductor_passes.bucket.question import Partition
 from inductor_passes.bucket.room import Capped, Room
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import source_line
-from inductor_passes.ir.view import GraphView
+from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.pin.pins import GivenUp, Pins
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
@@ -55,6 +55,7 @@ class BucketPass:
             partition that does not look at them.
         effort: of the planner that judges, see ``schedule.plan.plan``.
         exact: copies that Inductor's code would read in a sum, and add in another order, are made apart.
+        call_copies: copies on a CPU that Inductor would make a loop of its own for are calls, see ``merge``.
         given_up: why buckets that a plan file pins are not made, "" to make them.
         dropped: proposals that the merged graph did not keep.
     """
@@ -65,6 +66,7 @@ class BucketPass:
     uneven_all_to_all: bool = False
     effort: int = 0
     exact: bool = True
+    call_copies: bool = False
     given_up: str = ""
     dropped: tuple[Proposal, ...] = ()
     name: str = "bucket"
@@ -128,7 +130,7 @@ class BucketPass:
             return Outcome(report, solved=solved)
         forms: list[Form] = ["coalesced" if b[0].key.group in coalesced else "packed" for b in choice.buckets]
         groups = [[c.collective for c in b] for b in choice.buckets]
-        merged = merge(graph, view, groups, forms=forms, keep_sums=self.exact)
+        merged = self._merge(graph, view, groups, forms)
         report.changed = True
         # What is planned here is a forecast: where the merged graph keeps less of it, the other proposals are left.
         otherwise = replace(self, dropped=(*self.dropped, proposal(choice.buckets)))
@@ -153,7 +155,7 @@ class BucketPass:
         forms: list[Form] = ["coalesced" if self._coalesces(g[0].group.name) else "packed" for g in groups]
         origins = [(c.start.name, source_line(c.start), c.group.name) for c in view.collectives]
         try:
-            merged = merge(graph, view, groups, forms=forms, keep_sums=self.exact) if groups else []
+            merged = self._merge(graph, view, groups, forms) if groups else []
         except MergeError as error:
             pins.refuse(f"`buckets` is not allowed: {error}")
         together = {name for m in merged for name in m.members}
@@ -170,6 +172,11 @@ class BucketPass:
         ]
         outcome = _merged(PassReport(self.name, changed=bool(merged), decisions=decisions), merged)
         return replace(outcome, forced=True, pinned="buckets")
+
+    def _merge(
+        self, graph: torch.fx.Graph, view: GraphView, groups: Sequence[Sequence[Collective]], forms: Sequence[Form]
+    ) -> list[MergedCollective]:
+        return merge(graph, view, groups, forms=forms, keep_sums=self.exact, call_copies=self.call_copies)
 
     def _coalesces(self, group: str) -> bool:
         if self.form != "auto":

@@ -24,6 +24,7 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name, value_bytes
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
+from inductor_passes.operators import UNPACK
 
 #: Attention on CPU has no formula of its own in torch; its arguments are those of the flash kernel.
 _SAME_FORMULA = {
@@ -121,6 +122,9 @@ class ComputeCosts:
         read = sum(value_bytes(n.meta.get("val")) for n in node.all_input_nodes if not self._fuses(n))
         leaves = self._leaves(node)
         written = value_bytes(node.meta.get("val")) if leaves else 0
+        if _torch.op_name(node.target) == UNPACK:
+            # Of the message it reads what it takes out.
+            read = value_bytes(node.meta.get("val"))
         if not read and not leaves:
             return None
         return Work(0, read + written, dtype_name(node.meta.get("val")), 1 if leaves else 0)

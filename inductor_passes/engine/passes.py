@@ -34,7 +34,7 @@ def passes_of(settings: PassConfig, like: tuple[str, ...] = ()) -> list[Pass]:
     if not settings.narrowing.is_off:
         passes.append(CompressPass(settings.narrowing))
     if settings.bucket == "on":
-        passes.append(BucketPass(exact=settings.numerics == "exact"))
+        passes.append(BucketPass(exact=settings.numerics == "exact", call_copies=settings.codegen == "inductor"))
         if settings.unpack == "kernel":
             passes.append(UnpackPass())
     passes.append(ScatterByExchange(settings.tier))

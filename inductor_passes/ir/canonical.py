@@ -23,7 +23,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import Collective, GraphView
-from inductor_passes.operators import CollectiveKind
+from inductor_passes.operators import UNPACK, CollectiveKind
 
 #: Operators that only move, pad or convert data: all that uneven shards need around a collective.
 _MOVES = frozenset(
@@ -40,6 +40,7 @@ _MOVES = frozenset(
         "aten::empty",
         "aten::new_empty",
         "aten::split_with_sizes_copy",
+        UNPACK,
         "prims::convert_element_type",
     }
 )

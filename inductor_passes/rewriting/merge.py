@@ -16,7 +16,7 @@ latency per member, costs the copies of packing and unpacking. O(nodes + edges) 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,7 +31,7 @@ from inductor_passes.rewriting.members import Refused, Slot, reads_size, slots
 from inductor_passes.rewriting.messages import note_members
 from inductor_passes.rewriting.order import Stage, repaired_order
 from inductor_passes.rewriting.pack import Message, aten, travels_as_bytes
-from inductor_passes.rewriting.sums import Read, changes_order, reads
+from inductor_passes.rewriting.sums import Read, changes_order, reads, taken_in
 
 Form = Literal["packed", "coalesced"]
 """``packed``: one message built by copies. ``coalesced``: one call with a list of tensors and no copies, for backends
@@ -86,6 +86,7 @@ def merge(
     *,
     forms: Sequence[Form] | None = None,
     keep_sums: bool = False,
+    call_copies: bool = False,
 ) -> list[MergedCollective]:
     """Replace every group of collectives by one collective, in place; ``view`` is stale afterwards.
 
@@ -96,6 +97,8 @@ def merge(
         forms: one per group, see :data:`Form`; by default, and for kinds without a coalesced operator, packed.
         keep_sums: whether results keep bits that depend on how Inductor's code adds, see
             :mod:`~inductor_passes.rewriting.sums`.
+        call_copies: whether members on a CPU that no loop reads are copied out by a call of an operator. Inductor would
+            make a loop of each, which differs from all others in the member's place: a function more to compile.
 
     Raises:
         MergeError: a group is not mergeable or the merges depend on each other; the graph is unchanged.
@@ -112,7 +115,9 @@ def merge(
         order = repaired_order(view, list(by_stage))
     except ValueError as error:
         raise MergeError(str(error)) from error
-    _rewrite(graph, view, buckets, order, reads(view) if keep_sums else {})
+    read = reads(view) if keep_sums else {}
+    in_loops = taken_in(view) if call_copies else None
+    _rewrite(graph, view, buckets, order, lambda slot, rows: _apart(slot, rows, read, in_loops))
     return [_finish(graph, bucket) for bucket in buckets]
 
 
@@ -121,7 +126,7 @@ def _rewrite(
     view: GraphView,
     buckets: Sequence[_Bucket],
     order: Sequence[torch.fx.Node | Stage],
-    read: Mapping[torch.fx.Node, Read],
+    apart: Callable[[Slot, int], bool],
 ) -> None:
     """Put the graph's nodes into ``order``, with the start and the wait of each bucket where its stages are."""
     by_stage = {stage: bucket for bucket in buckets for stage in (bucket.start_stage, bucket.wait_stage)}
@@ -145,7 +150,7 @@ def _rewrite(
             bucket.slots = tuple(_with_source(slot, now.get(slot.source, slot.source)) for slot in bucket.slots)
             _emit_start(emit, bucket)
         else:
-            _emit_wait(emit, bucket, read)
+            _emit_wait(emit, bucket, apart)
             for slot, result in zip(bucket.slots, bucket.results):
                 for wait in slot.waits:
                     wait.replace_all_uses_with(result)
@@ -228,7 +233,7 @@ def _contiguous(emit: Emitter, slot: Slot) -> torch.fx.Node:
         return emit.call(aten.clone.default, slot.source, memory_format=torch.contiguous_format)
 
 
-def _emit_wait(emit: Emitter, bucket: _Bucket, read: Mapping[torch.fx.Node, Read]) -> None:
+def _emit_wait(emit: Emitter, bucket: _Bucket, apart: Callable[[Slot, int], bool]) -> None:
     wait = _torch.collective_op("wait_tensor")
     assert bucket.started is not None
     first = bucket.collectives[0]
@@ -243,14 +248,24 @@ def _emit_wait(emit: Emitter, bucket: _Bucket, read: Mapping[torch.fx.Node, Read
         waited = emit.call(wait, bucket.started)
     bucket.waits = (waited,)
     message = Message(first.kind, first.group.size, bucket.slots)
-    apart = {slot for slot in bucket.slots if _added_otherwise(slot, message.received_rows, read)}
-    bucket.results = tuple(message.unpack(emit, waited, apart))
+    copied = {slot for slot in bucket.slots if apart(slot, message.received_rows)}
+    bucket.results = tuple(message.unpack(emit, waited, copied))
 
 
-def _added_otherwise(slot: Slot, rows: int, read: Mapping[torch.fx.Node, Read]) -> bool:
+def _apart(
+    slot: Slot, rows: int, read: Mapping[torch.fx.Node, Read], in_loops: Collection[torch.fx.Node] | None
+) -> bool:
+    """Whether an operator of ours copies a member out of a message of several ``rows``.
+
+    Args:
+        in_loops: what loops read; None: their code is not what counts.
+    """
+    device = slot.received.device
+    if in_loops is not None and device.type == "cpu" and not any(wait in in_loops for wait in slot.waits):
+        return True
     how = max((read.get(wait, Read.NOT_SUMMED) for wait in slot.waits), default=Read.NOT_SUMMED)
     folded = rows > 1 and sum(not _torch.same_size(size, 1) for size in slot.received.shape) > 1
-    return changes_order(how, slot.received.numel() // rows, slot.received.device, folded=folded)
+    return changes_order(how, slot.received.numel() // rows, device, folded=folded)
 
 
 def _finish(graph: torch.fx.Graph, bucket: _Bucket) -> MergedCollective:

@@ -91,3 +91,20 @@ def changes_order(read: Read, row_elements: int, device: torch.device, *, folded
     if read is Read.SUMMED:
         return folded or not _torch.is_multiple(row_elements, LANES)
     return read is Read.SUMMED_BY_INDEX
+
+
+def taken_in(view: GraphView) -> frozenset[torch.fx.Node]:
+    """Nodes that some loop reads, so that Inductor may compute a copy of them inside of it; O(nodes + edges).
+
+    Matmuls, attention, collectives and the caller read memory.
+    """
+    found: set[torch.fx.Node] = set()
+    for node in reversed(view.nodes):
+        if any(_takes_in(view, user, found) for user in node.users):
+            found.add(node)
+    return frozenset(found)
+
+
+def _takes_in(view: GraphView, user: torch.fx.Node, found: set[torch.fx.Node]) -> bool:
+    role = view.role(user)
+    return user in found if role is Role.FREE or role is Role.WAIT else role is Role.COMPUTE and not label(user)

@@ -1,11 +1,16 @@
 """``inductor_passes::unpack``: the columns of a message as dense tensors, all at once.
 
 On a GPU one Triton launch (``kernels.unpack``); anywhere else a copy per tensor, as the operator that it stands for.
+Inductor's code for a CPU does not call the operator, but torch's copy where a tensor is needed
+(``_torch.lower_as_copies``).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.fx
+
+from inductor_passes import _torch
 
 
 @torch.library.custom_op("inductor_passes::unpack", mutates_args=())
@@ -30,3 +35,9 @@ def unpack(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[
 @unpack.register_fake
 def _(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[torch.Tensor]:
     return [message.new_empty(message.shape[0], width) for width in widths]
+
+
+def lower(graph: torch.fx.Graph) -> None:
+    """Tell Inductor how to lower the operator, where ``graph`` calls it."""
+    if any(node.target is torch.ops.inductor_passes.unpack.default for node in graph.nodes):
+        _torch.lower_as_copies(torch.ops.inductor_passes.unpack)

@@ -1,9 +1,10 @@
 """The planner's inner loops, compiled: the same results sooner.
 
 ``planner.cpp`` is built by the C++ compiler that Inductor uses too (``CXX``, else ``g++``, ``clang++``, ``c++``) when
-the first problem of more than ``WORTH_BUILDING`` tasks is planned, and kept in ``$TORCHINDUCTOR_CACHE_DIR``, or else in
-the user's cache folder. Where there is no compiler, no place to write or ``INDUCTOR_PASSES_NATIVE=0``, Python does the
-work. Both give the same numbers, so ranks need not have the same.
+the first problem of more than ``WORTH_BUILDING`` tasks is planned, and kept in ``$TORCHINDUCTOR_CACHE_DIR`` and in the
+user's cache folder. Building it takes as long as several kernels of a model, but it belongs to no model, so an empty
+cache of Inductor's is no reason to build it again. Where there is no compiler, no place to write or
+``INDUCTOR_PASSES_NATIVE=0``, Python does the work. Both give the same numbers, so ranks need not have the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import struct
 import subprocess
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -418,7 +419,7 @@ def _compiler() -> str | None:
 
 
 def _built() -> Path:
-    """The library's file.
+    """The library's file, in the first folder that has it, or can be written to.
 
     Raises:
         OSError, subprocess.SubprocessError: no compiler, no place, or it does not compile.
@@ -428,25 +429,50 @@ def _built() -> Path:
         raise FileNotFoundError("no C++ compiler")
     facts = (_SOURCE.read_text(), compiler, *_FLAGS, platform.platform(), platform.machine())
     name = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
-    folder = _folder()
-    path = folder / f"planner-{name}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with _alone(path.with_suffix(".lock")):
-            # Ranks start together: whoever waited for the first finds it built.
-            if not path.exists():
-                _build(compiler, path)
+    paths = [folder / f"planner-{name}.so" for folder in _folders()]
+    there = next((path for path in paths if path.exists()), None) or _first_built(compiler, paths)
+    for path in paths:
+        if not path.exists():
+            # It is there for the next one whichever of the folders outlives this machine.
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _put(path, lambda temporary: shutil.copyfile(there, temporary))
+    return there
+
+
+def _first_built(compiler: str, paths: Sequence[Path]) -> Path:
+    """Build it at the first of ``paths`` that can be written to."""
+    for path in paths[:-1]:
+        with contextlib.suppress(OSError):
+            return _built_at(compiler, path)
+    return _built_at(compiler, paths[-1])
+
+
+def _built_at(compiler: str, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(path.with_suffix(".lock")):
+        # Ranks start together: whoever waited for the first finds it built.
+        if not path.exists():
+            _build(compiler, path)
     return path
 
 
 def _build(compiler: str, path: Path) -> None:
-    """Compile into ``path``, whose folder is there: nobody finds half a file, even where files cannot be locked."""
+    """Compile into ``path``, whose folder is there."""
+    _put(
+        path,
+        lambda temporary: subprocess.run(
+            [compiler, *_FLAGS, "-o", temporary, str(_SOURCE)], check=True, capture_output=True, timeout=_BUILD_S
+        ),
+    )
+
+
+def _put(path: Path, write: Callable[[str], object]) -> None:
+    """Make a file of what ``write`` writes: nobody finds half of it, even where files cannot be locked."""
     descriptor, temporary = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(descriptor)
     try:
-        subprocess.run(
-            [compiler, *_FLAGS, "-o", temporary, str(_SOURCE)], check=True, capture_output=True, timeout=_BUILD_S
-        )
+        write(temporary)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -464,8 +490,8 @@ def _alone(lock: Path) -> Iterator[None]:
         yield
 
 
-def _folder() -> Path:
+def _folders() -> list[Path]:
+    """Where it is kept, where it is looked for first at the front."""
     inductor = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if inductor:
-        return Path(inductor, "inductor_passes")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "inductor_passes")
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return [folder / "inductor_passes" for folder in (*([Path(inductor)] if inductor else ()), own)]
