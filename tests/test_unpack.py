@@ -13,9 +13,11 @@ from torch._inductor.utils import run_and_get_code
 from inductor_passes import _torch
 from inductor_passes.bucket.unpack_pass import UnpackPass
 from inductor_passes.config import PassConfig
+from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Reason, Verdict
 from inductor_passes.rewriting import unpack_op
@@ -184,3 +186,28 @@ def test_the_pass_that_merges_asks_for_calls_where_inductor_generates_code() -> 
         for codegen in ("inductor", "aot_eager")
     }
     assert asked == {"inductor": True, "aot_eager": False}
+
+
+def test_a_copy_by_a_call_shows_that_a_shard_was_padded() -> None:
+    """All ranks have to see that shards are of unequal size, through every form of a merged gather."""
+    with fake_world(2):
+        b = GraphBuilder()
+        starts = [b.call(c10d.all_gather_into_tensor.default, b.placeholder(name, 4, 8), 2, GROUP) for name in "ab"]
+        cut = [b.call(aten.slice.Tensor, b.call(c10d.wait_tensor.default, start), 0, 0, 7) for start in starts]
+        x = b.placeholder("x", 3, 7)
+        b.graph.output(tuple(b.call(aten.mm.default, x, weight) for weight in cut))
+        view = GraphView(b.graph)
+        merge(b.graph, view, [list(view.collectives)], call_copies=True)
+        after = GraphView(b.graph)
+        assert {n.args[0].args[0].target for n in cut[0].all_input_nodes} == {torch.ops.inductor_passes.unpack.default}
+        assert len(shards(after).uneven) == 1
+
+
+def test_a_copy_costs_what_it_moves_and_not_the_message() -> None:
+    b = GraphBuilder()
+    message = b.placeholder("message", 2, 1024)
+    made = b.call(torch.ops.inductor_passes.unpack.default, message, [8], [32])
+    b.graph.output((b.call(aten.mm.default, b.placeholder("x", 3, 2), b.call(operator.getitem, made, 0)),))
+    profile = CostProfile.default("cpu")
+    moved = 2 * 2 * 32 * 4
+    assert ComputeCosts(GraphView(b.graph), profile).duration_ns(made) == profile.compute_ns(0, moved, "float32", 1)

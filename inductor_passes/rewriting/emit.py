@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,13 +52,22 @@ class Emitter:
 
         Symbolic sizes among the arguments become nodes that compute them.
         """
+        return self._call(target, args, kwargs, target)
+
+    def call_like(self, meaning: Callable[..., Any], target: Any, *args: Any) -> torch.fx.Node:
+        """:meth:`call` of an operator of ours, of which ``meaning`` says what it returns: to ask it takes longer."""
+        return self._call(target, args, {}, meaning)
+
+    def _call(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], meaning: Callable[..., Any]
+    ) -> torch.fx.Node:
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), self._number)
         with self._graph.inserting_after(self.cursor):
             node = self._graph.call_function(target, args, kwargs)
         fakes = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         tensors = [n.meta["val"] for n in node.all_input_nodes] or [self._origin_value()]
         with _torch.without_guards(_first_tensor(tensors)):
-            node.meta["val"] = target(*fakes[0], **fakes[1])
+            node.meta["val"] = meaning(*fakes[0], **fakes[1])
         if self._origin is not None:
             for key in INHERITED_META:
                 if key in self._origin.meta:

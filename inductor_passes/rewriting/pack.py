@@ -32,14 +32,15 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.fx
 
-import inductor_passes.rewriting.unpack_op  # noqa: F401  registers the operator
 from inductor_passes import _torch
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.rewriting.as_bytes import from_bytes, to_bytes
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.members import Slot, memory_order
+from inductor_passes.rewriting.unpack_op import unfilled
 
 aten = torch.ops.aten
+unpack = torch.ops.inductor_passes.unpack.default
 
 
 
@@ -164,7 +165,7 @@ class Message:
                 width = self._width(slot)
                 with emit.standing_for(slot.waits[0]):
                     if slot in apart and self.received_rows > 1:
-                        made = emit.call(torch.ops.inductor_passes.unpack.default, message, [column], [width])
+                        made = emit.call_like(unfilled, unpack, message, [column], [width])
                         part = emit.call(operator.getitem, made, 0)
                     else:
                         part = emit.call(aten.slice.Tensor, message, dim, column, column + width)

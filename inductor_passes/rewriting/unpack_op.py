@@ -33,7 +33,8 @@ def unpack(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[
 
 
 @unpack.register_fake
-def _(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[torch.Tensor]:
+def unfilled(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[torch.Tensor]:
+    """What :func:`unpack` returns, nothing copied."""
     return [message.new_empty(message.shape[0], width) for width in widths]
 
 
