@@ -121,10 +121,11 @@ def test_whole_pass_rows() -> None:
 
 
 def test_compile_rows() -> None:
-    default = {"layers": 2, "compiler": "default", "cpu_s": 3.0, "wall_s": 4.0, "passes_s": {}, "peak_bytes": 100}
+    default = {"layers": 2, "compiler": "default", "cpu_s": 3.0, "functions": 24, "wall_s": 4.0}
+    default |= {"passes_s": {}, "peak_bytes": 100}
     ours = {**default, "compiler": "ours", "passes_s": {"bucket": 0.5, "reorder": 1.5}, "peak_bytes": 110}
     cells = bench_compile.compile_cells(ours, default, 7)
-    assert cells == ["2", "7", "ours", "3.0", "4.0", "2.00", "50.0%", "reorder 1.50", "0", "1.100"]
+    assert cells == ["2", "7", "ours", "3.0", "24", "4.0", "2.00", "50.0%", "reorder 1.50", "0", "1.100"]
 
 
 def test_redistribution_rows() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+
 from inductor_passes._torch.snodes import COPY_COLUMNS, _hint
 
 
@@ -84,16 +86,19 @@ def lower_as_copies(operator: Any) -> None:
 
 
 def _copied_columns(ir: Any, message: Any, first: Any, width: Any) -> Any:
-    """Columns of a matrix, by a call into torch."""
+    """Columns of a matrix, by a call into torch: a ``cat`` of one view, as ``slice_copy.out`` copies twice."""
+    from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
 
-    rows = message.get_size()[0]
-    layout = ir.FixedLayout(message.get_device(), message.get_dtype(), [rows, width], [width, 1])
-    copied: Any = ir.ExternKernelOut(
-        layout=layout,
-        inputs=[ir.ExternKernel.realize_input(message)],
-        constant_args=[1, first, first + width, 1],
-        python_kernel_name="torch.ops.aten.slice_copy.Tensor_out",
+    class Copy(ir.ExternKernelOut):  # type: ignore[misc,name-defined]
+        def codegen_args(self) -> list[str]:
+            return [f"[{self.inputs[0].codegen_reference()}]"]
+
+    part = lowerings[torch.ops.aten.slice.Tensor](message, 1, first, first + width)
+    copied: Any = Copy(
+        layout=ir.FixedLayout(message.get_device(), message.get_dtype(), [message.get_size()[0], width], [width, 1]),
+        inputs=[ir.ExternKernel.realize_input(part)],
+        python_kernel_name="torch.ops.aten.cat.out",
         op_overload=COPY_COLUMNS,
     )
     # Inductor notes it only for operators that return one tensor.

@@ -9,7 +9,7 @@ import torch
 import torch.fx
 
 #: What copies columns out of a message in generated code.
-COPY_COLUMNS = torch.ops.aten.slice_copy.Tensor_out
+COPY_COLUMNS = torch.ops.aten.cat.out
 
 
 def snode_name(node: Any) -> str:
