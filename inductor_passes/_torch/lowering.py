@@ -65,11 +65,35 @@ def lower_as_collective(operator: Any) -> None:
     lowering.register_lowering(operator)(lowered)
 
 
+#: Copies ``rows`` pieces of ``width`` bytes that begin ``stride`` bytes apart; one function for all of them.
+_COPY_COLUMNS = """
+_copy_columns = async_compile.cpp_pybinding(
+    ['const char*', 'char*', 'const int64_t', 'const int64_t', 'const int64_t'], r'''
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(const char* from, char* to, const int64_t rows, const int64_t stride, const int64_t width)
+{
+    constexpr int64_t piece = 1 << 16;
+    const int64_t pieces = (width + piece - 1) / piece;
+    #pragma omp parallel for collapse(2) if (rows * width > (1 << 18))
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t k = 0; k < pieces; ++k) {
+            const int64_t begin = k * piece, length = width - begin < piece ? width - begin : piece;
+            std::memcpy(to + row * width + begin, from + row * stride + begin, length);
+        }
+    }
+}
+''')
+def _copied_columns(columns, *sizes, out):
+    _copy_columns(columns, out, *sizes)
+"""
+
+
 def lower_as_copies(operator: Any) -> None:
-    """Make Inductor lower ``inductor_passes::unpack`` on a CPU to a call of torch's own copy per result, each in memory
-    that Inductor allocates. A loop of its own is another C++ function to compile for every place in a message; one
-    call of the operator would go through Python and make all results at once. Twice is harmless."""
+    """Make Inductor lower ``inductor_passes::unpack`` on a CPU to a call per result, each in memory that Inductor
+    allocates, of one C++ function that is told the places. Loops have them in their code, so every place in a message
+    is another function to compile. One call of the operator would make all results at once. Twice is harmless."""
     from torch._inductor import ir, lowering
+
     if operator.default in lowering.lowerings:
         return
     called = operator.default
@@ -86,19 +110,24 @@ def lower_as_copies(operator: Any) -> None:
 
 
 def _copied_columns(ir: Any, message: Any, first: Any, width: Any) -> Any:
-    """Columns of a matrix, by a call into torch: a ``cat`` of one view, as ``slice_copy.out`` copies twice."""
+    """Columns of a matrix, as a tensor of its own."""
     from torch._inductor.lowering import lowerings
     from torch._inductor.virtualized import V
 
     class Copy(ir.ExternKernelOut):  # type: ignore[misc,name-defined]
-        def codegen_args(self) -> list[str]:
-            return [f"[{self.inputs[0].codegen_reference()}]"]
+        def codegen(self, wrapper: Any) -> None:
+            if not getattr(wrapper, "copies_columns", False):
+                wrapper.copies_columns = True
+                wrapper.header.splice(_COPY_COLUMNS)
+            super().codegen(wrapper)
 
-    part = lowerings[torch.ops.aten.slice.Tensor](message, 1, first, first + width)
+    rows, dtype = message.get_size()[0], message.get_dtype()
+    part = ir.ExternKernel.realize_input(lowerings[torch.ops.aten.slice.Tensor](message, 1, first, first + width))
     copied: Any = Copy(
-        layout=ir.FixedLayout(message.get_device(), message.get_dtype(), [message.get_size()[0], width], [width, 1]),
-        inputs=[ir.ExternKernel.realize_input(part)],
-        python_kernel_name="torch.ops.aten.cat.out",
+        layout=ir.FixedLayout(message.get_device(), dtype, [rows, width], [width, 1]),
+        inputs=[part],
+        constant_args=[rows, part.get_stride()[0] * dtype.itemsize, width * dtype.itemsize],
+        python_kernel_name="_copied_columns",
         op_overload=COPY_COLUMNS,
     )
     # Inductor notes it only for operators that return one tensor.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.fx
 
-#: What copies columns out of a message in generated code.
-COPY_COLUMNS = torch.ops.aten.cat.out
+#: The operator by whose name columns are copied out of a message in generated code.
+COPY_COLUMNS = torch.ops.aten.slice_copy.Tensor_out
 
 
 def snode_name(node: Any) -> str:

@@ -38,6 +38,9 @@ Form = Literal["packed", "coalesced"]
 that carry it out as one operation."""
 
 
+#: What is copied in less time than a call takes, and stays in a core's cache.
+CACHED_BYTES = 32 << 10
+
 
 class MergeError(ValueError):
     """The collectives cannot travel together; the graph was not changed."""
@@ -97,8 +100,9 @@ def merge(
         forms: one per group, see :data:`Form`; by default, and for kinds without a coalesced operator, packed.
         keep_sums: whether results keep bits that depend on how Inductor's code adds, see
             :mod:`~inductor_passes.rewriting.sums`.
-        call_copies: whether members on a CPU that no loop reads are copied out by a call of an operator. Inductor would
-            make a loop of each, which differs from all others in the member's place: a function more to compile.
+        call_copies: whether members on a CPU that no loop reads, or that are small, are copied out by a call of an
+            operator. Inductor would make a loop of each copy, or read the member in place; either way the code differs
+            from all other code in the member's place, and layers that are alike become functions of their own.
 
     Raises:
         MergeError: a group is not mergeable or the merges depend on each other; the graph is unchanged.
@@ -261,8 +265,10 @@ def _apart(
         in_loops: what loops read; None: their code is not what counts.
     """
     device = slot.received.device
-    if in_loops is not None and device.type == "cpu" and not any(wait in in_loops for wait in slot.waits):
-        return True
+    if in_loops is not None and device.type == "cpu":
+        size = _torch.tensor_bytes(slot.received)
+        if not any(wait in in_loops for wait in slot.waits) or (size is not None and size <= CACHED_BYTES):
+            return True
     how = max((read.get(wait, Read.NOT_SUMMED) for wait in slot.waits), default=Read.NOT_SUMMED)
     folded = rows > 1 and sum(not _torch.same_size(size, 1) for size in slot.received.shape) > 1
     return changes_order(how, slot.received.numel() // rows, device, folded=folded)

@@ -1,7 +1,7 @@
 """``inductor_passes::unpack``: the columns of a message as dense tensors, all at once.
 
 On a GPU one Triton launch (``kernels.unpack``); anywhere else a copy per tensor, as the operator that it stands for.
-Inductor's code for a CPU does not call the operator, but torch's copy where a tensor is needed
+Inductor's code for a CPU does not call the operator, but one C++ function where a tensor is needed
 (``_torch.lower_as_copies``).
 """
 
