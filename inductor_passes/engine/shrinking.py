@@ -142,7 +142,8 @@ class Shrinking:
             if point is None:
                 break
             both = self._made(base, found, gathered, point)
-            needs = self._least(both, limit)
+            made = problems(views_of(both), self.settings, self.profile)
+            needs = self._least(made, limit)
             if needs <= limit:
                 break
             wanted = min(wanted, point.peak_bytes) - max(1, needs - limit)
@@ -152,7 +153,8 @@ class Shrinking:
             point = recompute.least(possible)
             both = self._made(base, found, gathered, point)
             # Within a limit that cannot be reached no order is looked for: what the point was planned with can be.
-            needs = self._least(both, max(limit, point.peak_bytes))
+            made = problems(views_of(both), self.settings, self.profile)
+            needs = self._least(made, max(limit, point.peak_bytes))
             if needs > limit:
                 self._complain(needs, limit, peak)
         fastest = recompute.saved_ns(possible)
@@ -162,7 +164,7 @@ class Shrinking:
         lines = (
             *picture.made(found.step, point, fastest),
             *picture.curve(curve, peak, limit),
-            *picture.at_peak(*(one.problem for one in problems(views_of(both), self.settings, self.profile))),
+            *picture.at_peak(*(one.problem for one in made)),
         )
         return Shrunk(both, said, kept, peak, lines, tuple((p.peak_bytes, p.step_ns) for p in curve))
 
@@ -181,10 +183,10 @@ class Shrinking:
         checkpointing.unwrap(*both, self.outputs)
         return both
 
-    def _least(self, both: Split, limit: int) -> int:
+    def _least(self, both: tuple[FxProblem, FxProblem], limit: int) -> int:
         """What forward and backward need in an order that keeps the limit, where there is one."""
         needs = 0
-        for one in problems(views_of(both), self.settings, self.profile):
+        for one in both:
             peak = peak_bytes(one.problem)
             if peak > limit:
                 peak = plan(one.problem, limit, effort=0, thorough=False, slack=False).peak_bytes
