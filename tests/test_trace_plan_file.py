@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import complain, identity
 from inductor_passes.pin import file as plan_file
 from inductor_passes.pin.file import GraphPlan, PlanFileError, load, text_of
+from inductor_passes.pin.pins import Pins
 from inductor_passes.report import GraphReport
 from inductor_passes.trace.collector import collect
 from tests.support.models import WorldGather
@@ -352,3 +354,13 @@ def test_the_generated_code_runs_in_the_pinned_order(tmp_path: Path, two_ranks: 
     for text in pinned:
         labels = [label for label in text.split() if re.match(r"W?(AG|RS)\d", label)]
         assert all(b == "W" + a for a, b in zip(labels[::2], labels[1::2])), text
+
+
+def test_kernels_of_another_rank_that_do_not_fit_are_said_to_be_planned() -> None:
+    """A rank that pads its shard has other kernels than its neighbour."""
+    made = Pins(GraphPlan(kernels=("a", "b"), rank=0), "plans", "", rank=1)
+    assert made.foreign(("b", "a")) == ""
+    assert made.foreign(("a", "c")) == "`kernels` are those of rank 0, and rank 1 has others: missing: b; new: c"
+    assert replace(made, rank=0).foreign(("a", "c")) == ""
+    problem = fsdp_problem(1)
+    assert made.kernel_plan(problem, [task.name for task in problem.tasks], None) is None

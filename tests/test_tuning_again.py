@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,13 +15,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
-from inductor_passes import agreement
+from inductor_passes import _torch, agreement
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import variants
+from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.kept import Kept
 from inductor_passes.models import MLPConfig, mlp, mlp_batch
 from inductor_passes.trace.collector import collect
-from inductor_passes.tuning import again
+from inductor_passes.tuning import again, files
 from inductor_passes.tuning.again import New, UnfitError
 from tests.support.compiled import save_profile, without_kernels
 from tests.support.world import fake_world
@@ -40,6 +42,8 @@ def compiled(profile: str, **more: Any) -> Iterator[list[Kept | str]]:
     """What was kept of forward and backward of a model that was compiled for two ranks."""
     found: list[Kept | str] = []
     settings = {"cost_profile": profile, "tune": 2, "tune_swap": "on", "memory_budget": "unlimited", **more}
+    if not settings["tune"]:
+        del settings["tune"], settings["tune_swap"]
     with (
         fake_world(2),
         without_kernels(),
@@ -52,6 +56,72 @@ def compiled(profile: str, **more: Any) -> Iterator[list[Kept | str]]:
         step = torch.compile(model, options=inductor_passes.options(**settings), fullgraph=True)
         step(mlp_batch(MODEL)[0]).square().mean().backward()
         yield found
+
+
+def written(kept: list[Kept | str], profile: str, path: Path) -> list[New]:
+    """Second plans, in a file as those that stay are."""
+    made = [on_a_thread(one, profile) for one in kept]
+    plans = files.Plans()
+    for one in made:
+        assert isinstance(one, New) and one.planned is not None, one
+        about = replace(one.planned.about, tune_file=str(path / "tuned.json"))
+        said = plans.add_plan(replace(one.planned, about=about), one.plan, rank=0)
+        assert said == str(path / "tuned.plan.json")
+    return [one for one in made if isinstance(one, New)]
+
+
+def small_graph() -> torch.fx.Graph:
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x) + 1).graph
+    for node in graph.nodes:
+        node.meta["val"] = torch.ones(2)
+    return graph
+
+
+def tried(graph: torch.fx.Graph) -> str:
+    """The name of a node that is made and erased again."""
+    with graph.inserting_before(next(reversed(graph.nodes))):
+        node = graph.call_function(torch.relu, (next(iter(graph.nodes)),))
+    graph.erase_node(node)
+    return node.name
+
+
+def test_names_do_not_tell_what_was_tried_before() -> None:
+    """A plan file names what passes make: it would fit no graph for which less was tried."""
+    graph = small_graph()
+    copy = _torch.copied_module(graph)
+    assert isinstance(copy, torch.fx.GraphModule)
+    backup = Backup(graph)
+    first = tried(graph)
+    backup.restore()
+    assert tried(graph) == first != tried(graph), "torch counts on where nobody puts back what was tried"
+    gone = next(n for n in graph.nodes if n.target is torch.relu)
+    gone.replace_all_uses_with(next(iter(graph.nodes)))
+    graph.erase_node(gone)
+    backup.restore()
+    assert tried(graph) == first, "equal nodes took the place of those that were erased"
+    assert tried(copy.graph) == first
+
+
+def test_a_copy_knows_the_names_that_are_gone() -> None:
+    graph = small_graph()
+    tried(graph)
+    copy = _torch.copied_module(graph)
+    assert isinstance(copy, torch.fx.GraphModule) and tried(copy.graph) == tried(graph)
+
+
+def test_a_plan_that_stayed_is_followed_to_its_last_kernel(profiles: tuple[str, str], tmp_path: Path) -> None:
+    """Whatever else was tried while it was found, and whatever the next compilation would have planned."""
+    free, dear = profiles
+    with compiled(free) as kept:
+        made = written(kept, dear, tmp_path)
+    with collect(what_if=False) as reports, compiled("", plan=str(tmp_path / "tuned.plan.json"), tune=0):
+        pass
+    assert len(reports) == 2
+    for new, report in zip(made, reports):
+        assert any(note.startswith("pinned by") for note in report.notes), report.notes
+        assert new.plan["order"] and new.plan["kernels"]
+        for key in ("buckets", "order", "kernels"):
+            assert report.plan[key] == new.plan[key], key
 
 
 def on_a_thread(kept: Kept | str, profile: str) -> New | BaseException:

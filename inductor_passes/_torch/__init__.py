@@ -116,6 +116,7 @@ from inductor_passes._torch.lowering import (
     lowered_outputs,
     when_generated,
 )
+from inductor_passes._torch.node_names import node_names, set_node_names
 from inductor_passes._torch.observation import (
     UNKNOWN_SIZES,
     Observed,
@@ -367,6 +368,7 @@ __all__ = [
     "moves_nothing",
     "moves_with_gloo",
     "mutated_argument_names",
+    "node_names",
     "observe",
     "op_arguments",
     "op_name",
@@ -406,6 +408,7 @@ __all__ = [
     "sends_at_once",
     "sent_so_far",
     "set_inductor_option",
+    "set_node_names",
     "sharded_units",
     "size_expression",
     "size_hint",

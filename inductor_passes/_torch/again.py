@@ -24,6 +24,7 @@ from inductor_passes._torch.inductor import (
     inductor_option_names,
     plain_values,
 )
+from inductor_passes._torch.node_names import node_names, set_node_names
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def copied_module(graph: torch.fx.Graph) -> torch.fx.GraphModule | str:
         args, kwargs = (torch.fx.node.map_arg(a, nodes.__getitem__) for a in (node.args, node.kwargs))
         new = nodes[node] = copy.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         new.meta = dict(node.meta)
+    # What is made of the copy has the names that it would have in the graph.
+    set_node_names(copy, node_names(graph))
     made = torch.fx.GraphModule(module, copy)
     made.meta.update(module.meta)
     return made

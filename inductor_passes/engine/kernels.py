@@ -52,6 +52,8 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     pins = compilation.pins if compilation.pins is not None and not compilation.pins.given_up else None
     ordered = order(built, before, lambda least: judge.fused_limit_bytes(compilation, least), pins, config.effort)
     limit = ordered.plan.budget_bytes
+    if pins is not None and (foreign := pins.foreign(ordered.names)):
+        graph.notes.append(f"kernels planned here, {pins.path}: {foreign}")
     if ordered.given_up:
         graph.notes.append(f"pinned order of kernels given up: {ordered.given_up}")
         warn_once(f"inductor_passes: planning kernels anew, {ordered.given_up}")

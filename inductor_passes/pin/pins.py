@@ -75,11 +75,18 @@ class Pins:
         Kernels may differ between ranks (one pads its shard, its neighbour does not); collectives do not, and their
         order is pinned on FX. So kernels of another rank that do not fit are planned here.
         """
-        pinned = self.graph.kernels
-        if pinned is not None and self.rank != self.graph.rank and {*pinned} != {*names}:
+        if self.foreign(names):
             return None
         hint = "; after a change of `order` remove `kernels` to have them planned"
-        return self._plan(problem, names, pinned, limit_bytes, "kernels", hint)
+        return self._plan(problem, names, self.graph.kernels, limit_bytes, "kernels", hint)
+
+    def foreign(self, names: Sequence[str]) -> str:
+        """Why the pinned order of kernels is another rank's and does not fit here, in one sentence; "" otherwise."""
+        pinned = self.graph.kernels
+        if pinned is None or self.rank == self.graph.rank or {*pinned} == {*names}:
+            return ""
+        found = _difference(dict.fromkeys(pinned, ""), dict.fromkeys(names, ""))
+        return f"`kernels` are those of rank {self.graph.rank}, and rank {self.rank} has others: {found}"
 
     def _plan(
         self,

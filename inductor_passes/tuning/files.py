@@ -43,15 +43,11 @@ class Plans:
         self._plans: dict[Path, list[dict[str, Any]]] = {}
 
     def add_plan(self, planned: Planned, made: dict[str, Any], rank: int) -> str:
-        """Write a plan with those before it, where this rank does; the path of the file.
-
-        Without the orders: they name merged messages, whose names depend on what else was tried. Planned with the
-        corrected profile they come out as they are here.
-        """
+        """Write a plan with those before it, where this rank does; the path of the file."""
         path = _path(planned)
         path = path.with_name(f"{path.stem}.plan.json")
         plans = self._plans.setdefault(path, [])
-        plans.append({key: value for key, value in made.items() if key not in ("order", "kernels")})
+        plans.append(made)
         if _writes(planned, rank):
             text = plan_file.text_of([plan_file.GraphPlan.from_json(one, str(one.get("phase", ""))) for one in plans])
             _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
