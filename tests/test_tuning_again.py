@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,8 @@ from tests.support.compiled import save_profile, without_kernels
 from tests.support.world import fake_world
 
 MODEL = MLPConfig(width=32, hidden=64, layers=2, batch=8)
+
+NO_CACHE = {"fx_graph_cache": False}
 
 
 @pytest.fixture
@@ -208,6 +211,65 @@ def test_what_sends_the_same_is_not_replaced(profiles: tuple[str, str]) -> None:
         assert first.variant is not None
         variants.note(other, first.variant.kind)
         assert first.conflict().startswith("another graph sends the same messages") and second.conflict() == ""
+
+
+def loaded_module() -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    exec("class Runner:\n    def call(self, args):\n        return args\ncall = Runner().call\n", made)
+    return made
+
+
+def test_a_graph_of_before_a_reset_counts_for_as_long_as_it_may_be_called() -> None:
+    variants._forget()
+    about, kind = variants.About("0/0", "forward", "settings"), ("a gather",)
+    one = Kept.__new__(Kept)
+    one.about, one.variant = about, variants.Variant(kind, kind, ())
+    before, after = loaded_module(), loaded_module()
+    callers = [before["call"], after["call"]]
+    variants.note(about, kind)
+    variants.note(about, kind, before)
+    assert one.conflict() == "" and variants.graphs_of(about, kind) == (1, 0), "compiled and loaded it is one graph"
+    # Numbers begin again.
+    variants.note(about, kind)
+    assert one.conflict().startswith("a graph of before torch._dynamo.reset() may still be called")
+    variants.note(about, kind, after)
+    assert variants.graphs_of(about, kind) == (2, 1)
+    forgotten = mock.Mock()
+    with mock.patch.object(variants._torch, "forget_loaded_module", forgotten):
+        del callers[0]
+        assert one.conflict() == "" and variants.graphs_of(about, kind) == (1, 0)
+    forgotten.assert_called_once_with(before)
+    variants.note(replace(about, compile_id="7/0"), kind, before)
+    assert one.conflict() == "", "nobody calls it"
+    callers.append(before["call"])
+    variants.note(replace(about, compile_id="7/0"), kind, before)
+    assert one.conflict().startswith("another graph sends the same messages")
+    variants._forget()
+
+
+def test_one_reset_does_not_end_swapping(profiles: tuple[str, str]) -> None:
+    with compiled(profiles[0]) as kept:
+        first = list(kept)
+        torch._dynamo.reset()
+        step = torch.compile(
+            inductor_passes.simple_fsdp(mlp(MODEL), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))),
+            options=inductor_passes.options(
+                cost_profile=profiles[0], tune=2, tune_swap="on", memory_budget="unlimited", inductor=NO_CACHE
+            ),
+            fullgraph=True,
+        )
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            loss = step(mlp_batch(MODEL)[0]).square().mean()
+            loss.backward()
+        del loss
+        assert len(kept) == 4
+        for old, new in zip(first, kept[2:]):
+            assert isinstance(old, Kept) and isinstance(new, Kept), new
+            assert old.about.compile_id == new.about.compile_id  # type: ignore[union-attr]
+            gc.collect()
+            assert new.conflict() == ""
+        made = on_a_thread(kept[2], profiles[1])
+        assert isinstance(made, New) and made.planned is not None
 
 
 @pytest.mark.parametrize(

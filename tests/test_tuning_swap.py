@@ -6,7 +6,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ from inductor_passes.agreement.board import Board, StoreError
 from inductor_passes.agreement.session import Session
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.report import Swap, SwapOutcome
-from inductor_passes.tuning import swap
+from inductor_passes.tuning import again, measuring, replanning, swap
 from inductor_passes.tuning.again import New
+from inductor_passes.tuning.callers import nobody_calls
 from inductor_passes.tuning.replanning import Replanning
 from inductor_passes.tuning.swap import LATE, DeadStoreError, Decision, Place, Ready, Vote, agreed_call
 from inductor_passes.tuning.tape import Tape
@@ -376,3 +377,187 @@ def test_a_rank_that_knows_nothing_of_the_second_plan_keeps_all_from_going_back(
     assert all(one.did[-1] == "new" for one in made)
     assert "ValueError: lost" in made[1].swaps[-1].why
     assert {made[n].swaps[-1].why for n in (0, 2)} == {"rank 1 did not get ready"}
+
+
+def entry() -> dict[str, Any]:
+    """A generated module as Inductor writes it: the entry is a method of an object."""
+    made: dict[str, Any] = {}
+    source = (
+        "class Runner:\n    def call(self, args):\n        args.clear()\n        return 'old'\n"
+        "runner = Runner()\ncall = runner.call\n"
+    )
+    exec(source, made)
+    return made
+
+
+def test_nobody_calls_what_only_its_own_module_refers_to() -> None:
+    made = entry()
+    assert nobody_calls(made)
+    compiled = made["call"]
+    assert not nobody_calls(made), "torch has it"
+    turnstile = Turnstile(made, 0)
+    assert compiled([1]) == "old" and not turnstile.discarded()
+    del compiled
+    assert turnstile.discarded(), "a stand-in is no caller"
+    assert not nobody_calls({}) and not nobody_calls(module()), "not known of other code"
+
+
+def on_its_way(store: Any, rank: int, made: dict[str, Any]) -> tuple[Replanning, list[Swap], list[Callable[[], None]]]:
+    """A graph of two ranks that is to be planned again; what it says and what it wants done."""
+    said: list[Swap] = []
+    work: list[Callable[[], None]] = []
+    session = Session(store, rank, range(2))
+    one = Replanning(
+        plan([MS], [MS]),
+        "a graph",
+        Kept(),
+        Turnstile(made, 3),
+        session,
+        connect=lambda: Board(store),
+        connect_apart=lambda: Board(store),
+        later=lambda order, run: work.append(run),
+        publish=said.append,
+        measure=lambda *_: 1,
+        write=lambda made: "",
+        profile=lambda: CostProfile.default("cpu"),
+        before_ns=10,
+    )
+    return one, said, work
+
+
+def opened(*ones: Replanning) -> None:
+    threads = [threading.Thread(target=one.session.open, args=(time.monotonic() + 10,)) for one in ones]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def agreed(call: int = 9) -> tuple[Replanning, Replanning, list[Swap], list[Any]]:
+    """Two ranks that are to change at a call; the first one's entry is held by the list."""
+    store, made = dist.HashStore(), entry()
+    one, said, work = on_its_way(store, 0, made)
+    other, _, others = on_its_way(store, 1, entry())
+    opened(one, other)
+    assert one.turnstile is not None
+    one.turnstile.ahead = lambda attempt: call  # type: ignore[method-assign]
+    held = [made["call"]]
+    del made
+    for each in (one, other):
+        each.begin()
+    threads = [threading.Thread(target=lambda todo=todo: [todo.pop()() for _ in range(2)]) for todo in (work, others)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert said[-1].outcome is SwapOutcome.AGREED and said[-1].call == call
+    return one, other, said, held
+
+
+def test_a_program_that_ends_before_the_call_says_so_and_tells_the_others() -> None:
+    one, other, said, held = agreed()
+    assert held[0]([1]) == "old"
+    sentence, tell = one.end_with_program()
+    assert said[-1].outcome is SwapOutcome.NOTHING
+    assert said[-1].why.startswith("the program ended before call 9: the graph had run 4 times, the last time 0.")
+    assert sentence == f"nothing swapped: {said[-1].why}"
+    tell()
+    assert other.turnstile is not None and other.turnstile._vote is not None
+    assert other.turnstile._vote.cast() == Decision(False, "rank 0: the program ended")
+    before = len(said)
+    assert one.end_with_program()[0] == "" and len(said) == before, "it is said once"
+
+
+def test_a_graph_that_torch_threw_away_is_not_waited_for() -> None:
+    one, _, said, held = agreed()
+    one.look()
+    assert said[-1].outcome is SwapOutcome.AGREED, "it may still be called"
+    held.clear()
+    one.look()
+    assert (said[-1].outcome, said[-1].why) == (SwapOutcome.NOTHING, replanning.THROWN_AWAY)
+    one, _, said, held = agreed()
+    held.clear()
+    assert one.end_with_program()[0] == f"nothing swapped: {replanning.THROWN_AWAY}"
+
+
+def test_a_program_that_ends_while_it_compiles_says_that_and_not_that_the_store_failed() -> None:
+    store, made = dist.HashStore(), entry()
+    held = made["call"]
+    one, said, work = on_its_way(store, 0, made)
+    other, _, others = on_its_way(store, 1, entry())
+    opened(one, other)
+    board = Board(store)
+    one.connect = lambda: board
+
+    def ends(profile: CostProfile) -> New:
+        assert one.lowering
+        one.end_with_program()[1]()
+        board.closed = again.ENDED
+        raise RuntimeError("in the middle")
+
+    one.kept.compile = ends  # type: ignore[method-assign,union-attr]
+    one.begin()
+    work.pop()()
+    assert not one.lowering
+    assert (said[-1].outcome, said[-1].why) == (
+        SwapOutcome.NOTHING,
+        "the program ended while it was planned and compiled again",
+    )
+    other.begin()
+    others.pop()()
+    began = time.monotonic()
+    others.pop()()
+    assert other.swap.why == "rank 0: the program ended" and time.monotonic() - began < 4.0
+    work.pop()()
+    assert said[-1].why.endswith("compiled again"), "the last word stays"
+    assert held([1]) == "old"
+
+
+def test_a_store_that_was_closed_at_the_end_is_not_said_to_fail() -> None:
+    store = dist.HashStore()
+    one, said, work = on_its_way(store, 0, entry())
+    opened(one, on_its_way(store, 1, entry())[0])
+    board = Board(store)
+    board.closed = again.ENDED
+    one.connect = lambda: board
+    one.begin()
+    work.pop()()
+    assert said[-1].why == "the program ended"
+
+
+@pytest.fixture
+def graphs() -> Iterator[measuring._Graphs]:
+    yield measuring._Graphs()
+    again.ending.clear()
+
+
+@pytest.mark.parametrize("stage", [replanning.COMPILE, replanning.TALK])
+def test_the_end_waits_for_no_rank(graphs: measuring._Graphs, stage: int) -> None:
+    """A rank that waits for another one's profile or answer has nothing that cannot be left."""
+    board, began = Board(dist.HashStore()), time.monotonic()
+    graphs._boards[replanning.TALK] = board, None
+    graphs._later(stage, "a graph", lambda: board.until(lambda: board.has(["never"]) or None, began + LIMIT_S))
+    time.sleep(0.1)
+    graphs._close()
+    assert time.monotonic() - began < 3.0 and not graphs._waiting.total()
+
+
+def test_the_end_says_that_it_waits_for_a_compilation(
+    graphs: measuring._Graphs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "_SILENT_S", 0.2)
+    one, _, _ = on_its_way(dist.HashStore(), 0, entry())
+    graphs._replanned = [("forward_0 [0/0]", one)]
+    left = threading.Event()
+
+    def compiles() -> None:
+        one.lowering = True
+        left.wait(1.0)
+        one.lowering = False
+
+    graphs._later(replanning.COMPILE, "forward_0 [0/0]", compiles)
+    time.sleep(0.1)
+    graphs._close()
+    said = capsys.readouterr().err
+    assert "waits for the compilation of forward_0 [0/0] in the background, for at most 119.8 s more" in said
+    assert not one.lowering and again.ending.is_set()

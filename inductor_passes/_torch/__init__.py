@@ -32,6 +32,7 @@ from inductor_passes._torch.autograd import (
 )
 from inductor_passes._torch.caches import (
     forget_cached_entry,
+    forget_loaded_module,
     forget_loaded_modules,
 )
 from inductor_passes._torch.clocks import callable_kind, event_times_ns, timing_events
@@ -316,6 +317,7 @@ __all__ = [
     "features",
     "floor_division",
     "forget_cached_entry",
+    "forget_loaded_module",
     "forget_loaded_modules",
     "generated_calls",
     "generates_python",

@@ -51,10 +51,23 @@ def _delete(module: str, cache: str, key: object, code: str) -> int:
 
 def forget_loaded_modules() -> None:
     """Make Inductor execute a generated module again the next time that it is loaded in this process."""
+    loaded = _loaded_modules()
+    if loaded is not None:
+        loaded.clear()
+
+
+def forget_loaded_module(module: dict[str, Any]) -> None:
+    """:func:`forget_loaded_modules` for one, given by its globals."""
+    loaded = _loaded_modules() or {}
+    for key, one in list(loaded.items()):
+        if vars(one) is module:
+            del loaded[key]
+
+
+def _loaded_modules() -> dict[str, Any] | None:
     try:
         from torch._inductor.codecache import PyCodeCache
     except ImportError:
-        return
+        return None
     loaded: Any = getattr(PyCodeCache, "modules_no_attr", None)
-    if isinstance(loaded, dict):
-        loaded.clear()
+    return loaded if isinstance(loaded, dict) else None

@@ -113,7 +113,7 @@ def bounded(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
     limit = timeout_s + IN_DOUBT_S + _STALLED_S
     found = within(lambda: settled(session, ballot, timeout_s), limit)
     if found is None:
-        session.board.closed = True
+        session.board.closed = "it did not answer earlier"
         found = Outcome(Kind.TROUBLE, f"the process group's store did not answer within {limit:g} s")
     return found
 

@@ -19,6 +19,10 @@ class StoreError(Exception):
     """The store cannot be used; the message says why."""
 
 
+class ClosedError(StoreError):
+    """This process does not use the store any more; the message says why."""
+
+
 class Clock:
     """Time as a rank sees it; another one in tests."""
 
@@ -37,7 +41,7 @@ class Board:
     Attributes:
         operations: how many there were; a look at several keys at a time counts as one.
         waited_s: time slept in :meth:`until`.
-        closed: set to make every further operation fail.
+        closed: why every further operation fails; "" while the store is used.
     """
 
     def __init__(self, store: Any, clock: Clock | None = None) -> None:
@@ -45,7 +49,7 @@ class Board:
         self.clock = clock or Clock()
         self.operations = 0
         self.waited_s = 0.0
-        self.closed = False
+        self.closed = ""
 
     def put(self, key: str, value: str) -> None:
         """Write, over what is there."""
@@ -90,7 +94,7 @@ class Board:
 
     def _do(self, operation: Callable[[], T]) -> T:
         if self.closed:
-            raise StoreError("it did not answer earlier")
+            raise ClosedError(self.closed)
         self.operations += 1
         try:
             return operation()

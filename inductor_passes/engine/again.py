@@ -6,6 +6,7 @@ it (``tuning.swap``). Then Inductor lowers it as it did before.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from dataclasses import replace
@@ -42,6 +43,11 @@ def compile_again(kept: Kept, profile: CostProfile) -> New:
         UnfitError: it cannot be done.
     """
     assert kept.lowering is not None
+    if kept.conflict():
+        # A graph that torch threw away counts for as long as Python has not collected it.
+        gc.collect()
+    if why := kept.conflict():
+        raise UnfitError(why)
     work = _Again(kept, profile)
     compiled: Any = None
     with again.caught() as loaded:
@@ -83,10 +89,16 @@ class _Again:
         self.why = why
         raise _StopError(why)
 
+    def _look_up(self) -> None:
+        """Stop where nobody needs the result any more. Between two looks torch is not left: its state would stay."""
+        if again.ending.is_set():
+            self._stop(again.ENDED)
+
     @garbage.paused()
     def plan(self, graph: torch.fx.Graph) -> None:
         """In place of our graph pass."""
         kept = self._kept
+        self._look_up()
         if text_of(graph) != kept.lines:
             self._stop("traced again it is another graph")
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
@@ -110,6 +122,7 @@ class _Again:
         """In place of our hook at the end of scheduling."""
         done, before = self._compilation, self._kept.report
         assert done is not None and before is not None
+        self._look_up()
         report = PassReport("replay")
         done.report.passes.append(report)
         planned = order_kernels(nodes, done, report)
@@ -117,6 +130,7 @@ class _Again:
         if all(done.report.plan.get(key) == before.plan.get(key) for key in _DECIDED):
             self.same = True
             raise _StopError("the plan is the one that runs")
+        self._look_up()
         return planned
 
     def made(self, compiled: Any, loaded: list[tuple[dict[str, Any], Any]]) -> New:

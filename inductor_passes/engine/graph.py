@@ -46,6 +46,8 @@ from inductor_passes.verify import rank_check
 #: Where a graph module carries its compilation from the FX passes to the scheduler hook.
 META_KEY = "inductor_passes"
 
+_NOT_ALIKE = "the ranks are not known to have the same graph"
+
 
 @garbage.paused()
 def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfig) -> Compilation | None:
@@ -167,8 +169,9 @@ def _decide(
         if not conforms or earlier is None:
             variants.remember(about, variant)
         if isinstance(came_as, Kept):
-            free = earlier is None and agreed.agreed and compilation.known.agreed
-            came_as = came_as.of(compilation, about, variant) if free else "it sends what other graphs send"
+            # Whether another graph that sends the same may still be called is looked at when it is planned again.
+            alike_on_all = agreed.agreed and compilation.known.agreed
+            came_as = came_as.of(compilation, about, variant) if alike_on_all else _NOT_ALIKE
         compilation.kept = came_as
     return compilation
 

@@ -76,7 +76,10 @@ class Kept:
     def conflict(self) -> str:
         """See :class:`inductor_passes.tuning.again.Kept`."""
         assert self.about is not None and self.variant is not None
-        if variants.graphs_of(self.about, self.variant.kind) > 1:
+        every, before = variants.graphs_of(self.about, self.variant.kind)
+        if every > 1 and before == every - 1:
+            return "a graph of before torch._dynamo.reset() may still be called, and sends the same messages"
+        if every > 1:
             return "another graph sends the same messages, and ranks may run the two at the same time"
         return ""
 

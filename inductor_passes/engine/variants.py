@@ -16,12 +16,14 @@ import zlib
 from base64 import b85decode, b85encode
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from inductor_passes import _torch, agreement
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.pin.pins import Pins
 from inductor_passes.rewriting.messages import messages
+from inductor_passes.tuning.callers import nobody_calls
 
 #: Members of each, see :class:`Variant`.
 Buckets = tuple[tuple[int | str, ...], ...]
@@ -142,8 +144,24 @@ _lock = threading.Lock()
 _known: dict[tuple[str, tuple[str, ...]], list[Variant]] = {}
 #: Functions that were compiled.
 _functions: dict[tuple[str, str, str], None] = {}
-#: Graphs that came with the same collectives, by compile id and phase.
-_graphs: dict[tuple[str, tuple[str, ...]], set[tuple[str, str]]] = {}
+
+
+
+@dataclass
+class _Graph:
+    """A graph that was compiled or loaded.
+
+    Attributes:
+        about: its compile id and phase; those of a graph that was thrown away come again.
+        module: globals of its generated module; None until that is loaded.
+    """
+
+    about: tuple[str, str]
+    module: dict[str, Any] | None = None
+
+
+#: Graphs that came with the same collectives.
+_graphs: dict[tuple[str, tuple[str, ...]], list[_Graph]] = {}
 
 
 def _forget() -> None:
@@ -168,18 +186,36 @@ def remember(about: About, variant: Variant) -> None:
             del _known[next(iter(_known))]
 
 
-def note(about: About, kind: tuple[str, ...]) -> None:
-    """A graph with these collectives was compiled or loaded."""
+def note(about: About, kind: tuple[str, ...], module: dict[str, Any] | None = None) -> None:
+    """A graph with these collectives was compiled or, with the globals of its module, loaded."""
+    name = about.compile_id, about.phase
     with _lock:
-        _graphs.setdefault((about.settings, kind), set()).add((about.compile_id, about.phase))
+        found = _graphs.setdefault((about.settings, kind), [])
+        # Of one name there are several after ``torch._dynamo.reset()``: the last one is being loaded.
+        known = next((one for one in reversed(found) if one.about == name and one.module is None), None)
+        if known is None:
+            found.append(known := _Graph(name))
+        known.module = module
+        # The first ones stay, whoever calls them: with more of them nothing is replaced.
+        del found[_MOST_VARIANTS:]
         while len(_graphs) > _MOST_KINDS:
             del _graphs[next(iter(_graphs))]
 
 
-def graphs_of(about: About, kind: tuple[str, ...]) -> int:
-    """How many graphs came with these collectives in this process, under whatever settings."""
+def graphs_of(about: About, kind: tuple[str, ...]) -> tuple[int, int]:
+    """How many graphs came with these collectives in this process, and how many of these before a reset.
+
+    Under whatever settings, and without those of which it is certain that nobody can call them any more.
+    """
     with _lock:
-        return len(set().union(*(found for (_, one), found in _graphs.items() if one == kind)))
+        every = [(found, one) for (_, same), found in _graphs.items() if same == kind for one in found]
+        for found, one in every:
+            if one.module is not None and nobody_calls(one.module):
+                found.remove(one)
+                # Where a cache gives the code back it is loaded, and noted, anew.
+                _torch.forget_loaded_module(one.module)
+        left = [one.about for found, one in every if one in found]
+    return len(left), left.count((about.compile_id, about.phase)) - 1
 
 
 def replace(about: About, variant: Variant) -> None:
@@ -228,11 +264,14 @@ def statement(about: About, variant: Variant, *, alone: bool, agreed: bool = Tru
         "agreed": agreed,
     }
     text = b85encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 6)).decode()
-    return f"__import__('inductor_passes.engine.variants', fromlist=['loaded']).loaded({text!r})"
+    return f"__import__('inductor_passes.engine.variants', fromlist=['loaded']).loaded(globals(), {text!r})"
 
 
-def loaded(text: str) -> None:
+def loaded(module: dict[str, Any], text: str) -> None:
     """Called by a generated module while it is loaded.
+
+    Args:
+        module: its globals.
 
     Raises:
         StaleVerdictError: the code must not be used: an earlier graph with its collectives sends something else.
@@ -246,7 +285,7 @@ def loaded(text: str) -> None:
         variant = Variant(
             came, sent_then, buckets, data["rewritten"], about.phase, data["graph"], data["any_order"]
         )
-        note(about, variant.kind)
+        note(about, variant.kind, module)
         with _lock:
             sent = [one.sent for one in _known.get((about.settings, variant.kind), ())]
         if variant.sent in sent:

@@ -61,6 +61,10 @@ class Kept(Protocol):
         """How much this process has sent in the graph's groups, as text; equal on ranks that stand at one call."""
 
 
+#: Why what is under way when the program ends does not go on.
+ENDED = "the program ended"
+#: Set then: a compilation under way stops where it looks.
+ending = threading.Event()
 _lock = threading.Lock()
 _kept: dict[str, Kept | str] = {}
 _catching = threading.local()

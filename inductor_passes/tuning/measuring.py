@@ -7,16 +7,19 @@ it with the plan, exchanges it with the other ranks and writes the profile. The 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import itertools
 import logging
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from inductor_passes import _torch, agreement
+from inductor_passes.agreement.asking import within
 from inductor_passes.agreement.board import Board, StoreError
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.records.convert import convert, plain
@@ -29,7 +32,7 @@ from inductor_passes.tuning.correct import corrected
 from inductor_passes.tuning.exchange import Result, exchange
 from inductor_passes.tuning.plan import Planned
 from inductor_passes.tuning.reconcile import Account, account
-from inductor_passes.tuning.replanning import COMPILE, TIMES, Replanning
+from inductor_passes.tuning.replanning import TALK, TIMES, Replanning
 from inductor_passes.tuning.tape import Tape
 from inductor_passes.tuning.turnstile import Turnstile
 
@@ -37,10 +40,12 @@ log = logging.getLogger("inductor_passes")
 
 #: At the end of a process what is under way may take so long.
 _LAST_S = 5.0
+#: A rank whose program ends takes so long at most to tell the others.
+_TELL_S = 2.0
 #: Graphs that a message names.
 _MOST_TITLES = 6
-#: And a compilation under way so long.
-_LAST_COMPILATION_S = 120.0
+#: A compilation under way may take so long; after the shorter time it is said what the end waits for.
+_LAST_COMPILATION_S, _SILENT_S = 120.0, 3.0
 
 
 def statement(planned: Planned) -> str:
@@ -107,11 +112,13 @@ class _Graphs:
         self._count = itertools.count()
         self._thread: threading.Thread | None = None
         self._idle = threading.Condition(self._lock)
-        self._waiting = 0
-        self._doing = -1
+        #: What is to be done or being done, by its place in the order of work.
+        self._waiting = collections.Counter[int]()
         self._ending = False
-        self._board: Board | None = None
-        self._store: Any = None
+        #: This thread's connections to the store: that for times, and that for talks about second plans.
+        self._boards: dict[int, tuple[Board, Any]] = {}
+        #: Graphs on their way to a second plan, by their titles.
+        self._replanned: list[tuple[str, Replanning]] = []
         self.accounts: dict[tuple[object, ...], list[tuple[Planned, Account]]] = {}
         self.profiles: dict[tuple[object, ...], Any] = {}
         self.files = files.Plans()
@@ -133,6 +140,7 @@ class _Graphs:
                     graph.turnstile = Turnstile(module, planned.about.steps + 1)
             self._later(TIMES, graph.title, lambda: self._finished(graph, tape, why))
 
+        self._look_for_thrown_away()
         Clock(module, called, planned.about.steps, planned.about.device, done)
         if _rank() in (planned.about.participants or (0,))[:1]:
             # One rank of the graph says it.
@@ -156,7 +164,7 @@ class _Graphs:
     def _later(self, order: int, title: str, run: Callable[[], None]) -> None:
         """Have something done in the background."""
         with self._lock:
-            self._waiting += 1
+            self._waiting[order] += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="inductor_passes tuning", daemon=True)
                 self._thread.start()
@@ -166,33 +174,71 @@ class _Graphs:
     def wait(self, timeout_s: float) -> bool:
         """Until nothing is under way; False when that takes longer than ``timeout_s`` seconds."""
         with self._idle:
-            return self._idle.wait_for(lambda: not self._waiting, timeout_s)
+            return self._idle.wait_for(lambda: not self._waiting.total(), timeout_s)
+
+    def _look_for_thrown_away(self) -> None:
+        """A graph is loaded: after a reset that may be in the place of one whose agreed call does not come any more."""
+        self._replanned = [(title, one) for title, one in self._replanned if not one.over]
+        for title, one in self._replanned:
+            self._later(TALK, title, one.look)
 
     def _close(self) -> None:
-        """At the end of the process: what is under way is given a moment, and then the store is left alone.
+        """At the end of the process: nothing is swapped any more, and times that ranks exchange are given a moment.
 
-        A compilation is not left in the middle: its threads and processes would outlive the interpreter.
+        A compilation is told to stop and is not left in the middle: its threads and processes would outlive the
+        interpreter, and a thread that comes back to an interpreter which is gone crashes.
         """
         self._ending = True
-        if not self.wait(_LAST_S):
-            with self._idle:
-                self._idle.wait_for(lambda: self._doing != COMPILE, _LAST_COMPILATION_S)
-            if self._board is not None:
-                self._board.closed = True
-            self.wait(1.0)
+        again.ending.set()
+        self._tell_ended()
+        if TALK in self._boards:
+            self._boards[TALK][0].closed = again.ENDED
+        self._wait_for_lowering()
+        with self._idle:
+            self._idle.wait_for(lambda: not self._waiting[TIMES], _LAST_S)
+        for board, _ in list(self._boards.values()):
+            board.closed = again.ENDED
+        self.wait(1.0)
+
+    def _tell_ended(self) -> None:
+        """Graphs whose second plan was on its way, each with one sentence; one rank of the graph says it."""
+        tell = []
+        for title, one in self._replanned:
+            said, others = one.end_with_program()
+            if said and one.session.rank == one.session.ranks[0]:
+                log.warning("inductor_passes: tune_swap: %s planned again: %s", title, said)
+            tell.append(others)
+        # So that they do not wait for this one. The store may have ended before this program.
+        within(lambda: [others() for others in tell], _TELL_S)
+
+    def _lowering(self) -> str:
+        """The graph that is being compiled, "" where none is."""
+        return next((title for title, one in self._replanned if one.lowering), "")
+
+    def _wait_for_lowering(self) -> None:
+        with self._idle:
+            if self._idle.wait_for(lambda: not self._lowering(), _SILENT_S):
+                return
+            left = _LAST_COMPILATION_S - _SILENT_S
+            print(
+                f"inductor_passes: tune_swap: the program's end waits for the compilation of {self._lowering()} in the "
+                f"background, for at most {left:g} s more: torch cannot be left in the middle of it",
+                file=sys.stderr,
+                flush=True,
+            )
+            self._idle.wait_for(lambda: not self._lowering(), left)
 
     def _run(self) -> None:
         while True:
             order, _, title, run = self._work.get()
-            self._doing = order
             try:
-                if order != COMPILE or not self._ending:
+                # What is left of talks and compilations when the program ends nobody can use.
+                if order == TIMES or not self._ending:
                     run()
             except Exception as error:
                 log.warning("inductor_passes: %s was not timed: %s: %s", title, type(error).__name__, error)
             with self._idle:
-                self._waiting -= 1
-                self._doing = -1
+                self._waiting[order] -= 1
                 self._idle.notify_all()
 
     def _finished(self, graph: _Graph, tape: Tape, why: str) -> None:
@@ -235,13 +281,13 @@ class _Graphs:
         if session is None or len(planned.about.participants) == 1:
             _publish_swap(graph, Swap(SwapOutcome.NOTHING, "the graph concerns one rank alone"), rank)
             return False
-        Replanning(
+        replanning = Replanning(
             planned,
             graph.name,
             graph.kept,
             graph.turnstile,
             session,
-            connect=self._connected,
+            connect=lambda: self._connected(TALK),
             connect_apart=_connection,
             later=lambda order, run: self._later(order, graph.title, run),
             publish=lambda swap: _publish_swap(graph, swap, rank),
@@ -249,7 +295,9 @@ class _Graphs:
             write=lambda made: self.files.add_plan(planned, made, rank),
             profile=lambda: CostProfile.from_json(self.profiles[_kind(planned)]),
             before_ns=found.step_ns,
-        ).begin()
+        )
+        self._replanned = [*self._replanned, (graph.title, replanning)]
+        replanning.begin()
         graph.kept = "it is over"
         return True
 
@@ -296,14 +344,21 @@ class _Graphs:
             return Result(None, "the ranks are not known to have the same graph")
         if _torch.default_store() is None:
             return Result(None, "there is no default process group with a store")
-        return exchange(session, self._connected(), name, record.packed(mine), combine, about.timeout_s)
+        return exchange(session, self._connected(TIMES), name, record.packed(mine), combine, about.timeout_s)
 
-    def _connected(self) -> Board:
-        """This thread's connection to the store, one for the life of the process group."""
+    def _connected(self, what: int) -> Board:
+        """This thread's connection to the store for one kind of work, one for the life of the process group.
+
+        Talks have one of their own, which the program's end can close while times are still exchanged.
+        """
         place = _torch.default_store()
-        if self._board is None or place is None or self._store is not place[1]:
-            self._board, self._store = _connection(), None if place is None else place[1]
-        return self._board
+        store = None if place is None else place[1]
+        if what not in self._boards or store is None or self._boards[what][1] is not store:
+            self._boards[what] = _connection(), store
+        board = self._boards[what][0]
+        if self._ending and what != TIMES:
+            board.closed = again.ENDED
+        return board
 
 
 _graphs = _Graphs()

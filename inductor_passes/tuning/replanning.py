@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inductor_passes.agreement.board import Board, StoreError
+from inductor_passes.agreement.board import Board, ClosedError, StoreError
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.records.errors import MeantError
 from inductor_passes.report import Swap, SwapOutcome
+from inductor_passes.tuning import again
 from inductor_passes.tuning.again import Kept, New, UnfitError
 from inductor_passes.tuning.clock import Clock
 from inductor_passes.tuning.exchange import Talks
@@ -34,6 +36,7 @@ _TRIES = 3
 #: Ranks wait for so many times ``rank_agreement`` that another one gets ready, and for so many times as long as it took
 #: this one; at a call for so large a share of it: who is asked about another graph meanwhile still answers in time.
 _PATIENCE, _TOOK, _AT_CALL = 3.0, 2.0, 0.5
+THROWN_AWAY = "torch threw the graph's code away meanwhile, as torch._dynamo.reset() does"
 
 
 @dataclass
@@ -57,6 +60,8 @@ class Replanning:
         swap: what became of it so far.
         new: the second plan, once it is compiled, which took ``took_s`` seconds.
         in_use: whether it runs.
+        over: nothing is changed any more.
+        lowering: the graph is being compiled right now, which nothing can interrupt.
     """
 
     planned: Planned
@@ -76,6 +81,13 @@ class Replanning:
     new: New | None = None
     took_s: float = 0.0
     in_use: bool = False
+    over: bool = False
+    lowering: bool = False
+    #: What it is doing, for the sentence about a program that ends meanwhile.
+    _doing: str = "waited to be planned again"
+    #: The talk that it came to last: round and attempt.
+    _at: tuple[int, int] = (0, 0)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def begin(self) -> None:
         """The ranks have one account of the first plan."""
@@ -86,8 +98,12 @@ class Replanning:
         """A stage whose failure ends it: what runs now stays."""
 
         def guarded() -> None:
+            if self.over:
+                return
             try:
                 run()
+            except ClosedError as error:
+                self._end(str(error))
             except Exception as error:  # a better plan must never stop a program
                 log.debug("a second plan ended", exc_info=True)
                 store = "the process group's store cannot be used" if isinstance(error, StoreError) else ""
@@ -95,7 +111,48 @@ class Replanning:
 
         return guarded
 
+    def end_with_program(self) -> tuple[str, Callable[[], None]]:
+        """The program ends: what is to be said of it, "" where all was said before, and what tells the other ranks."""
+        with self._lock:
+            if self.over:
+                return "", lambda: None
+            why = self._not_done()
+            vote = None if self.turnstile is None else self.turnstile.disarm()
+            self._end(why)
+        return f"{self.swap.outcome.value}: {self.swap.why}", lambda: self._tell(vote, again.ENDED)
+
+    def _not_done(self) -> str:
+        call, turnstile = self.swap.call, self.turnstile
+        if turnstile is not None and turnstile.discarded():
+            return THROWN_AWAY
+        if self.swap.outcome is SwapOutcome.AGREED and turnstile is not None:
+            ran = f"the graph had run {turnstile.count} times, the last time {turnstile.idle_s():.1f} s before"
+            return f"{again.ENDED} before call {call}: {ran}"
+        return f"{again.ENDED} while it {self._doing}"
+
+    def _tell(self, vote: Vote | None, why: str) -> None:
+        """That this rank does not change, at the talk that it came to last."""
+        try:
+            if vote is not None:
+                vote.refuse(why)
+            else:
+                agreed_call(self._place(self.connect_apart(), *self._at), Ready(why), lambda: 0, 0.0)
+        except Exception:  # nobody may be there any more
+            log.debug("the other ranks are not told why this one does not change", exc_info=True)
+
+    def look(self) -> None:
+        """End it where torch has thrown the graph's code away: the agreed call does not come."""
+        with self._lock:
+            if self.over or self.swap.outcome is not SwapOutcome.AGREED or self.turnstile is None:
+                return
+            if not self.turnstile.discarded():
+                return
+            vote = self.turnstile.disarm()
+            self._end(THROWN_AWAY)
+        self._tell(vote, THROWN_AWAY)
+
     def _compile(self) -> None:
+        self._doing = "was planned and compiled again"
         began = time.monotonic()
         why = self._compiled()
         self.took_s = time.monotonic() - began
@@ -110,12 +167,15 @@ class Replanning:
         if isinstance(profile, str) or isinstance(self.kept, str) or why:
             return why or str(profile)
         try:
+            self.lowering = True
             self.new = self.kept.compile(profile)
         except UnfitError as error:
             return str(error)
         except Exception as error:
             log.debug("compiling a second plan failed", exc_info=True)
             return f"compiling it failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        finally:
+            self.lowering = False
         planned = self.new.planned
         if planned is None:
             return "the corrected profile gives the same plan"
@@ -147,6 +207,10 @@ class Replanning:
             why: this rank cannot; "" where it can.
         """
         turnstile, new = self.turnstile, self.new
+        self._at = round_, attempt
+        self._doing = "ran with the second plan, before that was known to be faster" if round_ else (
+            "waited for the other ranks to be ready"
+        )
         place = self._place(self.connect(), round_, attempt)
         mine = Ready(why, "" if new is None else new.digest)
         ahead = (lambda: 0) if turnstile is None else (lambda: turnstile.ahead(attempt))
@@ -165,6 +229,9 @@ class Replanning:
         if not round_:
             self._say(SwapOutcome.AGREED, call=call)
         to = None if round_ else new.call
+        if self.over:
+            self._tell(vote, again.ENDED)
+            return
         turnstile.arm(call, vote, to, lambda found: self._decided(round_, attempt, call, found))
 
     def _decided(self, round_: int, attempt: int, call: int, found: Decision) -> None:
@@ -173,6 +240,7 @@ class Replanning:
         assert new is not None
         if found.yes:
             self.in_use = not round_
+            self._doing = "was timed with the second plan"
             new.use(not round_)
             if not round_:
                 self._time(new)
@@ -212,9 +280,10 @@ class Replanning:
         else:
             self._say(SwapOutcome.SWAPPED, after_ns=after)
             if after < self.before_ns:
+                plan = self.new.plan
                 self._say(SwapOutcome.KEPT)
                 self._done()
-                self._say(SwapOutcome.KEPT, **self._written(self.new.plan))
+                self._publish(SwapOutcome.KEPT, **self._written(plan))
                 return
         self.later(TALK, self._stage(lambda: self._talk(1, 0, "")))
 
@@ -226,15 +295,19 @@ class Replanning:
 
     def _end(self, why: str) -> None:
         """Nothing is changed any more."""
-        said = "; ".join(filter(None, (self.swap.why, why)))
-        if self.in_use:
-            self._say(SwapOutcome.UNMEASURED, why=said)
-        else:
-            # What this rank knows of a plan that is not used the others may not know.
-            self._say(SwapOutcome.NOTHING, why=said, call=0, predicted_ns=0)
-        self._done()
+        with self._lock:
+            if self.over:
+                return
+            said = "; ".join(filter(None, (self.swap.why, why)))
+            if self.in_use:
+                self._say(SwapOutcome.UNMEASURED, why=said)
+            else:
+                # What this rank knows of a plan that is not used the others may not know.
+                self._say(SwapOutcome.NOTHING, why=said, call=0, predicted_ns=0)
+            self._done()
 
     def _done(self) -> None:
+        self.over = True
         if self.turnstile is not None:
             self.turnstile.end()
         self.kept = "it is over"
@@ -242,5 +315,11 @@ class Replanning:
             self.new = None
 
     def _say(self, outcome: SwapOutcome, **more: Any) -> None:
+        """Enter how far it came, unless the last word was said."""
+        with self._lock:
+            if not self.over:
+                self._publish(outcome, **more)
+
+    def _publish(self, outcome: SwapOutcome, **more: Any) -> None:
         self.swap = replace(self.swap, outcome=outcome, **more)
         self.publish(self.swap)

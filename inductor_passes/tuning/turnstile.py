@@ -15,6 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from inductor_passes.tuning.callers import nobody_calls
 from inductor_passes.tuning.clock import function_of
 from inductor_passes.tuning.swap import LATE, DeadStoreError, Decision, Vote
 
@@ -51,6 +52,7 @@ class Turnstile:
         self._lock = threading.Lock()
         self._inside = 0
         self._began, self._first = time.monotonic(), count
+        self._last = self._began
         self._vote: Vote | None = None
         self._at = 0
         self._to: Callable[[list[Any]], Any] | None = None
@@ -92,10 +94,26 @@ class Turnstile:
         if why:
             then(vote.refuse(why))
 
+    def disarm(self) -> Vote | None:
+        """The vote that has not come, which does not come any more."""
+        with self._lock:
+            vote, self._vote = self._vote, None
+        return vote
+
+    def discarded(self) -> bool:
+        """Whether it is certain that nobody can call the graph any more, see ``callers``."""
+        return nobody_calls(self._module)
+
+    def idle_s(self) -> float:
+        """Seconds since the last call began; since it counts, where there was none."""
+        with self._lock:
+            return time.monotonic() - self._last
+
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
         with self._lock:
             self.count += 1
+            self._last = time.monotonic()
             if self._inside:
                 self.broken = "two threads ran the graph at the same time"
             self._inside += 1
