@@ -28,6 +28,7 @@ from inductor_passes.pin.file import GraphPlan, PlanFileError, load, text_of
 from inductor_passes.pin.pins import Pins
 from inductor_passes.report import GraphReport
 from inductor_passes.trace.collector import collect
+from tests.support.compiled import save_profile
 from tests.support.models import WorldGather
 from tests.support.ranks import Ranks
 from tests.support.trace_samples import fsdp_problem, planned
@@ -102,6 +103,18 @@ def test_a_plan_is_a_readable_file_and_pins_what_it_says(plans: Path) -> None:
     assert {d.reason.value for p in pinned[0].passes if p.name == "reorder" for d in p.decisions} == {
         "pinned by plan file"
     }
+
+
+def test_a_plan_is_followed_whatever_was_tried_while_it_was_found(world: None, tmp_path: Path) -> None:
+    """Other buckets and other budgets were tried, and left names behind."""
+    dear = save_profile(tmp_path / "dear.json", 200_000, 0.1, 20_000, 0.1)
+    settings = {"bucket": "on", "cost_profile": dear, "memory_budget": "+60%"}
+    made = compile_step(5, 64, dump_plan=str(tmp_path / "plans"), **settings)
+    pinned = compile_step(5, 64, plan=str(tmp_path / "plans"), **settings)
+    for one, again in zip(made, pinned):
+        assert one.plan["buckets"], "names of merged messages are at stake"
+        assert any(note.startswith("pinned by") for note in again.notes), again.notes
+        assert again.plan["order"] == one.plan["order"] and again.plan["buckets"] == one.plan["buckets"]
 
 
 def test_an_edited_order_is_used(plans: Path) -> None:
