@@ -208,8 +208,10 @@ class Replanning:
         """
         turnstile, new = self.turnstile, self.new
         self._at = round_, attempt
-        self._doing = "ran with the second plan, before that was known to be faster" if round_ else (
-            "waited for the other ranks to be ready"
+        self._doing = (
+            "ran with the second plan, before that was known to be faster"
+            if round_
+            else ("waited for the other ranks to be ready")
         )
         place = self._place(self.connect(), round_, attempt)
         mine = Ready(why, "" if new is None else new.digest)
