@@ -149,7 +149,7 @@ _functions: dict[tuple[str, str, str], None] = {}
 
 @dataclass
 class _Graph:
-    """A graph that was compiled or loaded.
+    """A graph that was compiled or loaded; none is dropped of which it is not certain that nobody can call it.
 
     Attributes:
         about: its compile id and phase; those of a graph that was thrown away come again.
@@ -196,8 +196,6 @@ def note(about: About, kind: tuple[str, ...], module: dict[str, Any] | None = No
         if known is None:
             found.append(known := _Graph(name))
         known.module = module
-        # The first ones stay, whoever calls them: with more of them nothing is replaced.
-        del found[_MOST_VARIANTS:]
         while len(_graphs) > _MOST_KINDS:
             del _graphs[next(iter(_graphs))]
 
