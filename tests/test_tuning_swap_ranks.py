@@ -104,6 +104,7 @@ def train(rank: int, world: int, steps: int, settings: dict[str, Any], cold: boo
         "parameters": [p.to_local().detach().numpy().tobytes() for p in model.parameters()],  # type: ignore[attr-defined]
         "swaps": swaps(reports),
         "phases": [r.phase for r in reports],
+        "plans": [r.plan for r in reports],
         "notes": [note for r in reports for note in r.notes],
         "stand-ins": [f.__code__.co_name for f in functions if f.__code__.co_name in hands_on],
     }
@@ -135,10 +136,14 @@ def test_a_faster_plan_is_swapped_in_at_one_call(pool: Ranks, tmp_path: Path) ->
     for plan in text["graphs"]:
         del plan["graph_index"]
     (tmp_path / "any.json").write_text(json.dumps(text))
-    pinned = {"plan": str(tmp_path / "any.json"), "cost_profile": str(tmp_path / "tuned.json")}
-    again = pool.run(train, 2, {**pinned, "memory_budget": "unlimited"})
+    # Costs under which nothing of this would be planned.
+    again = pool.run(train, 2, {"plan": str(tmp_path / "any.json"), "memory_budget": "unlimited"})
     assert again[0]["losses"] == tuned[0]["losses"][:2]
     assert sum(note.startswith("pinned by") for note in again[0]["notes"]) == 2
+    for rank in again:
+        assert len(rank["plans"]) == 2
+        for followed, plan in zip(rank["plans"], text["graphs"]):
+            assert all(followed[key] == plan[key] for key in ("buckets", "order", "kernels"))
 
 
 def _misled(rank: int, world: int, settings: dict[str, Any]) -> Any:
