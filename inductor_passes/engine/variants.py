@@ -147,9 +147,11 @@ _functions: dict[tuple[str, str, str], None] = {}
 
 
 
-@dataclass
+@dataclass(eq=False)
 class _Graph:
     """A graph that was compiled or loaded; none is dropped of which it is not certain that nobody can call it.
+
+    Equal to itself only: modules hold tensors, which do not compare as a whole.
 
     Attributes:
         about: its compile id and phase; those of a graph that was thrown away come again.
