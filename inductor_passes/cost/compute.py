@@ -25,6 +25,7 @@ from inductor_passes.cost.values import dtype_name, value_bytes
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import UNPACK
+from inductor_passes.records.limits import Count
 
 #: Attention on CPU has no formula of its own in torch; its arguments are those of the flash kernel.
 _SAME_FORMULA = {
@@ -73,10 +74,10 @@ def library_shape(node: torch.fx.Node) -> tuple[str, int] | None:
 class Work:
     """What a cost profile prices compute by: the arguments of :meth:`CostProfile.compute_ns`."""
 
-    flops: int
-    bytes_moved: int
+    flops: Count
+    bytes_moved: Count
     dtype: str
-    kernels: int = 1
+    kernels: Count = 1
     shape: tuple[str, int] | None = None
 
     def duration_ns(self, profile: CostProfile) -> int:

@@ -194,9 +194,6 @@ def _check(record: _Record, forward: Problem, backward: Problem) -> None:
     for what, lists in (("messages", record.messages), ("computed", record.computed)):
         if len(lists) != 2:
             raise RecordError(f"{what} has {len(lists)} lists; expected one for forward and one for backward")
-    works = [one.work for ones in record.computed for one in ones]
-    if any(min(w.flops, w.bytes_moved, w.kernels) < 0 for w in works):
-        raise RecordError("computed has a task of negative work; expected 0 or more")
     if any(g.held_bytes < 1 or g.link_ns < 0 for g in record.gathered):
         raise RecordError("gathered has a parameter without bytes, or of negative time")
     if any(not m.ranks for ones in record.messages for m in ones):
