@@ -21,7 +21,8 @@ from inductor_passes.bucket.planned import planned
 from inductor_passes.bucket.question import Partition, Question
 from inductor_passes.bucket.room import Capped, Room
 from inductor_passes.report import Reason
-from inductor_passes.rewriting.contract import Solved
+from inductor_passes.rewriting.contract import Beaten, Solved
+from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.construct import SMALL
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.merge import Bucket
@@ -87,6 +88,7 @@ def choose(
     start: Solved | None = None,
     generated: Capped | None = None,
     dropped: Collection[Proposal] = (),
+    beat_ns: int | None = None,
 ) -> Choice:
     """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring.
 
@@ -94,7 +96,14 @@ def choose(
         generated: the memory of generated code; what is merged has to fit its cap too.
         start: a plan of ``problem`` that is known already: what is compared with is no worse.
         dropped: what is not to be proposed again.
+        beat_ns: partitions of which no order is that fast are not planned, unless the graph as it is may be.
+
+    Raises:
+        Beaten: no partition, nor the graph as it is, can be as fast as ``beat_ns``.
     """
+    if beat_ns is not None and bound_ns(problem, found, costs) > beat_ns:
+        raise Beaten
+    compared = beat_ns is not None and lower_bound(problem) > beat_ns
     thorough = len(problem) <= QUICK_TASKS
     known = start.plan if start is not None and start.problem is problem else None
 
@@ -111,6 +120,10 @@ def choose(
     for buckets in _proposed(partitions, question, dropped):
         trials.append(buckets)
         other = merged(problem, buckets, costs)
+        # What cannot win is not planned: planning takes most of the time.
+        best = chosen[0].makespan_ns if chosen is not None else beat_ns if compared else None
+        if best is not None and lower_bound(other) > best:
+            continue
         after = plan(other, limit_bytes, effort=effort, thorough=thorough)
         objection = _objection(before, after) or _over(generated, buckets, costs, after)
         if objection is not None:
@@ -132,6 +145,8 @@ def choose(
         return Choice(chosen[1], trials[0], before, chosen[2], chosen[0])
     if not trials:
         return Choice([], [], before, problem)
+    if compared:
+        raise Beaten
     assert refused is not None
     return Choice([], trials[0], before, problem, *refused)
 

@@ -119,6 +119,7 @@ class BucketPass:
             start=facts.solved,
             generated=generated,
             dropped=self.dropped,
+            beat_ns=facts.beat_ns,
         )
         other = None if generated is None else generated.room()
         room = None if limit is None else Room(fx.problem, limit, other)

@@ -31,7 +31,16 @@ from inductor_passes.pin.file import PlanFileError
 from inductor_passes.pin.pins import GivenUp
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import GraphReport, PassReport, Reason
-from inductor_passes.rewriting.contract import Cap, Facts, Look, Outcome, Pass, Scheduled
+from inductor_passes.rewriting.contract import (
+    Beaten,
+    Cap,
+    Facts,
+    Look,
+    Outcome,
+    Pass,
+    Scheduled,
+    may_shorten,
+)
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace import spans
@@ -243,17 +252,27 @@ class _Run:
             self.back_to(0)
         self.facts = dataclasses.replace(self.facts, cap=cap)
         if beat_ns is not None:
-            self.rest(until=len(self.passes) - 1)
+            try:
+                self.rest(until=len(self.passes) - 1, beat_ns=beat_ns)
+            except Beaten:
+                return False
             if self.bound_ns() > beat_ns:
                 return False
+            self.facts = dataclasses.replace(self.facts, beat_ns=None)
         self.rest()
         _settle(self)
         return True
 
-    def rest(self, until: int | None = None) -> None:
-        """Run the passes that have not been run, up to number ``until``."""
+    def rest(self, until: int | None = None, beat_ns: int | None = None) -> None:
+        """Run the passes that have not been run, up to number ``until``.
+
+        Raises:
+            Beaten: one of them shows that no order will be as fast as ``beat_ns``.
+        """
         for number in range(len(self.steps), len(self.passes) if until is None else until):
             one = self.passes[number]
+            if beat_ns is not None and not any(may_shorten(later, self.facts) for later in self.passes[number + 1 :]):
+                self.facts = dataclasses.replace(self.facts, beat_ns=beat_ns)
             if number in self.tried[1]:
                 report = PassReport(one.name, rolled_back=Reason.SLOWER, detail="the graph plans faster without it")
                 self.steps.append(_Step(one, self.facts, self._snapshot(), report))
@@ -263,7 +282,7 @@ class _Run:
     def back_to(self, number: int) -> None:
         """The graph as it was before the pass of that number; the passes from there on count as not run."""
         step = self.steps[number]
-        self._restore(step.snapshot, step.facts)
+        self._restore(step.snapshot, dataclasses.replace(step.facts, beat_ns=None))
         self.snapshot = step.snapshot
         del self.steps[number:]
 
@@ -313,7 +332,7 @@ class _Run:
                     one = outcome.again
                     continue
                 judgement = judge.judge(self.graph, one, outcome, facts, snapshot.reference, self.verified)
-            except (PlanFileError, VerificationError):
+            except (PlanFileError, VerificationError, Beaten):
                 raise
             except Exception as error:
                 log.debug("pass %s failed", one.name, exc_info=True)

@@ -52,6 +52,10 @@ class ReorderPass:
     name: str = "reorder"
     group_order: ClassVar[GroupOrder] = "any"
 
+    def may_shorten(self, facts: Facts) -> bool:
+        """It only orders."""
+        return False
+
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Plan and apply; the input order stays when nothing better fits the budget."""
         arranged = _arranged(graph, facts, self.like) if self.like else None

@@ -67,6 +67,10 @@ class ScatterByExchange:
     def __post_init__(self) -> None:
         check_exactness(self.exactness)
 
+    def may_shorten(self, facts: Facts) -> bool:
+        """Only a measured profile can say that an exchange is faster."""
+        return facts.profile.measured
+
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Replace what pays; one decision per reduce_scatter for which the exchange would be faster."""
         decisions: list[Decision] = []

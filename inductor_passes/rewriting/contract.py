@@ -36,6 +36,10 @@ GroupOrder = Literal["kept", "any"]
 NOT_AGREED = "ranks did not agree that they compile the same graph"
 
 
+class Beaten(Exception):
+    """No order of what a pass could make of the graph is as fast as ``Facts.beat_ns``; the graph was not changed."""
+
+
 @dataclass(frozen=True)
 class Cap:
     """The memory cap of one FX graph: computed once, from the graph that came in.
@@ -123,6 +127,8 @@ class Facts:
         pins: the plan that is pinned for this graph, None when there is none or it was given up.
         apart: starts that must keep to themselves: those of a matmul's parts, for instance.
         solved: the plan of the graph as it is, when there is one.
+        beat_ns: a makespan that is reached another way. A pass raises :class:`Beaten` when nothing that it could make
+            of the graph can be faster; None: whatever comes out is wanted.
     """
 
     look: Look
@@ -130,6 +136,7 @@ class Facts:
     pins: Pins | None = None
     apart: frozenset[str] = frozenset()
     solved: Solved | None = None
+    beat_ns: int | None = None
 
     @property
     def view(self) -> GraphView:
@@ -300,3 +307,12 @@ class Pass(Protocol):
 
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Change the graph; one decision per candidate. May raise: the pipeline puts the graph back."""
+
+
+def may_shorten(one: Pass, facts: Facts) -> bool:
+    """Whether a pass may change a graph so that an order can be faster than any order of the graph as it comes.
+
+    A pass that sometimes does not has a method of this name; the others count as passes that do.
+    """
+    ask = getattr(one, "may_shorten", None)
+    return ask is None or bool(ask(facts))
