@@ -145,5 +145,7 @@ def _set_link(latency_ns: int, bytes_per_s: float, _: int, __: int) -> None:
 def ranks_on_a_link(latency_ns: int, bytes_per_s: float, cache: Path, ranks: int = 2, **env: str) -> Ranks:
     """Ranks on an emulated link, with Inductor's caches of their own; to be entered."""
     setup = partial(_set_link, latency_ns, bytes_per_s)
-    env = {"TORCHINDUCTOR_CACHE_DIR": str(cache), **env}
+    # Torch's flight recorder keeps the code that made each of the last 2,000 collectives: what a reset threw away would
+    # count as code that may be called.
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCH_FR_BUFFER_SIZE": "0", **env}
     return Ranks(ranks, backend=emulated_link.BACKEND, setup=setup, env=env)
