@@ -37,12 +37,12 @@ def groups() -> Iterator[tuple[str, ...]]:
 
 def test_random_programs(groups: tuple[str, ...]) -> None:
     changed = 0
-    for number in range(90):
+    for number in range(60):
         case = replace(cases.random_case(random.Random(f"0/{number}")), async_tp=False)
         said, passes = judging.judge(case, groups)
         assert not said, f"{said}\n{judging.as_test(case, groups, said, 'found')}"
         changed += passes > 0
-    assert changed > 45
+    assert changed > 30
 
 
 def _broken(kind: str) -> type:

@@ -36,7 +36,7 @@ from tests.support.models import (
 from tests.support.world import fake_world
 
 LLAMA = LlamaConfig(layers=1)
-ORDERS = 10
+ORDERS = 5
 
 
 def mesh(*names: str) -> Any:

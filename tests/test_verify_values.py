@@ -360,11 +360,11 @@ def test_merges_in_random_layers(form):
     changed = 0
     with fake_world(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
-        for seed in range(60):
+        for seed in range(40):
             r = made.merged(random_layers(seed, mesh), form)
             assert r.findings() == [], seed
             changed += list(r.before.nodes) != [n.name for n in r.graph.nodes]
-    assert changed > 40
+    assert changed > 26
 
 
 def test_a_node_under_another_name_is_still_proven():

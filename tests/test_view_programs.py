@@ -26,7 +26,7 @@ from tests.support.view_programs import random_view_program
 from tools.fuzzing import cases, judging, running
 
 RANKS = 4
-PROGRAMS = 60
+PROGRAMS = 30
 World = tuple[dict[str, str], dict[str, int]]
 
 
