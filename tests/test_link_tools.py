@@ -25,6 +25,7 @@ from tools.link import report as link_report
 from tools.link import sweep as link_sweep
 from tools.link import worker as link_worker
 from tools.link.prediction import predicted_peak
+from tools.shared.launch import OUT_OF_TIME
 
 
 def _record(kind: str, wire: int, duration: int = 0) -> Record:
@@ -223,6 +224,23 @@ def test_a_contender_that_kills_the_job_is_left_out(monkeypatch: pytest.MonkeyPa
     (results,) = bench_link.run_job({"contenders": ["inductor", "bucket", "eager"]}, 2, 1, console)
     assert tried == [["inductor", "bucket", "eager"], ["inductor", "eager"]]
     assert results["failed"] == {"eager": "no", "bucket": "took the job down (status -6) while compiling"}
+
+
+def test_a_job_that_is_out_of_time_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = OUT_OF_TIME
+
+    def torchrun(script: str, folder: str, ranks: int, timeout_s: int) -> tuple[int, str]:
+        Path(folder, "results.json").write_text(json.dumps([{"rows": [], "failed": {}}]))
+        return status, "stopped"
+
+    monkeypatch.setattr(bench_link, "torchrun", torchrun)
+    said = io.StringIO()
+    job = {"contenders": ["inductor"], "rates": ["balanced", "fast"]}
+    assert len(bench_link.run_job(job, 2, 60, Console(file=said, width=120))) == 1
+    assert "out of time after 60 s: 1 of 2 links are measured" in said.getvalue()
+    status = -6
+    with pytest.raises(RuntimeError, match="status -6"):
+        bench_link.run_job(job, 2, 60, Console(file=said))
 
 
 def test_the_reference_must_survive(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from tools.link.lab import ALL_CONTENDERS, CONTENDERS, NARROWER, RATES
 from tools.link.models import LAYOUTS, Layout
 from tools.link.report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, table
 from tools.link.summary import HEADER, REFERENCE, means, standing, step_ns
-from tools.shared.launch import torchrun
+from tools.shared.launch import OUT_OF_TIME, torchrun
 from tools.shared.record import RESULTS, chosen, markdown_table, write
 
 Rounds = Annotated[int, typer.Option(min=1, help="Interleaved steps per contender and rate.")]
@@ -36,6 +36,8 @@ Out = Annotated[Path, typer.Option(help="Folder for the page, its figures and it
 def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -> list[dict[str, Any]]:
     """Run a job until it gets through, each time without the contender that took it down.
 
+    A job that is out of time leaves the links that it has measured.
+
     Raises:
         RuntimeError: the reference itself fails.
     """
@@ -47,10 +49,13 @@ def run_job(job: dict[str, Any], ranks: int, timeout_s: int, console: Console) -
             Path(folder, "job.json").write_text(json.dumps(contents), encoding="utf-8")
             code, tail = torchrun("tools.link.worker", folder, ranks, timeout_s)
             results = Path(folder, "results.json")
-            if results.exists():
+            if results.exists() and code in (0, OUT_OF_TIME):
                 data: list[dict[str, Any]] = json.loads(results.read_text(encoding="utf-8"))
                 for one in data:
                     one["failed"].update(died)
+                if code == OUT_OF_TIME:
+                    measured = f"{len(data)} of {len(job['rates'])} links are measured"
+                    console.print(f"out of time after {timeout_s} s: {measured}")
                 return data
             journal = Path(folder, "journal.jsonl")
             said = journal.read_text(encoding="utf-8").splitlines() if journal.exists() else []

@@ -336,7 +336,10 @@ def slowest(values: Sequence[int]) -> list[int]:
 
 
 def run(job: Job, say: Say = silent) -> list[dict[str, Any]]:
-    """The whole benchmark on this rank; one result per rate, the same on every rank."""
+    """The whole benchmark on this rank; one result per rate, the same on every rank.
+
+    Rank 0 writes what there is after every rate: a job that is cut short leaves it.
+    """
     bench = Bench(job, say)
     compute_ns, records = bench.prepare()
     results = []
@@ -345,6 +348,8 @@ def run(job: Job, say: Say = silent) -> list[dict[str, Any]]:
         bench.replace_planned()
         bench.measure(rate["latency_ns"], rate["bytes_per_s"])
         results.append({**rate, **_result(bench)})
+        if bench.rank == 0:
+            job.file("results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
     return results
 
 
@@ -383,9 +388,7 @@ def main() -> None:
     """Entry point under torchrun; the argument is the job's folder."""
     job = Job.load(sys.argv[1])
     join()
-    results = run(job)
-    if dist.get_rank() == 0:
-        job.file("results.json").write_text(json.dumps(results, indent=1, allow_nan=False), encoding="utf-8")
+    run(job)
     leave()
 
 

@@ -56,11 +56,15 @@ def loopback(wanted: str, system: Path = Path("/sys/class/net")) -> str:
     return ""
 
 
+#: Status of a job that was ended because it took too long.
+OUT_OF_TIME = -1
+
+
 def torchrun(module: str, folder: str, ranks: int, timeout_s: int) -> tuple[int, str]:
     """Run ``module`` (its argument is ``folder``) on ``ranks`` ranks.
 
     Returns:
-        Exit status (-1: out of time) and the end of the output.
+        Exit status (:data:`OUT_OF_TIME` where it took longer) and the end of the output.
     """
     variables = environment_of_ranks()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
@@ -72,7 +76,7 @@ def torchrun(module: str, folder: str, ranks: int, timeout_s: int) -> tuple[int,
         try:
             code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            code = -1
+            code = OUT_OF_TIME
         finally:
             # Asked politely, torchrun ends its ranks; killed, it leaves them behind.
             process.terminate()
