@@ -41,8 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
 #: Files that take longest, longest first. Workers take whole files: one of these at the end would keep a single worker
 #: busy while the others have nothing left to do. Only that depends on this list.
 _LONG = (
-    *("end_to_end", "environment_variable", "bucket_sums", "hugging_face", "agreement_ranks", "operator_memory"),
-    *("variants", "step_recompute", "step_keep", "sequence_parallel_ranks", "compress", "memory_cap", "uneven_ranks"),
+    *("end_to_end", "environment_variable", "variants", "step_keep", "tuning_swap_ranks", "step_recompute"),
+    *("operator_memory", "nothing_planned", "simple_fsdp_checkpointing", "tuning_ranks", "parameter_names"),
+    *("sequence_parallel_ranks", "memory_measured", "tuning_again", "memory_cap", "hugging_face", "compress"),
+    *("replay_problem", "replay_order", "bucket_sums", "simple_fsdp_graphs", "agreement_ranks", "regions"),
+    *("trace_models", "uneven_ranks", "simple_fsdp", "trace_plan_file", "tuning_soak", "xpu_stand_in", "trace_graphs"),
     *("frameworks_trainer", "soak", "failures", "verify_mutations", "barrier", "bench", "trace_artifacts", "fuzz"),
 )
 

@@ -87,7 +87,6 @@ def test_making_options_imports_no_pass() -> None:
 def test_the_first_compilation_uses_our_passes() -> None:
     code = "before = __import__('torch') and heavy(); print(json.dumps([before, compiled()]))"
     assert result(code, INDUCTOR_PASSES_MEMORY_BUDGET="+7%") == [[], ["+7%"]]
-    assert result(code, INDUCTOR_PASSES="0") == [[], []]
 
 
 def test_compile_workers_import_nothing_of_ours() -> None:
@@ -111,11 +110,8 @@ if __name__ == "__main__":
     "first",
     [
         "import inductor_passes; inductor_passes.options()",
-        "import inductor_passes; inductor_passes.config.memory_budget",
         "import inductor_passes; inductor_passes.simple_fsdp",
         "import inductor_passes.plugin",
-        "import inductor_passes.engine.process",
-        "import inductor_passes.engine.options",
         "import inductor_passes.engine.hooks",
         "import inductor_passes.verify, inductor_passes._torch",
         "import torch; import inductor_passes; inductor_passes.options()",
@@ -217,8 +213,8 @@ print(json.dumps([found, dict(counters["inductor"]).get("fxgraph_cache_hit", 0)]
     assert result(code, INDUCTOR_PASSES_MEMORY_BUDGET="0", **cache) == [["0"], 0]
 
 
-@pytest.mark.parametrize("module", ["engine.hooks", "engine.graph", "bucket.pass_"])
-def test_passes_that_cannot_be_imported_are_left_out(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["engine.hooks", "bucket.pass_"])
+def test_passes_that_cannot_be_imported_are_left_out(module: str) -> None:
     """Torch compiles as it would without us, and says so once."""
     code = f"""
 import torch
@@ -230,7 +226,7 @@ for _ in range(2):
     torch.compile(step)(x).backward()
 print(json.dumps(torch.allclose(x.grad, 2 * torch.ones(4).cos())))
 """
-    done = run(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    done = run(code, **UNCACHED)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "true"
     assert done.stderr.count("inductor_passes stays off, its passes cannot be imported") == 1
@@ -274,10 +270,9 @@ def test_values_that_mean_on(value: str) -> None:
 
 def test_a_bad_setting_is_an_error_of_the_compilation() -> None:
     """Torch imports, eager code runs, and the first compilation names variable, value and what is allowed."""
-    done = run("import torch; print(torch.ones(2).sum().item())", INDUCTOR_PASSES_MEMORY_BUDGET="nonsense")
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "2.0", "")
-    done = run("compiled()", INDUCTOR_PASSES_MEMORY_BUDGET="nonsense")
-    assert done.returncode == 1
+    code = "import torch; print(torch.ones(2).sum().item(), flush=True); compiled()"
+    done = run(code, INDUCTOR_PASSES_MEMORY_BUDGET="nonsense")
+    assert (done.returncode, done.stdout.strip()) == (1, "2.0")
     assert "ConfigError: inductor_passes: INDUCTOR_PASSES_MEMORY_BUDGET='nonsense' is not allowed" in done.stderr
     done = run("compiled()", INDUCTOR_PASSES_MEMORY_BUGDET="0")
     assert done.returncode == 1 and "INDUCTOR_PASSES_MEMORY_BUGDET" in done.stderr
@@ -286,7 +281,7 @@ def test_a_bad_setting_is_an_error_of_the_compilation() -> None:
 # -- other processes ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_child_processes(tmp_path: Path, method: str) -> None:
     """Each follows the variable by itself; a forked one has what its parent had."""
     script = tmp_path / "script.py"

@@ -57,7 +57,7 @@ def test_more_memory_keeps_more_and_none_is_exceeded(slow_link: str) -> None:
         never = compiled_reports(fsdp(False), tokens, memory_budget="0", cost_profile=slow_link, bucket="off")
         assert kept(again) is None and kept(never) is None
         peak = max(r.schedules[-1].peak_before_bytes for r in again)
-        for budget in ("0", "+5%", "+20%", "+200%"):
+        for budget in ("0", "+20%", "+200%"):
             reports = compiled_reports(fsdp("auto"), tokens, memory_budget=budget, cost_profile=slow_link, bucket="off")
             _, backward = reports
             limit = MemoryBudget.parse(budget).limit_bytes(peak)
