@@ -71,9 +71,9 @@ def build(name: str, rank: int, world_size: int) -> Case:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         simple_fsdp(model, mesh, mode="hybrid_shard")
         return model, reference, batch, cross_entropy, rank, world_size
-    if name == "tp_sp":
+    if name in ("tp", "tp_sp"):
         mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
-        tensor_parallel(model, mesh, sequence_parallel=True)
+        tensor_parallel(model, mesh, sequence_parallel=name == "tp_sp")
         return model, reference, batch, cross_entropy, 0, 1
     assert name == "fsdp_tp"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -194,7 +194,7 @@ def check_reports(per_rank: list[list[GraphReport]], phases: tuple[str, ...] = (
             assert mine.schedules[0].schedule_after == theirs.schedules[0].schedule_after
 
 
-@pytest.mark.parametrize("name", ["fsdp", "replicate", "tp_sp", "moe", "context_parallel"])
+@pytest.mark.parametrize("name", ["fsdp", "replicate", "tp", "tp_sp", "moe", "context_parallel"])
 def test_two_ranks(pair: Ranks, name: str) -> None:
     # Replicated parameters are not gathered: only their gradients travel.
     phases = ("backward",) if name == "replicate" else ("forward", "backward")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,10 +77,6 @@ class Kept:
         """See :class:`inductor_passes.tuning.again.Kept`."""
         assert self.about is not None and self.variant is not None
         every, before = variants.graphs_of(self.about, self.variant.kind)
-        if every > 1 and before == every - 1:
-            # What torch threw away refers to itself: it is there until Python looks for such circles.
-            gc.collect()
-            every, before = variants.graphs_of(self.about, self.variant.kind)
         if every > 1 and before == every - 1:
             return "a graph of before torch._dynamo.reset() may still be called, and sends the same messages"
         if every > 1:
