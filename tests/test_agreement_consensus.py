@@ -8,13 +8,14 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
+from inductor_passes.agreement.claim import opens_a_function
 from inductor_passes.agreement.consensus import Ballot, Kind, Outcome, settle
 from inductor_passes.agreement.literals import Literals
 from inductor_passes.agreement.session import Session
@@ -213,6 +214,42 @@ def test_later_waits_for_a_silent_set_are_short_until_somebody_answers() -> None
     # Somebody answered: the whole time again for the next one.
     assert waited[2] == pytest.approx(10, abs=0.5) or waited[2] < 6
     assert waited[3] <= 10.5
+
+
+def test_a_wait_in_vain_for_a_variant_leaves_the_next_function_its_time() -> None:
+    """One rank alone compiles a variant; then all compile another function, the other one three seconds later."""
+    clock = VirtualClock(2)
+    store = HashStore()
+
+    def alone() -> tuple[list[bool], list[float]]:
+        session = Session(store, 0, (0, 1), clock)
+        agreed, waited = [], []
+        for digest, first in (("a", True), ("b", False), ("c", False), ("d", True), ("e", True)):
+            began = clock.now()
+            agreed.append(settle(session, replace(ballot(digest), first=first), TIMEOUT_S).agreed)
+            waited.append(clock.now() - began)
+        return agreed, waited
+
+    def other() -> None:
+        session = Session(store, 1, (0, 1), clock)
+        settle(session, ballot("a"), TIMEOUT_S)
+        clock.sleep(TIMEOUT_S + 4)
+        settle(session, ballot("d"), TIMEOUT_S)
+        clock.sleep(3)
+        settle(session, ballot("e"), TIMEOUT_S)
+
+    agreed, waited = together(clock, [alone, other])[0]
+    assert agreed == [True, False, False, True, True]
+    assert waited[1] == pytest.approx(10, abs=0.5) and waited[2] == pytest.approx(1, abs=0.5)
+    assert waited[3] > 2 and waited[4] > 2
+
+
+@pytest.mark.parametrize(
+    ("compile_id", "first"),
+    [("", True), ("7/0", True), ("7/0_1", True), ("!1/7/0", True), ("7/1", False), ("7/10_2", False)],
+)
+def test_which_graph_is_the_first_of_its_function(compile_id: str, first: bool) -> None:
+    assert opens_a_function(compile_id) is first
 
 
 def observed(asks: list[Ballot], store: Any | None = None) -> tuple[list[Outcome], list[int]]:

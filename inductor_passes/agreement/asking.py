@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from inductor_passes import _torch
-from inductor_passes.agreement.claim import Claim
+from inductor_passes.agreement.claim import Claim, opens_a_function
 from inductor_passes.agreement.consensus import IN_DOUBT_S, Ballot, Kind, Outcome, settle
 from inductor_passes.agreement.session import Session
 
@@ -75,11 +75,11 @@ def ask(claim: Claim, lines: Sequence[str] | None = None) -> tuple[Outcome, Sess
 
 def _note(claim: Claim, agreed: bool) -> None:
     """Remember the verdict for :func:`is_mixed`."""
-    function, _, number = _torch.compile_id().rpartition("/")
-    key = claim.participants, function, claim.phase
+    compile_id = _torch.compile_id()
+    key = claim.participants, compile_id.rpartition("/")[0], claim.phase
     with _lock:
-        if number.partition("_")[0] in ("", "0"):
-            # The first graph of a function: dynamo counts anew after a reset.
+        if opens_a_function(compile_id):
+            # Dynamo counts anew after a reset.
             _verdicts_of[key] = set()
         _verdicts_of.setdefault(key, set()).add(agreed)
 

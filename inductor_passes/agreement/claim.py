@@ -58,7 +58,14 @@ class Claim:
         def shown() -> Sequence[str]:
             return lines if lines is not None else difference.unpacked(self.lines.encode()) or []
 
-        return Ballot(self.digest, literals, self.corners, f"{compile_id} {self.graph} {self.phase}", shown)
+        return Ballot(
+            self.digest,
+            literals,
+            self.corners,
+            f"{compile_id} {self.graph} {self.phase}",
+            shown,
+            first=opens_a_function(compile_id),
+        )
 
     def text(self) -> str:
         """For a statement in generated code; equal for equal claims."""
@@ -104,6 +111,11 @@ def _checked(data: dict[str, Any]) -> Claim:
     if not (claim.digest.isalnum() or not claim.participants) or len(claim.kinds) != len(claim.values):
         raise ValueError("no claim: its fields do not fit together")
     return claim
+
+
+def opens_a_function(compile_id: str) -> bool:
+    """Whether a compile id of torch's (``7/0``, ``7/0_1``) is that of a function's first graph; true for none."""
+    return compile_id.rpartition("/")[2].partition("_")[0] in ("", "0")
 
 
 def packed_lines(lines: Sequence[str]) -> str:

@@ -90,6 +90,7 @@ class Ballot:
         name: of the graph, equal on ranks that compile the same frames in the same order.
         lines: what the digest is made of, for people; called only when there is something to show.
         what: the ranks compare, for messages.
+        first: whether it is about the first graph of a function, which all ranks compile unless programs differ.
     """
 
     digest: str
@@ -98,15 +99,17 @@ class Ballot:
     name: str
     lines: Callable[[], Sequence[str]]
     what: str = "graph"
+    first: bool = True
 
 
 def settle(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
     """The verdict of ``session``'s ranks on a graph; never raises.
 
-    Waits for at most ``timeout_s`` seconds, less where somebody has not answered before, and longer only for a store
-    that was lost after the vote (:data:`IN_DOUBT_S`).
+    Waits for at most ``timeout_s`` seconds, less where somebody has not answered about a graph of the same kind before
+    (the first of its function, or a further one), and longer only for a store that was lost after the vote
+    (:data:`IN_DOUBT_S`).
     """
-    deadline = session.board.clock.now() + session.patience(timeout_s)
+    deadline = session.board.clock.now() + session.patience(timeout_s, ballot.first)
     talk = _Talk(session, ballot, deadline)
     try:
         opened = session.usable and session.open(deadline)
@@ -118,7 +121,7 @@ def settle(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
         outcome = talk.outcome()
     else:
         outcome = Outcome(Kind.UNANSWERED, f"not all of ranks {_listed(session.ranks)} have asked for this in time")
-    session.note(answered=outcome.kind is not Kind.UNANSWERED)
+    session.note(outcome.kind is not Kind.UNANSWERED, ballot.first)
     return outcome
 
 

@@ -87,7 +87,8 @@ def reach(
         view: the graph before anything is changed that depends on the answer.
         facts: everything besides the graph that decisions depend on: settings, versions, costs. Equal text on ranks
             that decide alike; nothing of one rank's own.
-        timeout_s: how long to wait for the others in seconds; a tenth of it after they have not answered once.
+        timeout_s: how long to wait for the others in seconds; a tenth of it after they have not answered once about
+            a graph of the same kind (the first of a function, or a further one).
         name: of the graph within its compilation: its phase; equal on all ranks.
         describe_group: what decisions depend on about a process group besides its size and shape, e.g. the link that it
             is charged for.

@@ -26,7 +26,7 @@ from inductor_passes.agreement.board import Board, Clock
 #: In every key: other versions of this protocol never meet.
 PROTOCOL = "inductor_passes/agreement/1"
 _MAX_BYTES = 200
-#: Share of the timeout for later waits, after a rank of the set did not answer.
+#: Share of the timeout for later waits of the same kind, after a rank of the set did not answer.
 _IMPATIENT = 0.1
 
 
@@ -52,7 +52,8 @@ class Session:
         self._fresh = uuid.uuid4().hex
         self._answered: dict[int, bytes] = {}
         self._said_hello = self._complete = False
-        self._patient = True
+        #: Kinds of graphs (whether they are the first of their function) for which somebody waited in vain.
+        self._in_vain: set[bool] = set()
         self._asked: dict[str, list[object]] = {}
         self._voted: set[str] = set()
 
@@ -70,13 +71,23 @@ class Session:
         assert self.token is not None
         return "/".join((self._place, self.token, *parts))
 
-    def patience(self, timeout_s: float) -> float:
-        """How long to wait this time: a tenth of ``timeout_s`` after somebody has not answered."""
-        return timeout_s if self._patient else timeout_s * _IMPATIENT
+    def patience(self, timeout_s: float, first: bool) -> float:
+        """How long to wait this time: a tenth of ``timeout_s`` after somebody has not answered.
 
-    def note(self, answered: bool) -> None:
+        A further variant of a function is often compiled by one rank alone. That it waited in vain says nothing about
+        the next function, which all ranks compile, each in its own time.
+
+        Args:
+            first: whether the graph is the first of its function.
+        """
+        return timeout_s * _IMPATIENT if first in self._in_vain else timeout_s
+
+    def note(self, answered: bool, first: bool) -> None:
         """Whether everybody answered this time."""
-        self._patient = answered
+        if answered:
+            self._in_vain.clear()
+        else:
+            self._in_vain.add(first)
 
     def number(self, about: str, what: object) -> int:
         """Counts the different things that were asked under one name: 0 for the first, the same for the same thing."""
