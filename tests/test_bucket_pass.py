@@ -26,7 +26,7 @@ from inductor_passes.problems.fx import build
 from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewriting.merge import merge
 from inductor_passes.schedule.plan import plan
-from inductor_passes.schedule.problem import Kind
+from inductor_passes.schedule.problem import Kind, Problem
 from inductor_passes.schedule.robust import Disturbed
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.schedule.tables import Tables
@@ -40,7 +40,8 @@ from tests.support.bucket_graphs import (
     run_all_ranks,
     text,
 )
-from tests.support.world import fake_world
+from tests.support.random_layers import random_layers
+from tests.support.world import fake_world, mesh_world
 
 GPU = CostProfile.default("cuda")
 cast = torch.ops.prims.convert_element_type.default
@@ -248,6 +249,61 @@ def test_the_merged_problem_is_the_problem_of_the_merged_graph() -> None:
         # Packing graph inputs is a task of its own in the one and part of issuing the message in the other.
         packing = sum(t.duration_ns for t in predicted.tasks) - sum(t.duration_ns for t in problem.tasks)
         assert issue(predicted) < issue(rebuilt) <= issue(predicted) + max(packing, 0) + issue(problem)
+
+
+@pytest.mark.parametrize("call_copies", [False, True])
+def test_the_copies_of_a_bucket_are_priced_as_those_of_the_merged_graph(call_copies: bool) -> None:
+    """Copies fuse: with casts behind a gather, with the copy into the next message, with what makes a gradient."""
+
+    def compute_ns(problem: Problem) -> int:
+        return sum(task.duration_ns for task in problem.tasks if task.kind is Kind.COMPUTE)
+
+    folded = 0
+    with mesh_world((2, 4)) as mesh:
+        for seed in range(8):
+            gm = random_layers(seed, mesh)
+            view = GraphView(gm.graph)
+            problem, (found, _) = build(view, GPU).problem, candidates(view)
+            costs = BucketCosts(view, GPU, call_copies=call_copies)
+            buckets = greedy(Question(problem, plan(problem, None, effort=0), found, Dependencies(view), costs, None))
+            predicted, fused = merged(problem, buckets, costs), costs.fused(buckets)
+            merge(gm.graph, view, [[m.collective for m in b] for b in buckets], call_copies=call_copies)
+            rebuilt = build(GraphView(gm.graph), GPU).problem
+            assert compute_ns(predicted) == pytest.approx(compute_ns(rebuilt), rel=0.01), seed
+            gathers = (k for k, bucket in enumerate(buckets) if costs.copies_out(costs.load(bucket)))
+            folded += sum(ns == 0 for k in gathers for ns in fused.copy_out_ns[k])
+    # On a CPU so small members are copied out by calls, whatever reads them.
+    assert (folded > 0) is not call_copies
+
+
+@pytest.mark.parametrize("readers", ["loop", "matmul", "both", "nobody"])
+def test_a_copy_out_costs_a_kernel_where_something_reads_memory(readers: str) -> None:
+    with fake_world(8) as world:
+        p = Program()
+        first, second = (p.collective("all_gather", p.input(8, 8), world) for _ in range(2))
+        results = [p.call(aten.neg.default, second)]
+        if readers in ("loop", "both"):
+            results.append(p.call(aten.neg.default, first))
+        if readers in ("matmul", "both"):
+            results.append(p.call(aten.mm.default, first, p.input(8, 8)))
+        view = GraphView(p.done(*results).graph)
+        costs, (found, _) = BucketCosts(view, GPU), candidates(view)
+        fused = costs.fused([found])
+        assert [ns > 0 for ns in fused.copy_out_ns[0]] == [readers in ("matmul", "both"), False]
+        assert (costs.unpack_ns(costs.load(found)) > 0) is (readers in ("matmul", "both"))
+
+
+def test_what_makes_a_gradient_fuses_with_the_copy_into_the_message() -> None:
+    with fake_world(8) as world:
+        p = Program()
+        scaled = [p.call(aten.mul.Tensor, p.input(64, 8), 0.5) for _ in range(2)]
+        view = GraphView(p.done(*(p.collective("reduce_scatter", one, world) for one in scaled)).graph)
+        costs, (found, _) = BucketCosts(view, GPU), candidates(view)
+        fused = costs.fused([found])
+        kernel = costs.kernel_ns
+        alone = [GPU.compute_ns(0, 2 * 64 * 8 * 4, "float32", 1)] * 2
+        assert all(ns < kernel < before for ns, before in zip(fused.producers_ns.values(), alone))
+        assert fused.pack_ns[0] == GPU.compute_ns(0, 2 * 64 * 8 * 4, "uint8", 1)
 
 
 def calls_of(function: Callable[[], Any]) -> int:

@@ -8,8 +8,9 @@ judge the winner.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -192,8 +193,9 @@ def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: Buck
         problem: its START tasks carry the names of the candidates' start nodes.
     """
     number = {task.name: i for i, task in enumerate(problem.tasks) if task.kind is Kind.START}
+    fused = costs.fused(buckets)
     parts = []
-    for bucket in buckets:
+    for k, bucket in enumerate(buckets):
         load = costs.load(bucket)
         starts = tuple(number[member.collective.start.name] for member in bucket)
         # Own estimates of the members' durations carry over to the bucket.
@@ -204,15 +206,26 @@ def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: Buck
                 starts=starts,
                 duration_ns=costs.transfer_ns(load) * stated // modelled if modelled else costs.transfer_ns(load),
                 issue_ns=costs.issue_ns(load),
-                pack_ns=costs.pack_ns(load) if costs.copies(load) else None,
-                unpack_ns=tuple(map(costs.copy_out_ns, bucket)) if costs.copies_out(load) else None,
+                pack_ns=fused.pack_ns[k],
+                unpack_ns=fused.copy_out_ns[k] if costs.copies_out(load) else None,
                 sent_bytes=load.sent_bytes,
                 received_bytes=load.received_bytes,
                 shared_output=costs.copies(load) and not costs.copies_out(load),
                 prepared=costs.prepared(bucket),
             )
         )
-    return merged_problem(problem, parts)
+    return merged_problem(_with_durations(problem, fused.producers_ns), parts)
+
+
+def _with_durations(problem: Problem, changed_ns: Mapping[str, int]) -> Problem:
+    """The problem with other durations of the tasks of those names."""
+    tasks = tuple(
+        dataclasses.replace(task, duration_ns=changed_ns[task.name])
+        if task.kind is Kind.COMPUTE and changed_ns.get(task.name, task.duration_ns) != task.duration_ns
+        else task
+        for task in problem.tasks
+    )
+    return dataclasses.replace(problem, tasks=tasks)
 
 
 def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -> int:

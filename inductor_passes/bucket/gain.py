@@ -1,14 +1,15 @@
 """What a bucket saves and what it costs, before anything is changed.
 
 Saved per member: the latency of a collective and the time to issue it. Paid: a copy into the message, unless the
-member's producer can write there itself, and a copy out of it where the received rows do not lie as the result must.
+member's producer can write there itself, and a copy out of it where the received rows do not lie as the result must,
+unless all that reads the result are loops that Inductor fuses: they read the message in place.
 Nothing here may differ between ranks, so sizes are the collectives' own (equal, padded) and producers count only
 where a rank's own padding cannot hide them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,10 +18,12 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.bucket.candidates import Candidate, GroupKey
-from inductor_passes.cost.compute import flops
+from inductor_passes.cost.compute import ComputeCosts, flops
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
+from inductor_passes.rewriting.members import Slot
+from inductor_passes.rewriting.merge import CACHED_BYTES
 from inductor_passes.rewriting.pack import travels_as_bytes
 
 
@@ -35,6 +38,7 @@ class Load:
         sent_bytes / received_bytes: what this rank puts in and gets out.
         largest_bytes: received by the largest member.
         copied_bytes: of what is sent, the part that its producers cannot write into the message.
+        copies_out / copied_out_bytes: tensors that have to be copied out of the message, and their bytes.
         dtypes: of what is sent.
     """
 
@@ -46,6 +50,8 @@ class Load:
     received_bytes: int
     largest_bytes: int
     copied_bytes: int
+    copies_out: int
+    copied_out_bytes: int
     dtypes: frozenset[torch.dtype]
 
     def __add__(self, other: Load) -> Load:
@@ -58,8 +64,28 @@ class Load:
             self.received_bytes + other.received_bytes,
             max(self.largest_bytes, other.largest_bytes),
             self.copied_bytes + other.copied_bytes,
+            self.copies_out + other.copies_out,
+            self.copied_out_bytes + other.copied_out_bytes,
             self.dtypes | other.dtypes,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Copies of buckets that are made together, in ns on the compute lane.
+
+    A copy into a message fuses with the pointwise operators that make what it copies, and with the copy out of another
+    message: these then write no memory of their own, and are no kernels of their own.
+
+    Attributes:
+        pack_ns: by bucket, None where nothing is copied.
+        copy_out_ns: by bucket and member.
+        producers_ns: durations of the nodes, by name, that a copy into a message fuses with.
+    """
+
+    pack_ns: tuple[int | None, ...]
+    copy_out_ns: tuple[tuple[int, ...], ...]
+    producers_ns: Mapping[str, int]
 
 
 class BucketCosts:
@@ -70,6 +96,8 @@ class BucketCosts:
         profile: costs.
         coalesced: names of process groups whose buckets are not copied, see ``rewrite.Form``.
         owner: nodes that count as part of a start or a wait, see ``canonical.Shards``.
+        compute: of the graph's compute; default: by the profile.
+        call_copies: whether small copies on a CPU are calls, see ``rewriting.merge.merge``.
     """
 
     def __init__(
@@ -78,8 +106,13 @@ class BucketCosts:
         profile: CostProfile,
         coalesced: frozenset[str] = frozenset(),
         owner: Mapping[torch.fx.Node, torch.fx.Node] = MappingProxyType({}),
+        *,
+        compute: ComputeCosts | None = None,
+        call_copies: bool = False,
     ) -> None:
         self._owner = owner
+        self._compute = compute or ComputeCosts(view, profile)
+        self._call_copies = call_copies
         self._view = view
         self._profile = profile
         self._coalesced = coalesced
@@ -116,12 +149,42 @@ class BucketCosts:
 
     def unpack_ns(self, load: Load) -> int:
         """Time of the compute lane to take the message apart; 0 where the parts are views."""
-        return self._profile.compute_ns(0, 2 * load.received_bytes, "uint8", load.slots) if self.copies_out(load) else 0
+        return self._copies_ns(load.copies_out, 2 * load.copied_out_bytes) if self.copies_out(load) else 0
 
-    def copy_out_ns(self, member: Candidate) -> int:
-        """Time of the compute lane to copy one member out of a message."""
+    def fused(self, buckets: Sequence[Sequence[Candidate]]) -> Fused:
+        """What all buckets together cost in copies, and what they change of the compute beside them."""
+        packing = [bucket for bucket in buckets if self.copies(self.load(bucket))]
+        starts = frozenset(member.collective.start for bucket in packing for member in bucket)
+        slots = [slot for bucket in packing for member in bucket for slot in member.slots]
+        producers = {producer for slot in slots if (producer := self._producer(slot.source)) is not None}
+        return Fused(
+            tuple(self._packed_ns(bucket) if bucket in packing else None for bucket in buckets),
+            tuple(tuple(self._copy_out_ns(member, starts) for member in bucket) for bucket in buckets),
+            {producer.name: self._compute.duration_ns(producer, starts) for producer in producers},
+        )
+
+    def _packed_ns(self, bucket: Sequence[Candidate]) -> int:
+        """Time of the compute lane to build a message; what fuses with it is not read from memory."""
+        read = sum(
+            _torch.tensor_bytes(slot.sent) or 0
+            for member in bucket
+            for slot in member.slots
+            if self._producer(slot.source) is None
+        )
+        return self._copies_ns(1, read + self.load(bucket).sent_bytes)
+
+    def _copy_out_ns(self, member: Candidate, packed: Collection[torch.fx.Node]) -> int:
+        """Time of the compute lane to copy one member out of a message; 0 where its readers take it out themselves.
+
+        Args:
+            packed: starts whose operands are copied into messages: such a copy reads what it copies in place.
+        """
         load = self.load([member])
-        return self._profile.compute_ns(0, 2 * load.received_bytes, "uint8", load.slots)
+        copies, size = self._copied_out(member, packed) if load.copies_out else (0, 0)
+        return self._copies_ns(copies, 2 * size)
+
+    def _copies_ns(self, kernels: int, moved_bytes: int) -> int:
+        return self._profile.compute_ns(0, moved_bytes, "uint8", kernels) if kernels else 0
 
     def prepared(self, members: Sequence[Candidate]) -> bool:
         """Whether a message is put together from graph inputs alone: packing then counts as part of the start."""
@@ -167,9 +230,44 @@ class BucketCosts:
             member.output_bytes,
             member.output_bytes,
             copied,
+            *self._copied_out(member),
             frozenset(slot.sent.dtype for slot in member.slots),
         )
         return load
+
+    def _copied_out(self, member: Candidate, packed: Collection[torch.fx.Node] = ()) -> tuple[int, int]:
+        """How many tensors of a member have to be copied out of a message, and their bytes."""
+        sizes = [_torch.tensor_bytes(slot.received) or 0 for slot in member.slots if self._is_copied_out(slot, packed)]
+        return len(sizes), sum(sizes)
+
+    def _is_copied_out(self, slot: Slot, packed: Collection[torch.fx.Node]) -> bool:
+        """Whether something reads the member in memory of its own, or a call makes the copy whoever reads it."""
+        if not any(wait.users for wait in slot.waits):
+            return False
+        called = self._call_copies and slot.received.device.type == "cpu"
+        if called and (_torch.tensor_bytes(slot.received) or 0) <= CACHED_BYTES:
+            return True
+        return any(self._is_read_in_memory(wait, packed) for wait in slot.waits)
+
+    def _is_read_in_memory(self, node: torch.fx.Node, packed: Collection[torch.fx.Node]) -> bool:
+        """Whether anything but a fused loop reads a node's value, other than what a rank alone does to its shard."""
+        pending = list(node.users)
+        while pending:
+            user = pending.pop()
+            if user in self._owner or self._view.role(user) in (Role.FREE, Role.WAIT):
+                pending.extend(user.users)
+            elif user not in packed and self._compute.made_by(user) is None:
+                return True
+        return False
+
+    def _producer(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        """The node that computes a value inside of a loop that a copy of it fuses with; None where it is in memory.
+
+        What a rank alone does to its shard does not count.
+        """
+        while node.all_input_nodes and (node in self._owner or self._view.role(node) is Role.FREE):
+            node = node.all_input_nodes[0]
+        return self._compute.made_by(node)
 
     def _writes_in_place(self, member: Candidate, source: torch.fx.Node) -> bool:
         """Whether the kernel that makes ``source`` can write it into the message.

@@ -105,7 +105,9 @@ class BucketPass:
         if not facts.ranks_agree:
             return self._nothing(view, Reason.RANKS_DIFFER, UNEQUAL if facts.agreed else NOT_AGREED)
         coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
-        costs = BucketCosts(view, facts.profile, coalesced, facts.shards.owner)
+        costs = BucketCosts(
+            view, facts.profile, coalesced, facts.shards.owner, compute=fx.costs, call_copies=self.call_copies
+        )
         dependencies = Dependencies(view, fx.kept)
         generated = _generated(facts)
         choice = choose(

@@ -10,7 +10,7 @@ FLOP formulas come from ``torch.utils.flop_counter``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,8 @@ class Work:
 class ComputeCosts:
     """Durations in ns for the compute nodes of one graph.
 
-    ``estimator`` comes first when it has an answer (``fn(node) -> ns | None``).
+    ``estimator`` comes first when it has an answer (``fn(node) -> ns | None``). ``packed`` are starts of collectives of
+    which it is asked what compute would take if a fused kernel copied their operands into a message.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class ComputeCosts:
         self._estimator = estimator
         self._flops = {n: flops(n) for n in view.nodes if view.role(n) is Role.COMPUTE}
 
-    def duration_ns(self, node: torch.fx.Node) -> int:
+    def duration_ns(self, node: torch.fx.Node, packed: Collection[torch.fx.Node] = ()) -> int:
         """Time of one node on the compute lane; 0 for views, inputs and outputs."""
         if self._estimator is not None:
             own = self._estimator(node)
@@ -108,10 +109,10 @@ class ComputeCosts:
         blocked = operator_ns(node, self._profile) if self._view.role(node) is Role.FENCE else None
         if blocked is not None:
             return blocked
-        work = self.work(node)
+        work = self.work(node, packed)
         return 0 if work is None else work.duration_ns(self._profile)
 
-    def work(self, node: torch.fx.Node) -> Work | None:
+    def work(self, node: torch.fx.Node, packed: Collection[torch.fx.Node] = ()) -> Work | None:
         """What a node computes; None for what takes no time or does not compute."""
         if self._view.role(node) not in (Role.COMPUTE, Role.FENCE):
             return None
@@ -120,29 +121,38 @@ class ComputeCosts:
             moved = sum(value_bytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
             first = next((n for n in node.all_input_nodes), node)
             return Work(count, moved, dtype_name(first.meta.get("val")), 1, library_shape(node))
-        read = sum(value_bytes(n.meta.get("val")) for n in node.all_input_nodes if not self._fuses(n))
-        leaves = self._leaves(node)
-        written = value_bytes(node.meta.get("val")) if leaves else 0
-        if _torch.op_name(node.target) == UNPACK:
+        if _is_call(node):
             # Of the message it reads what it takes out.
-            read = value_bytes(node.meta.get("val"))
+            return Work(0, 2 * value_bytes(node.meta.get("val")), dtype_name(node.meta.get("val")))
+        read = sum(value_bytes(n.meta.get("val")) for n in node.all_input_nodes if self.made_by(n) is None)
+        leaves = self.leaves(node, packed)
+        written = value_bytes(node.meta.get("val")) if leaves else 0
         if not read and not leaves:
             return None
         return Work(0, read + written, dtype_name(node.meta.get("val")), 1 if leaves else 0)
 
-    def _fuses(self, node: torch.fx.Node) -> bool:
-        """Whether Inductor would keep the node's value inside a fused region (views look through to their base)."""
+    def made_by(self, node: torch.fx.Node) -> torch.fx.Node | None:
+        """The node that computes a value, where Inductor would keep that inside of a fused region; else None.
+
+        Views look through to their base.
+        """
         while self._view.role(node) is Role.FREE and node.all_input_nodes:
             node = node.all_input_nodes[0]
-        return self._view.role(node) is Role.COMPUTE and self._flops.get(node) is None
+        fuses = self._view.role(node) is Role.COMPUTE and self._flops.get(node) is None and not _is_call(node)
+        return node if fuses else None
 
-    def _leaves(self, node: torch.fx.Node) -> bool:
+    def leaves(self, node: torch.fx.Node, packed: Collection[torch.fx.Node] = ()) -> bool:
         """Whether something outside of a fused region reads the node's value, directly or through views."""
         pending = list(node.users)
         while pending:
             user = pending.pop()
             if self._view.role(user) is Role.FREE:
                 pending.extend(user.users)
-            elif not self._fuses(user):
+            elif user not in packed and self.made_by(user) is None:
                 return True
         return False
+
+
+def _is_call(node: torch.fx.Node) -> bool:
+    """Whether it is an operator of ours, which Inductor calls: its results are in memory."""
+    return _torch.op_name(node.target) == UNPACK

@@ -43,6 +43,7 @@ class FxProblem:
         suffix: the output node.
         ranks_agree: all ranks solve this problem alike, see ``canonical.Shards``.
         memory: for :attr:`generated`.
+        costs: of its compute.
         kept: starts and waits (before, after) that stay in order for what other ranks may do, see ``transfers``. The
             view's ``ordering_edges`` are about this rank's data and memory, and say nothing of it.
     """
@@ -54,6 +55,7 @@ class FxProblem:
     ranks_agree: bool = True
     memory: Callable[[], tuple[Storage, ...]] | None = None
     kept: tuple[tuple[torch.fx.Node, torch.fx.Node], ...] = ()
+    costs: ComputeCosts | None = None
 
     @cached_property
     def generated(self) -> Problem | None:
@@ -138,7 +140,7 @@ class _Reader:
         members = tuple(tuple(m) for m in self.members)
         prefix, suffix = tuple(self.prefix), tuple(self.suffix)
         return FxProblem(
-            self.builder.problem(), members, prefix, suffix, self.ranks_agree, memory, tuple(self.kept)
+            self.builder.problem(), members, prefix, suffix, self.ranks_agree, memory, tuple(self.kept), self.costs
         )
 
     def _place(self, node: torch.fx.Node, preparation: list[torch.fx.Node]) -> None:
