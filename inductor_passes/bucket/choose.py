@@ -232,6 +232,7 @@ def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -
     """What no order of any partition of ``found`` into buckets can beat, whatever memory it uses.
 
     Time per byte does not grow with a message's size, so no bucket sends cheaper than one of all members of its key.
+    What makes a message's parts counts as if it were fused with the copy into one.
     """
     number = {task.name: i for i, task in enumerate(problem.tasks) if task.kind is Kind.START}
     by_key: dict[GroupKey, list[Candidate]] = {}
@@ -247,7 +248,7 @@ def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -
         together = int((costs.transfer_ns(costs.load(members)) - 1) * least)
         sizes = {s: max(load.sent_bytes, load.received_bytes) for s, load in loads.items()}
         share_ns |= shares(sizes, max(0, together))
-    return partition_bound(problem, share_ns)
+    return partition_bound(_with_durations(problem, costs.producers_ns(found)), share_ns)
 
 
 def _standing(plan: Plan) -> tuple[bool, int, int, int]:

@@ -155,13 +155,18 @@ class BucketCosts:
         """What all buckets together cost in copies, and what they change of the compute beside them."""
         packing = [bucket for bucket in buckets if self.copies(self.load(bucket))]
         starts = frozenset(member.collective.start for bucket in packing for member in bucket)
-        slots = [slot for bucket in packing for member in bucket for slot in member.slots]
-        producers = {producer for slot in slots if (producer := self._producer(slot.source)) is not None}
         return Fused(
             tuple(self._packed_ns(bucket) if bucket in packing else None for bucket in buckets),
             tuple(tuple(self._copy_out_ns(member, starts) for member in bucket) for bucket in buckets),
-            {producer.name: self._compute.duration_ns(producer, starts) for producer in producers},
+            self.producers_ns([member for bucket in packing for member in bucket]),
         )
+
+    def producers_ns(self, members: Sequence[Candidate]) -> dict[str, int]:
+        """Durations of the nodes, by name, that would fuse with copies of ``members`` into messages."""
+        packed = frozenset(m.collective.start for m in members if m.key.group not in self._coalesced)
+        slots = [slot for member in members if member.collective.start in packed for slot in member.slots]
+        producers = {producer for slot in slots if (producer := self._producer(slot.source)) is not None}
+        return {producer.name: self._compute.duration_ns(producer, packed) for producer in producers}
 
     def _packed_ns(self, bucket: Sequence[Candidate]) -> int:
         """Time of the compute lane to build a message; what fuses with it is not read from memory."""
