@@ -153,12 +153,13 @@ class BucketCosts:
 
     def fused(self, buckets: Sequence[Sequence[Candidate]]) -> Fused:
         """What all buckets together cost in copies, and what they change of the compute beside them."""
-        packing = [bucket for bucket in buckets if self.copies(self.load(bucket))]
-        starts = frozenset(member.collective.start for bucket in packing for member in bucket)
+        packing = [self.copies(self.load(bucket)) for bucket in buckets]
+        packed = [member for bucket, packs in zip(buckets, packing) if packs for member in bucket]
+        starts = frozenset(member.collective.start for member in packed)
         return Fused(
-            tuple(self._packed_ns(bucket) if bucket in packing else None for bucket in buckets),
+            tuple(self._packed_ns(bucket) if packs else None for bucket, packs in zip(buckets, packing)),
             tuple(tuple(self._copy_out_ns(member, starts) for member in bucket) for bucket in buckets),
-            self.producers_ns([member for bucket in packing for member in bucket]),
+            self.producers_ns(packed),
         )
 
     def producers_ns(self, members: Sequence[Candidate]) -> dict[str, int]:

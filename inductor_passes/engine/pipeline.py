@@ -93,7 +93,7 @@ def run_passes(
     run.rest()
     _settle(run)
     if came is not None:
-        _compare(run, _Run(came, compilation, GraphView(came), passes), tries)
+        _compare(run, _Run(came, compilation, GraphView(came), passes, run.cap), tries)
     compilation.cap, compilation.least_peak_bytes = run.cap, run.least_peak_bytes()
     for step in run.steps:
         report.passes.append(step.report)
@@ -210,7 +210,14 @@ class _Step:
 class _Run:
     """The passes of one graph, the facts for the next one, and a snapshot of the graph as it is."""
 
-    def __init__(self, graph: torch.fx.Graph, to: Compilation, view: GraphView, passes: Sequence[Pass]) -> None:
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        to: Compilation,
+        view: GraphView,
+        passes: Sequence[Pass],
+        cap: Cap | None = None,
+    ) -> None:
         self.graph = graph
         self.passes = passes
         self.config, self.about = to.config, to.report
@@ -220,7 +227,8 @@ class _Run:
         self.verified = verify.Known()
         self.reference: verify.ReferenceSnapshot | None = None
         self.snapshot: Snapshot | None = None
-        self.cap = judge.cap(look, known.step, self._snapshot().reference.peak_bytes)
+        #: The same for every copy of a graph, so a run over a copy is told.
+        self.cap = cap or judge.cap(look, known.step, self._snapshot().reference.peak_bytes)
         self.facts = Facts(look, self.cap, None if known.pins is None or known.pins.given_up else known.pins)
         self.steps: list[_Step] = []
         self.tried = self.cap, frozenset[int]()

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.merge import Bucket, merge
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Problem, ProblemError
@@ -239,6 +240,9 @@ def choose_partition(
                 continue
             seen.add(signature)
             merged, buckets = _merge_what_is_legal(problem, buckets)
+            # What cannot win is not planned: planning takes most of the time.
+            if lower_bound(merged) >= best.plan.makespan_ns:
+                continue
             found = plan(merged, cap, effort=effort)
             label = f"{name}/{turn}"
             tried.append((label, found.makespan_ns, found.peak_bytes))
