@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine.compilation import Known
@@ -22,6 +24,7 @@ from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
 from tests.support import gated, ranks
 from tests.support.gated import DIFFER, Gate, Told, ag, alike, ar, inputs, right
 from tests.support.models import LlamaConfig, fake_world, llama, llama_batch, tensor_parallel
@@ -176,6 +179,46 @@ def test_a_rank_that_is_too_late_finds_everybody_alone(two: Ranks, tmp_path: Pat
 def test_a_rank_that_is_a_little_late_is_waited_for(two: Ranks) -> None:
     for correct, (told,) in two.run(late, 2.0):
         assert correct and told.agreed
+
+
+def slow_host(rank: int, world_size: int, compiled_for_s: float) -> bool:
+    """Whether ranks agree that have compiled for so long when they ask; rank 1 comes two seconds too late."""
+    torch._dynamo.reset()
+    options = {"inductor_passes.codegen": "aot_eager", "inductor_passes.rank_agreement": "0.5s"}
+    with (
+        mock.patch.object(_torch, "compiling_for_s", lambda: compiled_for_s),
+        collect(what_if=False) as reports,
+    ):
+        compiled = torch.compile(lambda x: alike(rank, x), backend="inductor_passes", options=options)
+        if rank == 1:
+            time.sleep(2.5)
+        assert right(compiled, alike, rank)
+    (report,) = reports
+    return bool(next(p for p in report.passes if p.name == "agreement").metrics["agreed"])
+
+
+def test_large_graphs_are_waited_for_as_long_as_they_take_to_compile() -> None:
+    # Ranks of their own: nobody may have waited in vain before.
+    with Ranks(2) as pool:
+        assert pool.run(slow_host, 9.0) == [False, False]
+    with Ranks(2) as pool:
+        assert pool.run(slow_host, 31.0) == [True, True]
+
+
+def test_how_long_a_compilation_has_taken() -> None:
+    told: list[float] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        told.append(_torch.compiling_for_s())
+        time.sleep(0.02)
+        told.append(_torch.compiling_for_s())
+        return gm
+
+    torch._dynamo.reset()
+    assert _torch.compiling_for_s() == 0.0
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert 0 < told[0] < told[1] and told[1] - told[0] >= 0.02
+    assert _torch.compiling_for_s() == 0.0
 
 
 class Seen(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,17 @@ def compile_id() -> str:
 
     current = CompileContext.current_compile_id()
     return "" if current is None else str(current)
+
+
+def compiling_for_s() -> float:
+    """Seconds since the current compilation, of a frame or of its backward, began; 0 where torch does not say."""
+    from torch._dynamo import utils
+
+    context = getattr(utils, "get_metrics_context", lambda: None)()
+    began_ns = getattr(context, "_start_time_ns", 0)
+    if context is None or not began_ns or not context.in_progress():
+        return 0.0
+    return max(0.0, (time.time_ns() - began_ns) / 1e9)
 
 
 def recompile_limit() -> int | None:

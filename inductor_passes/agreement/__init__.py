@@ -8,6 +8,7 @@ graph. :func:`statement` and :func:`loaded` do the same for code that comes out 
 
 from inductor_passes.agreement.asking import bounded, explaining, forget, nobody_to_ask, session_of, when_forgotten
 from inductor_passes.agreement.cached import StaleVerdictError, loaded, refuse, statement
+from inductor_passes.agreement.claim import opens_a_function
 from inductor_passes.agreement.consensus import Ballot, Kind, Outcome
 from inductor_passes.agreement.literals import Literals
 from inductor_passes.agreement.reach import TIMEOUT_S, Agreement, compare, confirm, reach
@@ -28,6 +29,7 @@ __all__ = [
     "forget",
     "loaded",
     "nobody_to_ask",
+    "opens_a_function",
     "reach",
     "refuse",
     "session_of",

@@ -45,7 +45,10 @@ _STEP_S = 10
 def reach(
     view: GraphView, settings: PassConfig, profile: CostProfile, phase: str, step: StepFacts | None = None
 ) -> Agreement:
-    """Whether the ranks that a graph's collectives concern all compile it; waits for at most ``rank_agreement``.
+    """Whether the ranks that a graph's collectives concern all compile it.
+
+    Waits for at most ``rank_agreement``; for the first graph of a function, which all ranks compile, longer by the time
+    that the compilation has taken so far, in whole steps of ten seconds: others may need twice as long.
 
     Args:
         view: the graph before anything is changed.
@@ -55,6 +58,8 @@ def reach(
     timeout_s = settings.rank_timeout_s
     if timeout_s is None:
         return Agreement(True, "", "", ())
+    if agreement.opens_a_function(_torch.compile_id()):
+        timeout_s += _STEP_S * (_torch.compiling_for_s() // _STEP_S)
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("asking the other ranks", "collectives stay as they are", settings):
         descriptions = _torch.group_descriptions()
