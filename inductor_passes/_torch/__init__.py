@@ -250,6 +250,13 @@ from inductor_passes._torch.wrappers import (
     wrapper_being_called,
     wrapper_of,
 )
+from inductor_passes._torch.writes import (
+    Writes,
+    by_identity,
+    is_real,
+    traced_writes,
+    tracing_context,
+)
 
 __all__ = [
     "BYTE_TRAVELLERS",
@@ -264,6 +271,7 @@ __all__ = [
     "ShardedUnit",
     "Source",
     "TensorArgument",
+    "Writes",
     "accepts_pass_lists",
     "add_closing_statement",
     "add_module_statement",
@@ -281,6 +289,7 @@ __all__ = [
     "as_pass_list",
     "backward_number",
     "broadcast_in",
+    "by_identity",
     "call_collective",
     "callable_kind",
     "changes_metadata",
@@ -345,6 +354,7 @@ __all__ = [
     "is_multiple",
     "is_op",
     "is_pointwise",
+    "is_real",
     "is_recomputing",
     "is_refusal",
     "is_seeded_random",
@@ -456,6 +466,8 @@ __all__ = [
     "trace_enabled",
     "traced_call",
     "traced_modules",
+    "traced_writes",
+    "tracing_context",
     "when_generated",
     "without_guards",
     "without_implicit_communication",

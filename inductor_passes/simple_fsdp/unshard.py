@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from inductor_passes import _torch
+from inductor_passes.simple_fsdp import written
 from inductor_passes.simple_fsdp.residuals import compensated, local_residuals, summed, summed_shapes
 
 _LIBRARY = torch.library.Library("inductor_passes", "DEF")
@@ -211,6 +212,8 @@ def inner_mesh(mesh: DeviceMesh, mesh_dims: int) -> DeviceMesh:
 
 
 class _Unshard(torch.autograd.Function):
+    """The whole tensor, or the values that forward has written to it since; the gradient goes to the shards."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -218,16 +221,19 @@ class _Unshard(torch.autograd.Function):
         layout: ShardLayout,
         compute_dtype: torch.dtype | None,
         residuals: Sequence[torch.Tensor],
+        written_to: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.layout, ctx.shape, ctx.dtype, ctx.residuals = layout, local.shape, local.dtype, residuals
+        if written_to is not None:
+            return written_to.clone()
         if compute_dtype is not None and local.is_floating_point():
             local = local.to(compute_dtype)
         return layout.gather(local)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.layout.reduce(gradient, ctx.shape, ctx.dtype, ctx.residuals), None, None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return ctx.layout.reduce(gradient, ctx.shape, ctx.dtype, ctx.residuals), None, None, None, None
 
 
 class _UnshardHeld(torch.autograd.Function):
@@ -235,17 +241,24 @@ class _UnshardHeld(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, held: torch.Tensor, layout: ShardLayout, compute_dtype: torch.dtype | None
+        ctx: Any,
+        local: torch.Tensor,
+        held: torch.Tensor,
+        layout: ShardLayout,
+        compute_dtype: torch.dtype | None,
+        written_to: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.dtype = held.dtype
+        if written_to is not None:
+            return written_to.clone()
         if compute_dtype is not None and local.is_floating_point():
             local = local.to(compute_dtype)
         return layout.gather(local)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None, None]:
-        return None, gradient.to(ctx.dtype), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None, None, None]:
+        return None, gradient.to(ctx.dtype), None, None, None
 
 
 def _unshard(
@@ -266,6 +279,7 @@ def _unshard(
             f"a parameter managed by simple_fsdp is a {type(parameter).__name__}; expected a DTensor. It was "
             "replaced after simple_fsdp was applied: copy values into the parameter instead."
         )
+    earlier = written.written_to(parameter, (compute_dtype,), f"a parameter of shape {tuple(parameter.shape)}")
     layout = ShardLayout.of(parameter, mesh_dims, reduce_dtype, divisor)
 
     def again() -> contextlib.AbstractContextManager[None]:
@@ -284,9 +298,10 @@ def _unshard(
         )
     with again():
         if held is None:
-            whole = _Unshard.apply(local, layout, compute_dtype, local_residuals(residuals))
+            whole = _Unshard.apply(local, layout, compute_dtype, local_residuals(residuals), earlier)
         else:
-            whole = _UnshardHeld.apply(local.detach(), held, layout, compute_dtype)
+            whole = _UnshardHeld.apply(local.detach(), held, layout, compute_dtype, earlier)
+    written.note(parameter, (compute_dtype,), whole)
     if parameter.device_mesh.ndim == mesh_dims:
         return whole
     return DTensor.from_local(

@@ -1,0 +1,55 @@
+"""What has been written to a tensor in place, while it is traced and while it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def tracing_context() -> Any:
+    """What torch keeps for as long as it compiles a graph; None outside of a compilation."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get()
+
+
+def traced_writes(tensor: torch.Tensor) -> int | None:
+    """How often a traced program has written to a tensor; None where that is not known."""
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    count = getattr(torch, "_functionalize_mutation_counter", None)
+    return int(count(tensor.elem)) if count is not None and isinstance(tensor, FunctionalTensor) else None
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory, and is not one that stands for it while a program is traced."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not wrapped and not isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+class Writes:
+    """Whether a tensor is written to in place after this was made; keeps nothing of it alive but the counter."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._before = tensor._version
+        with torch.no_grad():
+            # A view shares the counter, also when it has let go of the memory. That counts as a write.
+            self._alias = tensor.view(tensor.shape)
+            self._alias.set_()
+        torch._C._autograd._unsafe_set_version_counter((self._alias,), (self._before,))
+
+    @property
+    def any(self) -> bool:
+        """See the class. Writes through ``.data`` do not count."""
+        return self._alias._version != self._before
+
+
+def by_identity() -> Any:
+    """A dictionary of tensors, which are no keys for Python's, that forgets those that nobody holds."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()
