@@ -17,13 +17,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
 from inductor_passes import _torch, agreement
+from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import variants
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.kept import Kept
 from inductor_passes.models import MLPConfig, mlp, mlp_batch
+from inductor_passes.report import Timing
+from inductor_passes.trace import collector
 from inductor_passes.trace.collector import collect
-from inductor_passes.tuning import again, files
+from inductor_passes.tuning import again, files, measuring
 from inductor_passes.tuning.again import New, UnfitError
 from tests.support.compiled import save_profile, without_kernels
 from tests.support.world import fake_world
@@ -31,6 +34,7 @@ from tests.support.world import fake_world
 MODEL = MLPConfig(width=32, hidden=64, layers=2, batch=8)
 
 NO_CACHE = {"fx_graph_cache": False}
+TIMING = mock.create_autospec(Timing, instance=True)
 
 
 @pytest.fixture
@@ -189,6 +193,69 @@ def test_the_program_may_compile_meanwhile(profiles: tuple[str, str]) -> None:
             assert torch._inductor.config.post_grad_custom_post_pass is None
         thread.join(300)
         assert isinstance(found[0], New) and found[0].planned is not None
+
+
+def test_a_pass_that_fails_ends_it_and_warns_of_nothing(
+    profiles: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    free, dear = profiles
+    with compiled(free) as kept, mock.patch.object(BucketPass, "run", side_effect=ZeroDivisionError("gone")):
+        failed = on_a_thread(kept[0], dear)
+    assert isinstance(failed, Exception) and "VerificationError" in str(failed) and "gone" in str(failed)
+    assert not [r for r in caplog.records if "was undone" in r.getMessage()]
+
+
+def test_without_its_process_groups_a_graph_is_not_planned_again(
+    profiles: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that has ended its work, or begins a second life, destroys them while a plan is made."""
+    free, dear = profiles
+    with compiled(free) as kept:
+        pass
+    with fake_world(2):
+        for one in kept:
+            over = on_a_thread(one, dear)
+            assert isinstance(over, UnfitError) and str(over) == "its process groups were destroyed"
+    assert not [r for r in caplog.records if r.name == "inductor_passes"]
+
+
+def test_what_is_measured_goes_to_the_graph_that_was_compiled_last(profiles: tuple[str, str]) -> None:
+    """After a reset graphs have the digests and numbers of those before."""
+    with collect(what_if=False) as reports:
+        for _ in range(2):
+            with compiled(profiles[0]):
+                pass
+    first, second = reports[0], reports[2]
+    assert (first.digest, first.compile_id) == (second.digest, second.compile_id)
+    collector.amend(second.digest, second.compile_id, TIMING)
+    assert second.timing is TIMING and first.timing is None
+
+
+def test_explaining_times_nothing() -> None:
+    with fake_world(2), mock.patch.object(measuring, "statement", side_effect=AssertionError):
+        model = inductor_passes.simple_fsdp(mlp(MODEL), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        found = inductor_passes.explain(model, mlp_batch(MODEL)[0], options={"tune": 3})
+    assert all(any("explain() runs no step" in note for note in one.notes) for one in found.reports)
+
+
+def test_the_program_keeps_its_garbage_collector(profiles: tuple[str, str]) -> None:
+    """It is switched off for compilations that the program waits for only."""
+    free, dear = profiles
+    seen: list[bool] = []
+    with compiled(free) as kept:
+        original = BucketPass.run
+
+        def run(self: BucketPass, *args: Any) -> Any:
+            seen.append(gc.isenabled())
+            gc.disable()
+            return original(self, *args)
+
+        try:
+            with mock.patch.object(BucketPass, "run", run):
+                assert isinstance(on_a_thread(kept[0], dear), New)
+            assert seen[0] and not gc.isenabled()
+        finally:
+            gc.enable()
 
 
 def test_a_graph_that_comes_out_differently_is_refused(profiles: tuple[str, str]) -> None:

@@ -6,7 +6,15 @@ graph. :func:`statement` and :func:`loaded` do the same for code that comes out 
 :func:`bounded` are the protocol itself, for code that compares something else.
 """
 
-from inductor_passes.agreement.asking import bounded, explaining, forget, nobody_to_ask, session_of, when_forgotten
+from inductor_passes.agreement.asking import (
+    bounded,
+    explaining,
+    forget,
+    is_explained,
+    nobody_to_ask,
+    session_of,
+    when_forgotten,
+)
 from inductor_passes.agreement.cached import StaleVerdictError, loaded, refuse, statement
 from inductor_passes.agreement.claim import opens_a_function
 from inductor_passes.agreement.consensus import Ballot, Kind, Outcome
@@ -27,6 +35,7 @@ __all__ = [
     "confirm",
     "explaining",
     "forget",
+    "is_explained",
     "loaded",
     "nobody_to_ask",
     "opens_a_function",

@@ -45,6 +45,11 @@ def explaining() -> Iterator[None]:
         _explaining.reset(token)
 
 
+def is_explained() -> bool:
+    """Whether what is compiled is not going to run, see :func:`explaining`."""
+    return _explaining.get()
+
+
 def nobody_to_ask() -> bool:
     """Whether ranks agree by definition: collectives move nothing, or nothing is going to run."""
     return _explaining.get() or _torch.moves_nothing()

@@ -16,7 +16,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import garbage, gloo, variants
+from inductor_passes.engine import gloo, variants
 from inductor_passes.engine.compilation import Compilation, new_report
 from inductor_passes.engine.kept import Kept, text_of
 from inductor_passes.engine.kernels import order_kernels
@@ -54,6 +54,8 @@ def compile_again(kept: Kept, profile: CostProfile) -> New:
         try:
             compiled = _torch.lower_again(kept.module, kept.lowering, work.plan, work.order, is_ours)
         except Exception:
+            # With the program or its process groups any pass may fail.
+            work.why = work.why or work.over()
             if work.why:
                 raise UnfitError(work.why) from None
             if not work.same:
@@ -91,12 +93,20 @@ class _Again:
 
     def _look_up(self) -> None:
         """Stop where nobody needs the result any more. Between two looks torch is not left: its state would stay."""
-        if again.ending.is_set():
-            self._stop(again.ENDED)
+        if over := self.over():
+            self._stop(over)
 
-    @garbage.paused()
+    def over(self) -> str:
+        """Why nobody needs the result any more; "" where somebody does."""
+        if again.ending.is_set():
+            return again.ENDED
+        return "" if self._kept.lives() else "its process groups were destroyed"
+
     def plan(self, graph: torch.fx.Graph) -> None:
-        """In place of our graph pass."""
+        """In place of our graph pass.
+
+        The program runs meanwhile, so Python's garbage collector is left as the program has it.
+        """
         kept = self._kept
         self._look_up()
         if text_of(graph) != kept.lines:
@@ -108,7 +118,9 @@ class _Again:
         report.graph_index, report.compile_id = kept.report.graph_index, kept.report.compile_id
         view = GraphView(graph)
         known = replace(kept.known, pins=None)
-        done = run_passes(graph, passes_of(kept.settings), kept.settings, self._profile, known=known, report=report)
+        # A pass that fails ends it. The code that runs is not touched, so there is nothing to warn of.
+        settings = replace(kept.settings, verify="strict")
+        done = run_passes(graph, passes_of(settings), settings, self._profile, known=known, report=report)
         done.again = True
         done.participants = kept.participants
         self._sent = messages(GraphView(graph))

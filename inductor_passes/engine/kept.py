@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,7 @@ class Kept:
         known: what is known from outside of the graph.
         about, came, variant: which variant of its function it is, with which collectives it came, what it sends.
         lowering: how Inductor was asked to lower it.
+        life: the default process group that it was compiled in, None where there was none.
         compiler: plans and compiles.
     """
 
@@ -62,6 +64,7 @@ class Kept:
     about: variants.About | None = None
     variant: variants.Variant | None = None
     lowering: _torch.Lowering | None = None
+    life: weakref.ref[Any] | None = None
 
     def of(self, compilation: Compilation, about: variants.About, variant: variants.Variant) -> Kept:
         """With what the first compilation made of it."""
@@ -83,9 +86,18 @@ class Kept:
             return "another graph sends the same messages, and ranks may run the two at the same time"
         return ""
 
+    def lives(self) -> bool:
+        """Whether the default process group is the one that the graph was compiled in."""
+        return self.life is None or self.life() is _default_group()
+
     def place(self) -> str:
         """See :class:`inductor_passes.tuning.again.Kept`."""
         return _torch.sent_so_far(self.groups)
+
+
+def _default_group() -> Any:
+    found = _torch.default_store()
+    return None if found is None else found[0]
 
 
 def kept(
@@ -111,4 +123,6 @@ def kept(
         return module
     output = next(node for node in reversed(module.graph.nodes) if node.op == "output")
     groups = tuple(dict.fromkeys(one.group.name for one in view.collectives))
-    return Kept(module, settings, text_of(graph), dict(output.meta), *described, groups, compiler)
+    group = _default_group()
+    life = None if group is None else weakref.ref(group)
+    return Kept(module, settings, text_of(graph), dict(output.meta), *described, groups, compiler, life=life)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from inductor_passes import _torch
+from inductor_passes import _torch, agreement
 from inductor_passes.engine.compilation import Compilation
 from inductor_passes.engine.kept import Kept
 from inductor_passes.problems.kernels import SchedulerProblem
@@ -20,6 +20,9 @@ def add_clock(nodes: Sequence[Any], order: Sequence[int], built: SchedulerProble
         order: their numbers in the problem.
     """
     report, device = compilation.report, _torch.lowered_device()
+    if agreement.is_explained():
+        report.notes.append("tune: not timed, explain() runs no step")
+        return
     if device != "cpu" and _torch.inductor_option("triton.cudagraphs", False):
         report.notes.append("tune: not timed, CUDA graphs replay the kernels without the code that calls them")
         return

@@ -79,6 +79,7 @@ def note(parameter: torch.Tensor, how: tuple[object, ...], whole: torch.Tensor) 
     if context is not None:
         writes = _torch.traced_writes(whole)
         if writes is not None:
-            _TRACED.setdefault(context, {})[(id(parameter), *how)] = _Read(parameter, whole, writes)
+            key = (id(parameter), *how)
+            _TRACED.setdefault(context, {})[key] = _Read(parameter, whole, writes)
     elif _torch.is_real(whole):
         _EAGER[parameter] = _torch.Writes(whole)

@@ -51,18 +51,26 @@ def deliver(report: GraphReport) -> None:
     with _lock:
         for listener in _listeners:
             listener.reports.append(report)
+        # A graph that is compiled anew, after a reset, has the digest and the number of the one before.
+        _delivered[:] = [one for one in _delivered if (kept := one()) is not None and _about(kept) != _about(report)]
         if _listeners:
-            _delivered[:] = [one for one in _delivered if one() is not None]
             _delivered.append(weakref.ref(report))
 
 
 def amend(digest: str, compile_id: str, found: Timing) -> None:
-    """Enter what was measured of a graph into the reports of it that somebody got and still has."""
+    """Enter what was measured of a graph into the report of it, if somebody got it and still has it.
+
+    Not where the graph was compiled anew since: what is measured then is of the new code.
+    """
     with _lock:
         for one in _delivered:
             report = one()
-            if report is not None and (report.digest, report.compile_id) == (digest, compile_id):
+            if report is not None and _about(report) == (digest, compile_id):
                 report.timing = found
+
+
+def _about(report: GraphReport) -> tuple[str, str]:
+    return report.digest, report.compile_id
 
 
 def listening() -> bool:

@@ -131,6 +131,7 @@ class _Graphs:
             number = self._numbers.get(planned.about.digest, 0)
             self._numbers[planned.about.digest] = number + 1
         graph = _Graph(planned, compile_id, number, kept)
+        _latest[planned.about.digest, compile_id] = number
         called = [call.name for call in planned.calls]
 
         def done(tape: Tape, why: str) -> None:
@@ -394,6 +395,10 @@ def _connection() -> Board:
     return Board(_torch.reconnected(place[1]))
 
 
+#: (digest, compile id) -> the number of the graph that was compiled last of those: numbers begin anew after a reset.
+_latest: dict[tuple[str, str], int] = {}
+
+
 def _kind(planned: Planned) -> tuple[object, ...]:
     """What must be equal for one cost profile."""
     about = planned.about
@@ -420,7 +425,8 @@ def _saved(planned: Planned, profile: CostProfile, rank: int) -> tuple[str, str]
 def _publish(graph: _Graph, found: Timing, rank: int) -> None:
     about = graph.planned.about
     graph.timing = found
-    collector.amend(about.digest, graph.compile_id, found)
+    if _latest.get((about.digest, graph.compile_id)) == graph.number:
+        collector.amend(about.digest, graph.compile_id, found)
     artifacts.emit_timing(about.phase, about.graph_index, graph.compile_id, rank, found)
 
 
