@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import inductor_passes
-from inductor_passes import adopt
+from inductor_passes import _torch, adopt
 from inductor_passes.simple_fsdp import simple_fsdp, written
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
@@ -135,9 +135,22 @@ def test_nothing_is_said_where_nothing_is_written(caplog: pytest.LogCaptureFixtu
 
 
 def test_only_a_counter_is_kept_of_what_was_gathered() -> None:
-    tensor = torch.ones(1000)
-    writes, storage = inductor_passes._torch.Writes(tensor), tensor.untyped_storage()
-    assert writes._alias.untyped_storage().nbytes() == 0 and storage.nbytes() == 4000
-    assert not writes.any and tensor._version == 0
-    tensor.view(10, 100)[3].add_(1)
-    assert writes.any
+    parameter = torch.ones(1000, requires_grad=True)
+    for make in (lambda: torch.ones(1000), lambda: parameter * 1, lambda: torch.ones(2000)[:1000]):
+        tensor = make()
+        writes, storage = _torch.Writes(tensor), tensor.untyped_storage()
+        assert writes._alias.untyped_storage().nbytes() == 0 and writes._alias._base is None
+        assert storage.nbytes() >= 4000 and not writes.any and tensor._version == 0
+        with torch.no_grad():
+            tensor.view(10, 100)[3].add_(1)
+        assert writes.any
+        gone = weakref.ref(tensor)
+        del tensor
+        assert gone() is None
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad], ids=["inference_mode", "no_grad"])
+def test_evaluation_runs_as_before(mode: Any) -> None:
+    """Tensors of inference mode count no writes."""
+    with managed(lambda _: None) as model, mode():
+        assert model(torch.randn(4, 6)).shape == (4, 7)

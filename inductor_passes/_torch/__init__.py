@@ -253,7 +253,7 @@ from inductor_passes._torch.wrappers import (
 from inductor_passes._torch.writes import (
     Writes,
     by_identity,
-    is_real,
+    counts_writes,
     traced_writes,
     tracing_context,
 )
@@ -306,6 +306,7 @@ __all__ = [
     "copied_module",
     "copies_messages",
     "counts_as_parameter",
+    "counts_writes",
     "cpp_compiler",
     "create_groups",
     "current_graph_module",
@@ -354,7 +355,6 @@ __all__ = [
     "is_multiple",
     "is_op",
     "is_pointwise",
-    "is_real",
     "is_recomputing",
     "is_refusal",
     "is_seeded_random",

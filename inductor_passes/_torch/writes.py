@@ -22,13 +22,13 @@ def traced_writes(tensor: torch.Tensor) -> int | None:
     return int(count(tensor.elem)) if count is not None and isinstance(tensor, FunctionalTensor) else None
 
 
-def is_real(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory, and is not one that stands for it while a program is traced."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
+def counts_writes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one, with memory and a counter of writes: not traced, and not of inference mode."""
+    return type(tensor) is torch.Tensor and not tensor.is_inference() and not _is_wrapped(tensor)
 
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    return not wrapped and not isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 class Writes:
@@ -36,9 +36,10 @@ class Writes:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._before = tensor._version
+        # It shares the counter, also when it has let go of the memory, which counts as a write. A view would keep what
+        # it is a view of.
+        self._alias = tensor.detach()
         with torch.no_grad():
-            # A view shares the counter, also when it has let go of the memory. That counts as a write.
-            self._alias = tensor.view(tensor.shape)
             self._alias.set_()
         torch._C._autograd._unsafe_set_version_counter((self._alias,), (self._before,))
 

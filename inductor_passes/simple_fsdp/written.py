@@ -81,5 +81,5 @@ def note(parameter: torch.Tensor, how: tuple[object, ...], whole: torch.Tensor) 
         if writes is not None:
             key = (id(parameter), *how)
             _TRACED.setdefault(context, {})[key] = _Read(parameter, whole, writes)
-    elif _torch.is_real(whole):
+    elif _torch.counts_writes(whole):
         _EAGER[parameter] = _torch.Writes(whole)
