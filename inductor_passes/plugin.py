@@ -42,6 +42,8 @@ def compile_options(
 ) -> dict[str, Any]:
     """Options for ``torch.compile(model, options=...)`` that switch the plugin on.
 
+    Custom passes that are set for the process in ``torch._inductor.config`` are copied now: one set later does not run.
+
     Args:
         settings: a complete configuration; default: that of the process (``inductor_passes.config`` and environment).
         mode: what ``torch.compile(mode=...)`` would be; torch does not accept ``mode`` beside ``options``.

@@ -29,6 +29,7 @@ from inductor_passes._torch.autograd import (
     reduce_scatter_in,
     reduce_scatter_sum,
     stored_parameter,
+    write_unseen,
 )
 from inductor_passes._torch.caches import (
     forget_cached_entry,
@@ -473,4 +474,5 @@ __all__ = [
     "without_implicit_communication",
     "wrapper_being_called",
     "wrapper_of",
+    "write_unseen",
 ]

@@ -55,6 +55,21 @@ def broadcast_in(tensor: torch.Tensor, group: str) -> torch.Tensor:
     return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.broadcast(tensor.contiguous(), 0, group))
 
 
+def write_unseen(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy ``value`` to ``target`` without autograd taking it for a change of what it has saved, as DDP does.
+
+    Code that Inductor compiles keeps to it too. Where a compiler leaves writes to inputs to AOTAutograd's epilogue
+    (``aot_eager``), the write is seen.
+    """
+    hide = getattr(target, "mark_mutation_hidden_from_autograd", None)
+    if hide is None:
+        target.data.copy_(value)
+        return
+    # AOTAutograd traces: what it marks is written in the graph, and no version is counted.
+    target.copy_(value)
+    hide()
+
+
 #: What marks nodes that a partitioner of ours may save although they are tagged for recomputation.
 _LEFT_TO_PARTITIONER = "inductor_passes_keep"
 

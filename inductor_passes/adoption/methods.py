@@ -253,4 +253,5 @@ def send_buffers(module: nn.Module, ignored: set[str], group: str) -> None:
     for buffers in by_dtype.values():
         sent = _torch.broadcast_in(torch.cat([buffer.reshape(-1) for buffer in buffers]), group)
         for buffer, part in zip(buffers, sent.split([buffer.numel() for buffer in buffers])):
-            buffer.copy_(part.view(buffer.shape))
+            # An earlier forward pass may wait for its backward pass, which needs the buffer: DDP hides the write, too.
+            torch.ops.inductor_passes.replace_unseen.default(buffer, part.view(buffer.shape))

@@ -89,6 +89,9 @@ def _is_recomputing() -> bool:
 
 
 _LIBRARY = torch.library.Library("inductor_passes", "FRAGMENT")
+_LIBRARY.define("replace_unseen(Tensor(a!) buffer, Tensor value) -> ()")
+# An operator, as Dynamo would trace into it before AOTAutograd has something to mark.
+_LIBRARY.impl("replace_unseen", _torch.write_unseen, "CompositeImplicitAutograd")
 _LIBRARY.define("replicated(Tensor parameter, str group, int ranks, Tensor[] residuals) -> Tensor")
 
 
@@ -98,7 +101,8 @@ class _Replicated(torch.autograd.Function):
         ctx: Any, parameter: torch.Tensor, group: str, ranks: int, residuals: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         ctx.group, ctx.ranks, ctx.residuals = group, ranks, residuals
-        return parameter.view_as(parameter)
+        # Shares memory and versions with the parameter, and is no view to autograd: forward may write to it.
+        return parameter.detach()
 
     @staticmethod
     @once_differentiable

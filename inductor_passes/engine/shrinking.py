@@ -199,7 +199,7 @@ class Shrinking:
         warn_once(
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {limit} bytes, and no plan "
             f'was found that needs less than {needs} ("={needs}B", or "{share:+d}%" of what it needs as it came): that '
-            "one is used"
+            "one is used. Bytes are those of the graph before Inductor fuses it; generated code often needs less"
         )
 
 
