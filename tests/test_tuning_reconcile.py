@@ -176,7 +176,10 @@ def test_kinds_that_were_not_measured_share_the_fate_of_their_link() -> None:
     after = corrected(base, [(planned, account(planned, World(truth).records(planned)))])
     for kind, sent, got in (("all_to_all", 1 << 20, 1 << 20), ("reduce_scatter", 1 << 20, 1 << 19)):
         before = base.communication_ns(kind, sent, got, (0, 1))
-        assert after.communication_ns(kind, sent, got, (0, 1)) == pytest.approx(3 * before, rel=0.02)
+        # Bandwidth made up most of the times and takes most of the difference.
+        assert after.communication_ns(kind, sent, got, (0, 1)) == pytest.approx(3 * before, rel=0.1)
+        sums = [sum(p.communication_ns(kind, k * sent, k * got, (0, 1)) for k in (1, 2, 3)) for p in (base, after)]
+        assert sums[1] == pytest.approx(3 * sums[0], rel=0.02)
         assert after.issue_ns(kind, sent, got, (0, 1)) == pytest.approx(base.issue_ns(kind, sent, got, (0, 1)), abs=2)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from inductor_passes.cost.fit import spread
 from inductor_passes.report import CollectiveReport
 from inductor_passes.trace.profile_events import WAIT, Call, Event, ProfileTraceError, read_profile
 from inductor_passes.trace.profiled_device import on_device
@@ -31,7 +32,8 @@ WAIT_NS = 50_000
 @dataclass(frozen=True)
 class Pair:
     """One quantity, predicted and measured in ns. ``what``: ``transfer``, ``exposed``, ``issue``, ``block``, ``step``,
-    or ``library`` (a library call such as a matmul). ``shared``: how many transfers a measured time was divided among.
+    or ``library`` (a library call such as a matmul). ``shared``: how many transfers a measured time was divided among. ``spread_ns``:
+    standard deviation of the time over steps, None where it was measured once.
     """
 
     what: str
@@ -42,6 +44,7 @@ class Pair:
     size_bytes: int = 0
     ranks: tuple[int, ...] = ()
     shared: int = 1
+    spread_ns: float | None = None
 
     @property
     def error(self) -> float | None:
@@ -158,6 +161,7 @@ def _measured(
             p[0].size_bytes,
             p[0].ranks,
             max(one.shared for one in p),
+            spread([one.measured_ns for one in p]),
         )
         for p in merged.values()
     ]

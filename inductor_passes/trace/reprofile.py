@@ -1,26 +1,32 @@
 """A cost profile corrected by what was measured: profile a step, plan again with it, better.
 
-Collectives: per kind and group layout a line through the measured transfers when their sizes differ enough to tell
-latency from bandwidth, else the old line scaled. Compute: library calls and everything else are scaled by how much
+Collectives: per kind and group layout a line through the measured transfers when their sizes and times tell latency from
+bandwidth, else the old line, of which the part that makes up the times takes most of the difference. Compute: library calls and everything else are scaled by how much
 longer they took than predicted. What was not measured stays as it was.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from inductor_passes.cost.communication import KINDS, GroupLayout, wire_bytes
-from inductor_passes.cost.fit import fit_line
+from inductor_passes.cost.fit import fit_line, shared_out, slope_error, spread
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
 from inductor_passes.operators import kind_of
 from inductor_passes.trace.profiled import Measured, Pair
 
 #: Sizes whose largest is less than this multiple of the smallest do not tell latency from bandwidth.
 _SPREAD = 4.0
-#: A line of measured times is believed down to such a part of the slope that the old line has when it is scaled to the
+#: A slope is believed where it is so many times its standard error: it is then right within a factor of 2 but for one
+#: case in 20. The error of a time is its spread over steps, not divided by the root of their number: what else a machine
+#: does lasts longer than a step, so more of them do not make the median better.
+_MARGIN = 4.0
+#: The error of a time, as a share of it, that was measured once.
+_ONCE = 0.1
+#: A line of measured times is believed down to such a part of the slope that the old line has when it is moved to the
 #: same times.
 _FLATTER = 10.0
 #: A size counts when it was measured at least this fraction (one in so many) as often as the most frequent one.
@@ -47,11 +53,7 @@ def profile_from(base: CostProfile, pairs: Sequence[Pair], name: str = "", *, ev
             a median already.
     """
     groups = {group.layout: group for group in base.groups}
-    by_kind: dict[tuple[GroupLayout, str], list[Pair]] = {}
-    for pair in pairs:
-        if pair.what in ("transfer", "issue") and len(pair.ranks) > 1 and pair.kind:
-            by_kind.setdefault((base.layout(pair.ranks), pair.kind), []).append(pair)
-    for (layout, kind), found in sorted(by_kind.items()):
+    for (layout, kind), found in sorted(_by_kind(base, pairs).items()):
         cost = _collective(base, kind, found, every_size)
         group = groups.get(layout) or GroupCost(layout, "profiled", layout.link, ())
         others = tuple(c for c in group.costs if c.kind != kind)
@@ -96,7 +98,7 @@ def _kernel_ns(base: CostProfile) -> float:
 
 
 def others_scaled(base: CostProfile, profile: CostProfile, pairs: Sequence[Pair]) -> CostProfile:
-    """``profile`` with the kinds that were not measured on a layout scaled as the one most above its prediction.
+    """``profile`` with the kinds that were not measured on a layout slowed down as the one most above its prediction.
 
     Otherwise they would look cheaper on a link that is slower than assumed, and be chosen for that.
 
@@ -107,28 +109,34 @@ def others_scaled(base: CostProfile, profile: CostProfile, pairs: Sequence[Pair]
     groups = []
     for group in profile.groups:
         found = [p for p in pairs if len(p.ranks) > 1 and p.kind and base.layout(p.ranks) == group.layout]
-        moved = [p for p in found if p.what == "transfer"]
+        moved: dict[str, list[Pair]] = {}
+        for p in found:
+            if p.what == "transfer":
+                moved.setdefault(p.kind, []).append(p)
         costs = list(group.costs)
         if moved:
             # What lines say of the same messages: one outlier does not count here either.
-            factor = max(
-                _ratio(*(sum(_transfer_ns(by, p) for p in moved if p.kind == kind) for by in (base, profile)))
-                for kind in {p.kind for p in moved}
-            )
-            seen = {p.kind for p in moved}
-            costs = [cost for cost in costs if cost.kind in seen]
-            costs += [_scaled(base, kind, moved[0], factor) for kind in KINDS if kind not in seen]
+            factors = {
+                kind: _ratio(*(sum(_transfer_ns(by, p) for p in ones) for by in (base, profile)))
+                for kind, ones in sorted(moved.items())
+            }
+            slowest = max(factors, key=lambda kind: factors[kind])
+            costs = [cost for cost in costs if cost.kind in moved]
+            costs += [_scaled(base, k, moved[slowest], factors[slowest]) for k in KINDS if k not in moved]
         groups.append(dataclasses.replace(group, costs=tuple(costs)))
     return dataclasses.replace(profile, groups=tuple(groups))
 
 
-def _scaled(base: CostProfile, kind: str, like: Pair, factor: float) -> CollectiveCost:
-    """What ``base`` assumes of a kind on the layout of ``like``, with the time on the link ``factor`` times as long."""
-    one = dataclasses.replace(like, kind=kind)
+def _scaled(base: CostProfile, kind: str, like: Sequence[Pair], factor: float) -> CollectiveCost:
+    """What ``base`` assumes of a kind, if the messages ``like`` took ``factor`` times as long as one of this kind."""
+    ones = [dataclasses.replace(p, kind=kind) for p in like]
+    one = ones[0]
     alpha, beta = _old_line(base, kind, one)
+    sizes = [float(_wire(kind, p)) for p in ones]
+    alpha, beta = shared_out(alpha, beta, sizes, factor * sum(alpha + beta * wire for wire in sizes))
     empty, full = base.issue_ns(kind, 0, 0, one.ranks), base.issue_ns(kind, *_sizes(one), one.ranks)
     per_byte = max(0.0, (full - empty) / max(1, one.size_bytes))
-    return CollectiveCost(kind, alpha * factor, beta * factor, float(empty), per_byte)
+    return CollectiveCost(kind, alpha, beta, float(empty), per_byte)
 
 
 def _transfer_ns(by: CostProfile, pair: Pair) -> int:
@@ -149,20 +157,8 @@ def _sizes(pair: Pair) -> tuple[int, int]:
 
 
 def _collective(base: CostProfile, kind: str, found: Sequence[Pair], every_size: bool) -> CollectiveCost:
-    transfers = [p for p in found if p.what == "transfer" and p.measured_ns > 0]
-    # A share of a queue was cut by the old prediction; where there are transfers seen alone, they decide.
-    transfers = [p for p in transfers if p.shared == 1] or transfers
+    alpha, beta, _ = _line(base, kind, found, every_size)
     issues = [p for p in found if p.what == "issue" and p.measured_ns > 0]
-    alpha, beta = _old_line(base, kind, found[0])
-    if transfers:
-        points = _medians(kind, transfers, every_size)
-        scale = sum(points.values()) / max(1.0, sum(alpha + beta * wire for wire in points))
-        alpha, beta = alpha * scale, beta * scale
-        if max(points) >= _SPREAD * max(1, min(points)):
-            line = fit_line([float(wire) for wire in points], list(points.values()))
-            # Small messages that all take as long would make the link infinitely fast for large ones.
-            if line[1] >= beta / _FLATTER:
-                alpha, beta = line
     issue = _ratio(sum(p.predicted_ns for p in issues), sum(p.measured_ns for p in issues))
     first = found[0]
     empty = base.issue_ns(kind, 0, 0, first.ranks)
@@ -171,23 +167,91 @@ def _collective(base: CostProfile, kind: str, found: Sequence[Pair], every_size:
     return CollectiveCost(kind, alpha, beta, empty * issue, per_byte * issue)
 
 
+def _line(base: CostProfile, kind: str, found: Sequence[Pair], every_size: bool) -> tuple[float, float, str]:
+    """Latency, ns per wire byte, and why measured times do not tell the two apart: "" where they do, or where there are
+    none."""
+    alpha, beta = _old_line(base, kind, found[0])
+    transfers = [p for p in found if p.what == "transfer" and p.measured_ns > 0]
+    if not transfers:
+        return alpha, beta, ""
+    # A share of a queue was cut by the old prediction; where there are transfers seen alone, they decide.
+    alone = [p for p in transfers if p.shared == 1]
+    points = _medians(kind, alone or transfers, every_size)
+    sizes, times = [float(wire) for wire in points], list(points.values())
+    alpha, beta = shared_out(alpha, beta, sizes, sum(times))
+    if not alone:
+        return alpha, beta, "no transfer was seen alone, only queues as a whole"
+    if max(sizes) < _SPREAD * max(1.0, min(sizes)):
+        return alpha, beta, f"the largest message has less than {_SPREAD:g} times the bytes of the smallest"
+    fitted = fit_line(sizes, times)
+    error = slope_error(sizes, _errors(kind, alone, points))
+    if fitted[1] <= _MARGIN * error:
+        return alpha, beta, f"what larger messages take longer is less than {_MARGIN:g} times its error"
+    # Small messages that all take as long would make the link infinitely fast for large ones.
+    if fitted[1] < beta / _FLATTER:
+        return alpha, beta, f"larger messages take less than a {_FLATTER:g}th as much longer as they should"
+    return (*fitted, "")
+
+
+def _errors(kind: str, transfers: Sequence[Pair], points: Mapping[int, float]) -> list[float]:
+    """The standard deviation of the time of each size in ns: from step to step, or from one message to another of equal
+    size, the larger one. Few steps may be equal by chance: it is no less than the median over all of them."""
+    steps: dict[int, list[float]] = {}
+    times: dict[int, list[int]] = {}
+    for p in transfers:
+        times.setdefault(_wire(kind, p), []).append(p.measured_ns)
+        if p.spread_ns is not None:
+            steps.setdefault(_wire(kind, p), []).append(p.spread_ns)
+    known = {wire: max(median(steps.get(wire, [0.0])), spread(ns) or 0.0) for wire, ns in times.items()
+             if wire in steps or len(ns) > 1}
+    least = median(known.values()) if known else 0.0
+    return [max(known[wire], least) if wire in known else max(_ONCE * ns, least) for wire, ns in points.items()]
+
+
+def unfitted(base: CostProfile, pairs: Sequence[Pair], *, every_size: bool = False) -> list[str]:
+    """A sentence for each kind and layout whose latency and bandwidth the times in :func:`profile_from` do not tell
+    apart."""
+    said = []
+    for (layout, kind), found in sorted(_by_kind(base, pairs).items()):
+        if why := _line(base, kind, found, every_size)[2]:
+            said.append(f"latency and bandwidth of {kind} between {layout.ranks} ranks are not told apart: {why}")
+    return said
+
+
+def _by_kind(base: CostProfile, pairs: Sequence[Pair]) -> dict[tuple[GroupLayout, str], list[Pair]]:
+    by_kind: dict[tuple[GroupLayout, str], list[Pair]] = {}
+    for pair in pairs:
+        if pair.what in ("transfer", "issue") and len(pair.ranks) > 1 and pair.kind:
+            by_kind.setdefault((base.layout(pair.ranks), pair.kind), []).append(pair)
+    return by_kind
+
+
+def _wire(kind: str, pair: Pair) -> int:
+    return wire_bytes(kind, *_sizes(pair), len(pair.ranks))
+
+
 def _medians(kind: str, transfers: Sequence[Pair], every_size: bool) -> dict[int, float]:
     """Wire bytes -> median ns over ranks and collectives, for the sizes that were seen often.
 
     One measurement is off either way: a rank that waits for a slower one adds, a late wake-up moves time from one
-    transfer to the one before it.
+    transfer to the one before it. Where each is a median already (``every_size``), the slowest group of ranks counts.
     """
-    by_size: dict[int, list[int]] = {}
+    by_size: dict[int, dict[tuple[int, ...], list[int]]] = {}
     for p in transfers:
-        by_size.setdefault(wire_bytes(kind, *_sizes(p), len(p.ranks)), []).append(p.measured_ns)
-    most = max(len(found) for found in by_size.values())
-    return {wire: float(median(ns)) for wire, ns in sorted(by_size.items()) if every_size or _OFTEN * len(ns) >= most}
+        by_size.setdefault(_wire(kind, p), {}).setdefault(p.ranks if every_size else (), []).append(p.measured_ns)
+    counts = {wire: sum(map(len, groups.values())) for wire, groups in by_size.items()}
+    most = max(counts.values())
+    return {
+        wire: float(max(median(ns) for ns in groups.values()))
+        for wire, groups in sorted(by_size.items())
+        if every_size or _OFTEN * counts[wire] >= most
+    }
 
 
 def _old_line(base: CostProfile, kind: str, pair: Pair) -> tuple[float, float]:
     """Latency and ns per wire byte that ``base`` assumes."""
     ranks: Any = pair.ranks
     empty = base.communication_ns(kind, 0, 0, ranks)
-    wire = wire_bytes(kind, *_sizes(pair), len(ranks))
+    wire = _wire(kind, pair)
     full = base.communication_ns(kind, *_sizes(pair), ranks)
     return float(empty), max(0.0, (full - empty) / wire) if wire else 0.0

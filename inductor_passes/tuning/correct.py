@@ -49,7 +49,11 @@ def _pairs(base: CostProfile, planned: Planned, account: Account) -> list[Pair]:
             # A bound says something only where it is all that is known, and below what was predicted.
             continue
         if transfer.known != UNKNOWN:
-            pairs.append(Pair("transfer", one.label, task.duration_ns, transfer.transfer_ns, *about, transfer.among))
+            # A bound is not known any better than by itself.
+            spread = float(transfer.transfer_ns if bound else transfer.spread_ns)
+            measured = task.duration_ns, transfer.transfer_ns
+            known = None if spread < 0 else spread
+            pairs.append(Pair("transfer", one.label, *measured, *about, transfer.among, known))
     return pairs
 
 

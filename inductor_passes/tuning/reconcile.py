@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
+from inductor_passes.cost.fit import spread
 from inductor_passes.operators import GROUP_KINDS
 from inductor_passes.tuning.align import Member, offsets
 from inductor_passes.tuning.plan import Planned
@@ -42,6 +43,7 @@ class Transfer:
     Attributes:
         transfer_ns: on the link; ``known`` says how (``measured``, ``shared`` with others, ``at most``, "").
         among: how many transfers a measured time was divided among.
+        spread_ns: standard deviation of a measured time over the steps; negative where one step tells none.
         skew_ns: from the first member's start to the last one's; ``late`` is the rank that came last most often, -1
             where that is not known.
         issue_ns: that the host took to issue it.
@@ -56,6 +58,7 @@ class Transfer:
     issue_ns: int
     stall_ns: int
     for_peer_ns: int
+    spread_ns: int = -1
 
 
 @dataclass(frozen=True)
@@ -165,11 +168,12 @@ class _Transfers:
 
     def _one(self, k: int, served: Sequence[tuple[Any, Sequence[Mapping[int, tuple[int, int]]]]]) -> Transfer:
         # What clocks cannot tell from nothing was not measured.
-        known, ns, among = UNKNOWN, 0, 1
+        known, ns, among, apart = UNKNOWN, 0, 1, -1
         for _, steps in served:
             found = [step[k] for step in steps if k in step]
             if 2 * len(found) >= len(self.steps) and (mine := round(median(one for one, _ in found))) > ns:
                 ns, among = mine, max(number for _, number in found)
+                apart = -1 if (one := spread([time for time, _ in found])) is None else round(one)
                 known = MEASURED if among == 1 else SHARED
         if known == UNKNOWN:
             most = [[m for s in self.steps if (m := self._at_most(s, k, ranks)) is not None]
@@ -187,6 +191,7 @@ class _Transfers:
             issue_ns=round(fmean(self._issue(r, k) for r in self.records.values())),
             stall_ns=self._mean(lambda r, s: self._stall(r, s, k)),
             for_peer_ns=self._mean(lambda r, s: self._for_peer(r, s, k)),
+            spread_ns=apart,
         )
 
     def _issue(self, record: Record, k: int) -> int:
