@@ -70,12 +70,8 @@ def compiled(profile: str, **more: Any) -> Iterator[list[Kept | str]]:
 def written(kept: list[Kept | str], profile: str, path: Path) -> list[New]:
     """Second plans, in a file as those that stay are."""
     made = [on_a_thread(one, profile) for one in kept]
-    plans = files.Plans()
-    for one in made:
-        assert isinstance(one, New) and one.planned is not None, one
-        about = replace(one.planned.about, tune_file=str(path / "tuned.json"))
-        said = plans.add_plan(replace(one.planned, about=about), one.plan, rank=0)
-        assert said == str(path / "tuned.plan.json")
+    assert all(isinstance(one, New) for one in made), made
+    files.save_plans(path / "tuned.plan.json", [one.plan for one in made if isinstance(one, New)])
     return [one for one in made if isinstance(one, New)]
 
 

@@ -165,6 +165,7 @@ def test_a_rank_that_had_the_call_behind_it_is_named_and_a_later_one_may_be_trie
     assert {one.decided[0].why for one in made} == {f"rank 1: {LATE}"}
     assert all(one.decided[0].late and set(one.did) == {"old"} for one in made)
     assert not Decision(True).late and not Decision(False, "rank 1 is ill").late
+    assert Decision(False, f"rank 1 {swap.ABSENT} 5 s").late
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])
@@ -315,7 +316,7 @@ class Whole(Rank):
             later=later,
             publish=self.swaps.append,
             measure=measure,
-            write=lambda made: f"a plan of {made['phase']}",
+            write=lambda made: (f"a plan of {made['phase']}", ""),
             profile=lambda: CostProfile.default("cpu"),
             before_ns=10,
         )
@@ -334,6 +335,11 @@ def whole(ranks: int, **each: dict[int, Any]) -> list[Whole]:
     for name, values in each.items():
         for n, value in values.items():
             setattr(made[n], name, value)
+    went_through(made)
+    return made
+
+
+def went_through(made: list[Whole]) -> None:
     threads = [thread for one in made for thread in one.threads]
     for thread in threads:
         thread.start()
@@ -341,7 +347,6 @@ def whole(ranks: int, **each: dict[int, Any]) -> list[Whole]:
         thread.join(LIMIT_S)
         assert not thread.is_alive(), "a rank hangs"
     assert alike(list(made)), [one.did for one in made]
-    return made
 
 
 def test_a_faster_plan_stays_on_all_ranks() -> None:
@@ -369,6 +374,49 @@ def test_a_call_that_a_rank_had_behind_it_is_tried_again_further_on() -> None:
     for one in made:
         assert one.swaps[-1].outcome is SwapOutcome.KEPT and one.did[-1] == "new"
         assert [s.outcome for s in one.swaps].count(SwapOutcome.AGREED) == 2
+
+
+def test_a_rank_that_comes_to_the_call_too_late_is_waited_for_again_further_on() -> None:
+    """Once it has come. Here rank 1 stands still for three seconds before the first agreed call, and catches up."""
+    store = dist.HashStore()
+    made = [Whole(store, n, 2, calls=400, timeout_s=1.0, pause_s=pause_s) for n, pause_s in enumerate((0.01, 0.002))]
+    made[0].tries = (20, 100)
+    stands, real = [3.0], Vote.cast
+
+    def comes_late(self: Vote) -> Decision:
+        if self._place.session.rank == 1 and stands:
+            time.sleep(stands.pop())
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replanning, "_AT_CALL", 0.4)
+        patch.setattr(Vote, "cast", comes_late)
+        went_through(made)
+    for one in made:
+        assert one.swaps[-1].outcome is SwapOutcome.KEPT and one.did[-1] == "new"
+        assert [s.outcome for s in one.swaps].count(SwapOutcome.AGREED) == 2
+    assert made[0].took_s < 2.9, "it waits for its own limit, not for the late rank"
+
+
+def test_a_rank_that_never_comes_again_is_waited_for_once() -> None:
+    store = dist.HashStore()
+    made = [Whole(store, n, 2, calls=120, timeout_s=1.0) for n in range(2)]
+    made[1].dies_at = 30
+    made[0].tries, made[1].tries = (60, 20), (60, 20)
+    waits, real = [], Vote.cast
+
+    def cast(self: Vote) -> Decision:
+        waits.append(self._place.session.rank)
+        return real(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Vote, "cast", cast)
+        patch.setattr(replanning, "_PATIENCE", 0.3)
+        went_through(made)
+    assert waits == [0] and set(made[0].did) == {"old"} and len(made[0].did) == 120
+    assert made[0].swaps[-1].why == (
+        "rank 1 did not come to that call within 2.5 s; tried again: rank 1 did not get ready"
+    )
 
 
 def test_a_rank_that_knows_nothing_of_the_second_plan_keeps_all_from_going_back() -> None:
@@ -418,7 +466,7 @@ def on_its_way(store: Any, rank: int, made: dict[str, Any]) -> tuple[Replanning,
         later=lambda order, run: work.append(run),
         publish=said.append,
         measure=lambda *_: 1,
-        write=lambda made: "",
+        write=lambda made: ("", ""),
         profile=lambda: CostProfile.default("cpu"),
         before_ns=10,
     )

@@ -152,7 +152,7 @@ def test_a_faster_plan_is_swapped_in_at_one_call(pool: Ranks, tmp_path: Path) ->
 def _misled(rank: int, world: int, settings: dict[str, Any]) -> Any:
     """Training in which the corrected profile is of another link."""
     wrong = CostProfile.load(settings.pop("wrong"))
-    with mock.patch.object(measuring, "corrected", lambda base, found: wrong):
+    with mock.patch.object(measuring, "corrected", lambda *_: wrong):
         return train(rank, world, 0, settings)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.trace.profiled import Pair
-from inductor_passes.trace.reprofile import others_scaled, profile_from, scaled_compute
+from inductor_passes.trace.reprofile import others_scaled, profile_from, scaled_compute, unfitted
 from inductor_passes.tuning.plan import Planned
 from inductor_passes.tuning.reconcile import AT_MOST, UNKNOWN, Account
 
@@ -21,19 +21,50 @@ _LEAST = 50.0
 _FASTEST = 0.05
 
 
-def corrected(base: CostProfile, found: Sequence[tuple[Planned, Account]]) -> CostProfile:
+@dataclass(frozen=True)
+class Others:
+    """What ranks that do not have a graph of this rank's measured of the collectives of one of theirs."""
+
+    digest: str
+    ranks: tuple[int, ...]
+    steps: int
+    pairs: tuple[Pair, ...]
+
+
+def others_of(base: CostProfile, planned: Planned, account: Account) -> Others:
+    """For other ranks."""
+    return Others(planned.about.digest, account.ranks, account.steps, tuple(_pairs(base, planned, account)))
+
+
+def corrected(
+    base: CostProfile, found: Sequence[tuple[Planned, Account]], others: Sequence[Others] = ()
+) -> CostProfile:
     """``base`` with everything that was measured laid over it; the same for the same input on every rank.
 
     Its name says where it comes from: the profile before, how many steps of which plans on how many ranks.
     """
-    pairs = [pair for planned, account in found for pair in _pairs(base, planned, account)]
-    plans = " ".join(sorted({planned.about.digest for planned, _ in found}))
-    ranks = len({rank for _, account in found for rank in account.ranks})
-    steps = max(account.steps for _, account in found)
+    pairs = _all_pairs(base, found, others)
+    plans = " ".join(sorted({planned.about.digest for planned, _ in found} | {one.digest for one in others}))
+    ranks = len({rank for _, account in found for rank in account.ranks}.union(*(one.ranks for one in others)))
+    steps = max([*(account.steps for _, account in found), *(one.steps for one in others)])
     before = base.name.partition(_TUNED)[0]
     name = f"{before}{_TUNED}{steps} steps on {ranks} ranks from {base.hash()}, plans {plans}"
     profile = profile_from(base, pairs, name, every_size=True)
     return _with_kernels(others_scaled(base, profile, pairs), found)
+
+
+def untold(
+    base: CostProfile, found: Sequence[tuple[Planned, Account]], others: Sequence[Others] = ()
+) -> list[str]:
+    """What the times behind :func:`corrected` do not tell, in sentences."""
+    return unfitted(base, _all_pairs(base, found, others), every_size=True)
+
+
+def _all_pairs(
+    base: CostProfile, found: Sequence[tuple[Planned, Account]], others: Sequence[Others]
+) -> list[Pair]:
+    pairs = [pair for planned, account in found for pair in _pairs(base, planned, account)]
+    return pairs + [pair for one in others for pair in one.pairs]
 
 
 def _pairs(base: CostProfile, planned: Planned, account: Account) -> list[Pair]:
@@ -51,9 +82,8 @@ def _pairs(base: CostProfile, planned: Planned, account: Account) -> list[Pair]:
         if transfer.known != UNKNOWN:
             # A bound is not known any better than by itself.
             spread = float(transfer.transfer_ns if bound else transfer.spread_ns)
-            measured = task.duration_ns, transfer.transfer_ns
-            known = None if spread < 0 else spread
-            pairs.append(Pair("transfer", one.label, *measured, *about, transfer.among, known))
+            found = Pair("transfer", one.label, task.duration_ns, transfer.transfer_ns, *about, transfer.among)
+            pairs.append(replace(found, spread_ns=None if spread < 0 else spread))
     return pairs
 
 

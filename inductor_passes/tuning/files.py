@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,50 +14,58 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.pin import file as plan_file
 from inductor_passes.tuning.plan import Planned
 
-
-def _path(planned: Planned) -> Path:
-    about = planned.about
-    path = Path(about.tune_file or Path(_torch.compile_cache_dir()) / "inductor_passes" / "tuned.json")
-    if len(about.participants) != _torch.rank_and_world_size()[1]:
-        # Parts of a program whose ranks compile different graphs measure different things.
-        path = path.with_name(f"{path.stem}.ranks{about.participants[0]}_{about.participants[-1]}{path.suffix}")
-    return path
+#: Of a larger set of ranks a name holds the first one, the last one and how many they are.
+_NAMED = 8
 
 
-def _writes(planned: Planned, rank: int) -> bool:
-    """Whether this rank writes: the first rank of the graph, and one rank of every other host."""
-    return rank == planned.about.participants[0] or os.environ.get("LOCAL_RANK") == "0"
+def path_of(planned: Planned, home: tuple[int, ...]) -> Path:
+    """Where the cost profile goes.
+
+    Args:
+        home: the ranks in whose name it is written: the stated name is that of the ranks that rank 0 is one of.
+    """
+    path = Path(planned.about.tune_file or Path(_torch.compile_cache_dir()) / "inductor_passes" / "tuned.json")
+    if not home or 0 in home:
+        return path
+    named = "_".join(map(str, home)) if len(home) <= _NAMED else f"{home[0]}_to_{home[-1]}_{len(home)}"
+    return path.with_name(f"{path.stem}.ranks{named}{path.suffix}")
 
 
-def save(planned: Planned, profile: CostProfile, rank: int) -> str:
-    """Write the profile, where this rank does; its path."""
-    path = _path(planned)
-    if _writes(planned, rank):
-        _replace(path, profile.save)
-    return str(path)
+def plan_path_of(planned: Planned, home: tuple[int, ...]) -> Path:
+    """Where second plans go; see :func:`path_of`."""
+    path = path_of(planned, home)
+    return path.with_name(f"{path.stem}.plan.json")
 
 
-class Plans:
-    """Second plans that stayed, by file."""
+def writes(planned: Planned, rank: int) -> bool:
+    """Whether this rank writes what its set found: the first one of the set, and one rank of every other host."""
+    return rank == planned.about.participants[0] or writes_for_host()
 
-    def __init__(self) -> None:
-        self._plans: dict[Path, list[dict[str, Any]]] = {}
 
-    def add_plan(self, planned: Planned, made: dict[str, Any], rank: int) -> str:
-        """Write a plan with those before it, where this rank does; the path of the file."""
-        path = _path(planned)
-        path = path.with_name(f"{path.stem}.plan.json")
-        plans = self._plans.setdefault(path, [])
-        plans.append(made)
-        if _writes(planned, rank):
-            text = plan_file.text_of([plan_file.GraphPlan.from_json(one, str(one.get("phase", ""))) for one in plans])
-            _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
-        return str(path)
+def writes_for_host() -> bool:
+    """Whether this rank is the one that writes on its host."""
+    return os.environ.get("LOCAL_RANK") == "0"
+
+
+def save(path: Path, profile: CostProfile) -> None:
+    """Write a profile in the place of what is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    _replace(path, profile.save)
+
+
+def save_plans(path: Path, plans: Sequence[dict[str, Any]]) -> None:
+    """The same for plans."""
+    text = plan_file.text_of([plan_file.GraphPlan.from_json(one, str(one.get("phase", ""))) for one in plans])
+    _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file as a whole or not at all."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    # Ranks of several hosts may share a folder.
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         stack.callback(partial.unlink, missing_ok=True)

@@ -25,14 +25,16 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.records.convert import convert, plain
 from inductor_passes.report import Swap, SwapOutcome, Timing
 from inductor_passes.trace import artifacts, collector
-from inductor_passes.tuning import again, files, plan, record
+from inductor_passes.tuning import again, plan, record
 from inductor_passes.tuning.clock import Clock
 from inductor_passes.tuning.compare import timing
 from inductor_passes.tuning.correct import corrected
 from inductor_passes.tuning.exchange import Result, exchange
+from inductor_passes.tuning.gathered import Gathered
 from inductor_passes.tuning.plan import Planned
 from inductor_passes.tuning.reconcile import Account, account
 from inductor_passes.tuning.replanning import TALK, TIMES, Replanning
+from inductor_passes.tuning.settings import apart
 from inductor_passes.tuning.tape import Tape
 from inductor_passes.tuning.turnstile import Turnstile
 
@@ -99,10 +101,7 @@ class _Graphs:
     """All graphs that are timed in this process, and the thread that works on what was timed.
 
     Attributes:
-        accounts: on the first of a graph's ranks, what was measured so far, in order of the exchanges; by what must be
-            equal for one cost profile.
-        profiles: what came of them last, as JSON.
-        files: where second plans that stay are written.
+        gathered: what was measured so far, and the files that come of it.
     """
 
     def __init__(self) -> None:
@@ -119,9 +118,9 @@ class _Graphs:
         self._boards: dict[int, tuple[Board, Any]] = {}
         #: Graphs on their way to a second plan, by their titles.
         self._replanned: list[tuple[str, Replanning]] = []
-        self.accounts: dict[tuple[object, ...], list[tuple[Planned, Account]]] = {}
-        self.profiles: dict[tuple[object, ...], Any] = {}
-        self.files = files.Plans()
+        self.gathered = Gathered(
+            _rank, lambda: self._connected(TIMES), _base, lambda base, found, others: corrected(base, found, others)
+        )
         #: Of graphs whose calls are still being timed, by their names in the store: for how many calls, their titles.
         self._timed: dict[str, tuple[int, str]] = {}
 
@@ -132,6 +131,7 @@ class _Graphs:
             self._numbers[planned.about.digest] = number + 1
         graph = _Graph(planned, compile_id, number, kept)
         _latest[planned.about.digest, compile_id] = number
+        self.gathered.expect(planned)
         called = [call.name for call in planned.calls]
 
         def done(tape: Tape, why: str) -> None:
@@ -142,6 +142,8 @@ class _Graphs:
             self._later(TIMES, graph.title, lambda: self._finished(graph, tape, why))
 
         self._look_for_thrown_away()
+        if len(planned.about.participants) > 1:
+            self._later(TIMES, graph.title, lambda: self._tell_settings(graph))
         Clock(module, called, planned.about.steps, planned.about.device, done)
         if _rank() in (planned.about.participants or (0,))[:1]:
             # One rank of the graph says it.
@@ -195,6 +197,8 @@ class _Graphs:
         if TALK in self._boards:
             self._boards[TALK][0].closed = again.ENDED
         self._wait_for_lowering()
+        if self.gathered.pause_s is not None:
+            self._later(TIMES, "what other ranks measured", self.gathered.look)
         with self._idle:
             self._idle.wait_for(lambda: not self._waiting[TIMES], _LAST_S)
         for board, _ in list(self._boards.values()):
@@ -231,7 +235,11 @@ class _Graphs:
 
     def _run(self) -> None:
         while True:
-            order, _, title, run = self._work.get()
+            try:
+                order, _, title, run = self._work.get(timeout=self.gathered.pause_s)
+            except queue.Empty:
+                self._look()
+                continue
             try:
                 # What is left of talks and compilations when the program ends nobody can use.
                 if order == TIMES or not self._ending:
@@ -241,6 +249,34 @@ class _Graphs:
             with self._idle:
                 self._waiting[order] -= 1
                 self._idle.notify_all()
+
+    def _look(self) -> None:
+        """Whether other ranks left something, while there is nothing else to do."""
+        try:
+            self.gathered.look()
+        except Exception as error:  # the store may be gone, or the folder
+            self.gathered.end_looks()
+            log.debug("what other ranks measured is not looked for any more: %s", error)
+
+    def _tell_settings(self, graph: _Graph) -> None:
+        """So that nobody has to wait for this rank to know them."""
+        self._apart(graph)
+
+    def _apart(self, graph: _Graph) -> dict[str, str]:
+        """Settings of tuning that differ between a graph's ranks, each with a sentence; does not wait."""
+        about = graph.planned.about
+        session = agreement.session_of(about.participants) if len(about.participants) > 1 else None
+        if session is None or not session.usable or agreement.nobody_to_ask():
+            return {}
+        try:
+            board = self._connected(TIMES)
+            if not session.open(board.clock.now()):
+                return {}
+            mine = {"tune": str(about.steps), "tune_swap": "on" if about.swap else "off"}
+            return apart(session, board, graph.name, mine)
+        except StoreError as error:
+            log.debug("settings are not compared: %s", error)
+            return {}
 
     def _finished(self, graph: _Graph, tape: Tape, why: str) -> None:
         try:
@@ -260,19 +296,32 @@ class _Graphs:
             return False
         own = account(planned, [mine])
         _publish(graph, timing(planned, own), rank)
-        result = self._taken(planned, graph.name, mine, self._with_profile(planned))
+        # Ranks that time other numbers of steps have nothing to put together, and need not wait for each other.
+        differs = self._apart(graph)
+        result = Result(None, differs["tune"]) if "tune" in differs else self._taken(
+            planned, graph.name, mine, self._with_profile(planned)
+        )
+        differs = self._apart(graph)
         if result.content is None:
-            log.warning("inductor_passes: no cost profile comes of timing %s: %s", graph.title, result.why)
-            _publish(graph, timing(planned, own, f"no cost profile was written: {result.why}"), rank)
+            why = differs.get("tune", result.why)
+            log.warning("inductor_passes: no cost profile comes of timing %s: %s", graph.title, why)
+            _publish(graph, timing(planned, own, f"no cost profile was written: {why}"), rank)
+            if "tune" in differs and planned.about.swap:
+                _publish_swap(graph, Swap(SwapOutcome.NOTHING, why), rank)
             return False
         found = convert(result.content["account"], Account, "an account")
         profile = CostProfile.from_json(result.content["profile"])
-        path, unsaved = _saved(planned, profile, rank)
+        path, note, unsaved = _saved(self.gathered, planned, found, profile)
         if unsaved:
             log.warning("inductor_passes: %s was timed, and %s", graph.title, unsaved)
         else:
             log.info("inductor_passes: %s was timed; cost profile %s in %s", graph.title, profile.hash(), path)
-        _publish(graph, timing(planned, found, unsaved, path, profile.hash()), rank)
+        notes = [one for one in (unsaved, note, *result.content["untold"]) if one]
+        _publish(graph, timing(planned, found, "; ".join(notes), path, profile.hash()), rank)
+        if "tune_swap" in differs:
+            log.warning("inductor_passes: %s is not planned again: %s", graph.title, differs["tune_swap"])
+            _publish_swap(graph, Swap(SwapOutcome.NOTHING, differs["tune_swap"]), rank)
+            return False
         return planned.about.swap and self._replan(graph, found, rank)
 
     def _replan(self, graph: _Graph, found: Account, rank: int) -> bool:
@@ -293,8 +342,8 @@ class _Graphs:
             later=lambda order, run: self._later(order, graph.title, run),
             publish=lambda swap: _publish_swap(graph, swap, rank),
             measure=self._measured_again,
-            write=lambda made: self.files.add_plan(planned, made, rank),
-            profile=lambda: CostProfile.from_json(self.profiles[_kind(planned)]),
+            write=lambda made: self.gathered.add_plan(planned, made),
+            profile=lambda: self.gathered.profile(planned),
             before_ns=found.step_ns,
         )
         self._replanned = [*self._replanned, (graph.title, replanning)]
@@ -317,10 +366,11 @@ class _Graphs:
     def _with_profile(self, planned: Planned) -> Callable[[Mapping[int, bytes]], Any]:
         def combine(records: Mapping[int, bytes]) -> Any:
             found = account(planned, [record.unpacked(data) for data in records.values()])
-            everything = [*self.accounts.get(_kind(planned), ()), (planned, found)]
-            profile = corrected(_base(planned), everything).to_json()
-            self.accounts[_kind(planned)], self.profiles[_kind(planned)] = everything, profile
-            return {"account": plain(found), "profile": profile}
+            return {
+                "account": plain(found),
+                "profile": self.gathered.profile(planned, found).to_json(),
+                "untold": self.gathered.untold(planned, found),
+            }
 
         return combine
 
@@ -362,9 +412,6 @@ class _Graphs:
         return board
 
 
-_graphs = _Graphs()
-
-
 def finished(timeout_s: float = 60.0) -> bool:
     """Wait until all that was timed so far is in its report; False when that takes longer than ``timeout_s``."""
     return _graphs.wait(timeout_s)
@@ -399,12 +446,6 @@ def _connection() -> Board:
 _latest: dict[tuple[str, str], int] = {}
 
 
-def _kind(planned: Planned) -> tuple[object, ...]:
-    """What must be equal for one cost profile."""
-    about = planned.about
-    return about.participants, about.profile_hash, about.tune_file
-
-
 def _over(graph: _Graph) -> None:
     """The code of the graph stays what it is."""
     graph.kept = "it is over"
@@ -412,14 +453,17 @@ def _over(graph: _Graph) -> None:
         graph.turnstile.end()
 
 
-def _saved(planned: Planned, profile: CostProfile, rank: int) -> tuple[str, str]:
-    """The path of the written profile; "" where it cannot be written, and why."""
+def _saved(gathered: Gathered, planned: Planned, found: Account, profile: CostProfile) -> tuple[str, str, str]:
+    """The path of the written profile, and a sentence where another rank writes it; "" where it cannot be written, and
+    why."""
     try:
-        return files.save(planned, profile, rank), ""
+        return *gathered.add(planned, found, profile), ""
+    except StoreError as error:
+        return "", "", f"what was measured cannot be left for rank 0: {error}"
     except OSError as error:
         name = planned.about.tune_file
         where = f"tune_file={name!r}" if name else "the folder of Inductor's caches"
-        return "", f"the cost profile cannot be written to {where}: {type(error).__name__}: {error}"
+        return "", "", f"the cost profile cannot be written to {where}: {type(error).__name__}: {error}"
 
 
 def _publish(graph: _Graph, found: Timing, rank: int) -> None:
@@ -435,3 +479,6 @@ def _publish_swap(graph: _Graph, swap: Swap, rank: int) -> None:
     log.info("inductor_passes: %s planned again, %s%s", graph.title, swap.outcome.value, said)
     assert graph.timing is not None
     _publish(graph, dataclasses.replace(graph.timing, swap=swap), rank)
+
+
+_graphs = _Graphs()

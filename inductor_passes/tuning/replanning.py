@@ -54,7 +54,7 @@ class Replanning:
         publish: enters what became of it into the report.
         measure: the times of the second plan's calls, put together by all ranks: the slowest rank's step in ns, or why
             there is none.
-        write: writes the plan that stays; the path of the file.
+        write: writes the plan that stays; the path of the file, and a sentence where there is none.
         profile: the newest corrected cost profile; asked on the first rank of the set.
         before_ns: the first plan's step on the slowest rank.
         swap: what became of it so far.
@@ -74,7 +74,7 @@ class Replanning:
     later: Callable[[int, Callable[[], None]], None]
     publish: Callable[[Swap], None]
     measure: Callable[[Planned, Tape, str], int | str]
-    write: Callable[[dict[str, Any]], str]
+    write: Callable[[dict[str, Any]], tuple[str, str]]
     profile: Callable[[], CostProfile]
     before_ns: int
     swap: Swap = field(default_factory=lambda: Swap(SwapOutcome.NOTHING))
@@ -83,6 +83,8 @@ class Replanning:
     in_use: bool = False
     over: bool = False
     lowering: bool = False
+    #: Why an earlier try came to nothing, "" where there was none.
+    _tried: str = ""
     #: What it is doing, for the sentence about a program that ends meanwhile.
     _doing: str = "waited to be planned again"
     #: The talk that it came to last: round and attempt.
@@ -208,6 +210,7 @@ class Replanning:
         """
         turnstile, new = self.turnstile, self.new
         self._at = round_, attempt
+        self._tried = self._tried if attempt else ""
         self._doing = (
             "ran with the second plan, before that was known to be faster"
             if round_
@@ -218,7 +221,7 @@ class Replanning:
         ahead = (lambda: 0) if turnstile is None else (lambda: turnstile.ahead(attempt))
         call, refused = agreed_call(place, mine, ahead, self._patience_s)
         if not call or turnstile is None or new is None:
-            self._end(refused)
+            self._end(f"{self._tried}; tried again: {refused}" if self._tried else refused)
             return
         kept = self.kept
         assert not isinstance(kept, str)
@@ -264,6 +267,8 @@ class Replanning:
     def _after(self, round_: int, attempt: int, call: int, found: Decision) -> None:
         """In the background, when the ranks have decided."""
         if found.late and attempt + 1 < _TRIES:
+            # A rank that does not come at all does not get ready either: no call is waited at for it twice.
+            self._tried = found.why
             self._talk(round_, attempt + 1, "")
         elif not found.yes:
             self._end(found.why)
@@ -291,7 +296,8 @@ class Replanning:
 
     def _written(self, plan: dict[str, Any]) -> dict[str, str]:
         try:
-            return {"plan": self.write(plan)}
+            path, why = self.write(plan)
+            return {"plan": path, "why": why}
         except (OSError, ValueError, MeantError) as error:
             return {"why": f"the plan cannot be written: {error}"}
 

@@ -11,7 +11,9 @@ each other forever. So a change has two parts.
    reason of its own, writes "no". The first writer wins (the store compares and sets), and every rank obeys what is
    stored. A "yes" can only be written where every rank stands at the same call.
 
-A rank that dies, comes late or does not take part costs the others one wait at most, and the change.
+A rank that dies or does not take part costs the others one wait at most, and the change. One that comes late finds the
+"no" there, as all do, and they look for a later call: each try has keys of its own, and a rank gets ready for the next
+one only after it has come to the call before, so nobody is waited for at a call who has not been seen since.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from inductor_passes.tuning.exchange import Talks, listed
 _STALLED_S = 10.0
 #: A call that a rank had behind it when it was told: the ranks may try a later one.
 LATE = "had that call behind it when it was told"
+#: A call to which a rank did not come in time; so is this, for it answers again only when it has come to that call.
+ABSENT = "did not come to that call within"
 
 
 class DeadStoreError(RuntimeError):
@@ -45,7 +49,7 @@ class Decision:
     @property
     def late(self) -> bool:
         """Whether a later call may be tried."""
-        return not self.yes and LATE in self.why
+        return not self.yes and (LATE in self.why or ABSENT in self.why)
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,7 @@ class Vote:
             return self._stored()
         if not board.has(everybody):
             missing = [rank for rank, key in keys.items() if not board.has([key])]
-            why = f"{_ranks(missing)} did not come to that call within {self._timeout_s:g} s"
+            why = f"{_ranks(missing)} {ABSENT} {self._timeout_s:g} s"
             return self._say(Decision(False, why))
         if len(set(board.read(everybody))) > 1:
             return self._say(Decision(False, "the ranks had not sent equally much at that call"))
