@@ -1,4 +1,4 @@
-"""Graphs of different ranks: one profile and one file of plans of all of them, and settings that differ, without waiting."""
+"""Graphs of different ranks: one profile and one file of plans of all, and settings that differ, without waiting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from inductor_passes import agreement
 from inductor_passes.agreement.board import Board
 from inductor_passes.agreement.session import Session
 from inductor_passes.cost.profile import CostProfile
@@ -101,8 +100,9 @@ def test_one_profile_holds_what_all_graphs_gave(
 ) -> None:
     """Found: the stated name held the forward alone, and what the backward measured lay in files that nobody read."""
     path = tmp_path / "tuned.json"
-    forward, one, other = graph(ALL, path, "forward", 6 * MS), *(
-        graph(r, path, "backward", ns) for r, ns in ((FIRST, first), (SECOND, second))
+    forward, one, other = (
+        graph(ALL, path, "forward", 6 * MS),
+        *(graph(r, path, "backward", ns) for r, ns in ((FIRST, first), (SECOND, second))),
     )
     for planned, _ in (forward, one, other):
         ranks.expect(planned)
@@ -133,7 +133,8 @@ def test_an_earlier_file_is_replaced_as_a_whole(ranks: Ranks, tmp_path: Path) ->
 
 def test_plans_of_all_graphs_lie_in_one_file(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
-    graphs = [graph(r, path, phase, 6 * MS)[0] for r, phase in ((ALL, "forward"), (FIRST, "backward"), (SECOND, "backward"))]
+    which = (ALL, "forward"), (FIRST, "backward"), (SECOND, "backward")
+    graphs = [graph(members, path, phase, 6 * MS)[0] for members, phase in which]
     for planned in graphs:
         ranks.expect(planned)
     made = [{"phase": planned.about.phase, "graph_index": number % 2} for number, planned in enumerate(graphs)]
@@ -164,7 +165,7 @@ def test_the_rank_of_another_host_writes_what_rank_0_wrote(
     forward, backward, other = (
         graph(r, path, phase, ns) for r, phase, ns in ((ALL, "f", 6 * MS), (FIRST, "b", 4 * MS), (SECOND, "b", 9 * MS))
     )
-    for planned, found in (forward, backward, other):
+    for planned, _ in (forward, backward, other):
         ranks.expect(planned)
     for planned, found in (forward, backward, other):
         ranks.measured(planned, found)

@@ -1,5 +1,5 @@
-"""Latency and bandwidth out of measured times: told apart only where sizes and times tell them, and else moved so that no
-message becomes absurd. On made-up links whose truth is known, with noise."""
+"""Latency and bandwidth out of measured times: told apart only where sizes and times tell them, and else moved so that
+no message becomes absurd. On made-up links whose truth is known, with noise."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ seeds = st.integers(0, 2**32)
 
 
 @example(20.0 * MS, 500.0, 1024, 4, 8.0 * MS, 1)
-@given(
-    st.floats(1e4, 5e7), st.floats(0.05, 2e3), st.integers(512, MIB), st.integers(4, 256), st.floats(0, 2e7), seeds
-)
+@given(st.floats(1e4, 5e7), st.floats(0.05, 2e3), st.integers(512, MIB), st.integers(4, 256), st.floats(0, 2e7), seeds)
 def test_a_slope_that_is_fitted_is_the_links(
     alpha: float, beta: float, size: int, wider: int, jitter: float, seed: int
 ) -> None:
@@ -103,8 +101,8 @@ def off(profile: CostProfile, truth: CostProfile, size: int) -> float:
 def test_on_a_link_whose_latency_is_wrong_small_messages_leave_bandwidth(
     alpha: float, beta: float, wrong: float, jitter: float, seed: int
 ) -> None:
-    """One size, a tenth of whose time was taken for bandwidth: messages a thousand times as large are about right, where
-    scaling both would make them up to ``wrong`` times too long."""
+    """One size, a tenth of whose time was taken for bandwidth: messages a thousand times as large are about right,
+    where scaling both would make them up to ``wrong`` times too long."""
     base, truth = link(alpha, beta), link(wrong * alpha, beta)
     size = 2 * max(1, round(alpha / beta / 10))
     pairs = measured(truth, (size, size), jitter * predicted(truth, size), seed)
@@ -118,7 +116,7 @@ def test_on_a_link_whose_latency_is_wrong_small_messages_leave_bandwidth(
 def test_on_a_link_whose_bandwidth_is_wrong_large_messages_leave_latency(
     alpha: float, beta: float, wrong: float, jitter: float, seed: int
 ) -> None:
-    """One size, a tenth of whose time was taken for latency: what is a thousand times larger or smaller is about right."""
+    """One size, a tenth of whose time was taken for latency: what is much larger or smaller is about right."""
     base, truth = link(alpha, beta), link(alpha, wrong * beta)
     size = 2 * max(1, round(10 * alpha / beta))
     pairs = measured(truth, (size, size), jitter * predicted(truth, size), seed)
@@ -178,6 +176,7 @@ def test_outliers_do_not_move_a_spread() -> None:
 
 def test_the_slower_of_two_groups_counts() -> None:
     base = link(5e4, 0.8)
-    one, other = (Pair("transfer", "AG0", 1, ns, "all_gather", MIB, r) for ns, r in ((2 * MS, (0, 1)), (6 * MS, (2, 3))))
+    one = Pair("transfer", "AG0", 1, 2 * MS, "all_gather", MIB, (0, 1))
+    other = Pair("transfer", "AG0", 1, 6 * MS, "all_gather", MIB, (2, 3))
     assert predicted(tuned(base, [one, other]), MIB) == predicted(tuned(base, [other, one]), MIB)
     assert predicted(tuned(base, [one, other]), MIB) == pytest.approx(6 * MS, rel=0.01)

@@ -217,6 +217,37 @@ def test_what_rank_1_cannot_no_rank_does(pool: Ranks, tmp_path: Path, how: str, 
     assert len(set(tuned[0]["losses"])) > STEPS, "training went on"
 
 
+def _apart(rank: int, world: int, settings: dict[str, Any], theirs: dict[str, Any]) -> Any:
+    """Rank 1 has other settings; what took longest to compile again."""
+    began: list[str] = []
+    real = compiling.compile_again
+    counted = mock.patch.object(compiling, "compile_again", lambda *a: began.append("compiled") or real(*a))
+    with counted:
+        found = train(rank, world, 12, {**settings, **(theirs if rank == 1 else {})})
+    assert measuring.finished()
+    return {**found, "compiled again": began}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        ({"tune_swap": "off"}, ("tune_swap differs: rank {} has ", "on", "off")),
+        ({"tune": STEPS + 2}, ("tune differs: rank {} has ", str(STEPS), str(STEPS + 2))),
+    ],
+)
+def test_ranks_whose_settings_differ_say_so_and_compile_nothing(
+    pool: Ranks, tmp_path: Path, theirs: dict[str, Any], why: tuple[str, str, str]
+) -> None:
+    tuned = pool.run(_apart, settings_of(tmp_path, assumed(tmp_path)), theirs)
+    says, mine, other = why
+    sentences = {f"{says.format(0)}{mine} and rank 1 has {other}", f"{says.format(1)}{other} and rank 0 has {mine}"}
+    for one in tuned:
+        assert one["compiled again"] == [] and len(one["swaps"]) == 2
+        assert {swap["outcome"] for swap in one["swaps"]} == {SwapOutcome.NOTHING.value}
+        assert {swap["why"] for swap in one["swaps"]} <= sentences
+    assert tuned[0]["swaps"] == tuned[1]["swaps"]
+
+
 def _warm(rank: int, world: int, settings: dict[str, Any]) -> Any:
     """Rank 1 finds its graphs in a cache."""
     train(rank, world, STEPS, settings, cold=False)

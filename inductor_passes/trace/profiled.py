@@ -32,8 +32,8 @@ WAIT_NS = 50_000
 @dataclass(frozen=True)
 class Pair:
     """One quantity, predicted and measured in ns. ``what``: ``transfer``, ``exposed``, ``issue``, ``block``, ``step``,
-    or ``library`` (a library call such as a matmul). ``shared``: how many transfers a measured time was divided among. ``spread_ns``:
-    standard deviation of the time over steps, None where it was measured once.
+    or ``library`` (a library call such as a matmul). ``shared``: how many transfers a measured time was divided among.
+    ``spread_ns``: standard deviation of the time over steps, None where it was measured once.
     """
 
     what: str

@@ -1,8 +1,9 @@
 """A cost profile corrected by what was measured: profile a step, plan again with it, better.
 
-Collectives: per kind and group layout a line through the measured transfers when their sizes and times tell latency from
-bandwidth, else the old line, of which the part that makes up the times takes most of the difference. Compute: library calls and everything else are scaled by how much
-longer they took than predicted. What was not measured stays as it was.
+Collectives: per kind and group layout a line through the measured transfers when their sizes and times tell latency
+from bandwidth, else the old line, of which the part that makes up the times takes most of the difference. Compute:
+library calls and everything else are scaled by how much longer they took than predicted. What was not measured stays as
+it was.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from inductor_passes.trace.profiled import Measured, Pair
 
 #: Sizes whose largest is less than this multiple of the smallest do not tell latency from bandwidth.
 _SPREAD = 4.0
-#: A slope is believed where it is so many times its standard error: it is then right within a factor of 2 but for one
-#: case in 20. The error of a time is its spread over steps, not divided by the root of their number: what else a machine
-#: does lasts longer than a step, so more of them do not make the median better.
+#: A slope is believed where it is so many times its standard error: two of these are then half of it. The error of a
+#: time is its spread over steps, not divided by the root of their number: what else a machine does lasts longer than a
+#: step, so more of them do not make the median better.
 _MARGIN = 4.0
 #: The error of a time, as a share of it, that was measured once.
 _ONCE = 0.1
@@ -202,20 +203,26 @@ def _errors(kind: str, transfers: Sequence[Pair], points: Mapping[int, float]) -
         times.setdefault(_wire(kind, p), []).append(p.measured_ns)
         if p.spread_ns is not None:
             steps.setdefault(_wire(kind, p), []).append(p.spread_ns)
-    known = {wire: max(median(steps.get(wire, [0.0])), spread(ns) or 0.0) for wire, ns in times.items()
-             if wire in steps or len(ns) > 1}
+    known = {
+        wire: max(median(steps.get(wire, [0.0])), spread(ns) or 0.0)
+        for wire, ns in times.items()
+        if wire in steps or len(ns) > 1
+    }
     least = median(known.values()) if known else 0.0
     return [max(known[wire], least) if wire in known else max(_ONCE * ns, least) for wire, ns in points.items()]
 
 
 def unfitted(base: CostProfile, pairs: Sequence[Pair], *, every_size: bool = False) -> list[str]:
-    """A sentence for each kind and layout whose latency and bandwidth the times in :func:`profile_from` do not tell
+    """Sentences on the kinds and layouts whose latency and bandwidth the times in :func:`profile_from` do not tell
     apart."""
-    said = []
+    kinds: dict[tuple[int, str], list[str]] = {}
     for (layout, kind), found in sorted(_by_kind(base, pairs).items()):
         if why := _line(base, kind, found, every_size)[2]:
-            said.append(f"latency and bandwidth of {kind} between {layout.ranks} ranks are not told apart: {why}")
-    return said
+            kinds.setdefault((layout.ranks, why), []).append(kind)
+    return [
+        f"latency and bandwidth of {', '.join(dict.fromkeys(ones))} between {ranks} ranks are not told apart: {why}"
+        for (ranks, why), ones in kinds.items()
+    ]
 
 
 def _by_kind(base: CostProfile, pairs: Sequence[Pair]) -> dict[tuple[GroupLayout, str], list[Pair]]:

@@ -81,7 +81,9 @@ class Gathered:
 
     def expect(self, planned: Planned) -> None:
         """A graph is going to be timed."""
-        self._program(planned).sets.add(planned.about.participants)
+        program = self._program(planned)
+        # The background thread may be going through the old ones.
+        program.sets = program.sets | {planned.about.participants}
 
     def home(self, planned: Planned) -> tuple[int, ...]:
         """The ranks in whose name the graph's results are written: its own, or the most with which it shares rank 0."""
@@ -150,7 +152,7 @@ class Gathered:
             StoreError: the store cannot be used.
         """
         self._looks += 1
-        for program in self._programs.values():
+        for program in list(self._programs.values()):
             planned = program.latest
             if planned is None:
                 continue
@@ -166,7 +168,7 @@ class Gathered:
     def pause_s(self) -> float | None:
         """How long until the next look; None where nothing more is expected, or where it concerns nobody."""
         rank = self._rank()
-        shared = any(0 in one and len(one) > 1 for program in self._programs.values() for one in program.sets)
+        shared = any(0 in one and len(one) > 1 for program in list(self._programs.values()) for one in program.sets)
         if self._looks >= _LOOKS or not shared or not (rank == 0 or files.writes_for_host()):
             return None
         return float(_FIRST_LOOK_S * 2**self._looks)
@@ -179,7 +181,8 @@ class Gathered:
         session = _opened(home)
         if session is not None:
             board, key = self._connect(), _key(session, planned)
-            board.put(f"{key}/{board.add(f'{key}/count')}", json.dumps(plain(others_of(self._base(planned), planned, found))))
+            text = json.dumps(plain(others_of(self._base(planned), planned, found)))
+            board.put(f"{key}/{board.add(f'{key}/count')}", text)
 
     def _took(self, program: Program) -> bool:
         """On rank 0, whether there was something new."""
@@ -222,8 +225,8 @@ class Gathered:
 
 
 _THEIRS = (
-    "rank 0 writes {path} from its own graphs; what these ranks' collectives took goes into it where it is more than rank "
-    "0 measured"
+    "rank 0 writes {path} from its own graphs; what these ranks' collectives took goes into it where it is more than "
+    "rank 0 measured"
 )
 
 

@@ -198,7 +198,7 @@ class _Graphs:
             self._boards[TALK][0].closed = again.ENDED
         self._wait_for_lowering()
         if self.gathered.pause_s is not None:
-            self._later(TIMES, "what other ranks measured", self.gathered.look)
+            self._later(TIMES, "what other ranks measured", self._look)
         with self._idle:
             self._idle.wait_for(lambda: not self._waiting[TIMES], _LAST_S)
         for board, _ in list(self._boards.values()):
