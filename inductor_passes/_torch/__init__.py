@@ -253,7 +253,6 @@ from inductor_passes._torch.wrappers import (
 )
 from inductor_passes._torch.writes import (
     Writes,
-    by_identity,
     counts_writes,
     traced_writes,
     tracing_context,
@@ -290,7 +289,6 @@ __all__ = [
     "as_pass_list",
     "backward_number",
     "broadcast_in",
-    "by_identity",
     "call_collective",
     "callable_kind",
     "changes_metadata",

@@ -47,10 +47,3 @@ class Writes:
     def any(self) -> bool:
         """See the class. Writes through ``.data`` do not count."""
         return self._alias._version != self._before
-
-
-def by_identity() -> Any:
-    """A dictionary of tensors, which are no keys for Python's, that forgets those that nobody holds."""
-    from torch.utils.weak import WeakIdKeyDictionary
-
-    return WeakIdKeyDictionary()

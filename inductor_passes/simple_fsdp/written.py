@@ -21,8 +21,9 @@ log = logging.getLogger("inductor_passes")
 
 #: While a graph is compiled: (id of a parameter, how it is read) -> the last read of it.
 _TRACED: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Read]] = weakref.WeakKeyDictionary()
-#: In eager execution: parameter -> the writes to what was gathered of it last.
-_EAGER = _torch.by_identity()
+#: In eager execution: id of a parameter -> its shape, and the writes to what was gathered of it last. No weak
+#: reference: torch refuses to convert a module (``model.double()``) whose parameters have one.
+_EAGER: dict[int, tuple[torch.Size, _torch.Writes]] = {}
 _warned: set[str] = set()
 
 
@@ -53,12 +54,10 @@ def written_to(parameter: torch.Tensor, how: tuple[object, ...], label: str) -> 
     if context is not None:
         read = _TRACED.get(context, {}).get((id(parameter), *how))
         return None if read is None or _torch.traced_writes(read.whole) == read.writes else read.whole
-    writes = _EAGER.get(parameter)
-    if writes is not None and writes.any:
-        _EAGER.pop(parameter, None)
-        if label not in _warned:
-            _warned.add(label)
-            log.warning(_LOST, label)
+    shape, writes = _EAGER.pop(id(parameter), (None, None))
+    if writes is not None and shape == parameter.shape and writes.any and label not in _warned:
+        _warned.add(label)
+        log.warning(_LOST, label)
     return None
 
 
@@ -82,4 +81,4 @@ def note(parameter: torch.Tensor, how: tuple[object, ...], whole: torch.Tensor) 
             key = (id(parameter), *how)
             _TRACED.setdefault(context, {})[key] = _Read(parameter, whole, writes)
     elif _torch.counts_writes(whole):
-        _EAGER[parameter] = _torch.Writes(whole)
+        _EAGER[id(parameter)] = parameter.shape, _torch.Writes(whole)
