@@ -57,8 +57,9 @@ def save(path: Path, profile: CostProfile) -> None:
 
 
 def save_plans(path: Path, plans: Sequence[dict[str, Any]]) -> None:
-    """The same for plans."""
-    text = plan_file.text_of([plan_file.GraphPlan.from_json(one, str(one.get("phase", ""))) for one in plans])
+    """The same for plans, in the order in which their graphs were compiled: they become known in any order."""
+    graphs = [plan_file.GraphPlan.from_json(one, str(one.get("phase", ""))) for one in plans]
+    text = plan_file.text_of(sorted(graphs, key=lambda one: -1 if one.graph_index is None else one.graph_index))
     _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
