@@ -116,7 +116,7 @@ def managed(write: Callable[[Writing], None]) -> Iterator[nn.Module]:
 
 @pytest.mark.parametrize("write", [clamp, twice, a_row], ids=lambda one: one.__name__)
 def test_where_it_is_lost_a_warning_says_so(caplog: pytest.LogCaptureFixture, write: Any) -> None:
-    written._warned.clear()
+    written._warn.cache_clear()
     with managed(write) as model, caplog.at_level(logging.WARNING, logger="inductor_passes"):
         for _ in range(2):
             model(torch.randn(4, 6)).sum().backward()
@@ -125,7 +125,7 @@ def test_where_it_is_lost_a_warning_says_so(caplog: pytest.LogCaptureFixture, wr
 
 
 def test_nothing_is_said_where_nothing_is_written(caplog: pytest.LogCaptureFixture) -> None:
-    written._warned.clear()
+    written._warn.cache_clear()
     with managed(lambda _: None) as model, caplog.at_level(logging.WARNING, logger="inductor_passes"):
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):

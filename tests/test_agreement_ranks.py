@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import agreeing
 from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
@@ -181,28 +182,42 @@ def test_a_rank_that_is_a_little_late_is_waited_for(two: Ranks) -> None:
         assert correct and told.agreed
 
 
-def slow_host(rank: int, world_size: int, compiled_for_s: float) -> bool:
-    """Whether ranks agree that have compiled for so long when they ask; rank 1 comes two seconds too late."""
+def slow_host(rank: int, world_size: int, compiled_for_s: float, late_s: float, decided: Path) -> bool:
+    """Whether ranks agree that have compiled for so long when they ask.
+
+    Rank 1 comes so late, or when rank 0 has waited in vain, which ``decided`` tells by being there.
+    """
     torch._dynamo.reset()
     options = {"inductor_passes.codegen": "aot_eager", "inductor_passes.rank_agreement": "0.5s"}
+    reach, began = agreeing.reach, decided.with_suffix(".begun")
+
+    def tell(*args: Any, **kwargs: Any) -> Any:
+        began.touch()
+        found = reach(*args, **kwargs)
+        decided.touch()
+        return found
+
     with (
         mock.patch.object(_torch, "compiling_for_s", lambda: compiled_for_s),
+        mock.patch.object(agreeing, "reach", tell),
         collect(what_if=False) as reports,
     ):
         compiled = torch.compile(lambda x: alike(rank, x), backend="inductor_passes", options=options)
-        if rank == 1:
-            time.sleep(2.5)
+        while rank == 1 and not began.exists():
+            time.sleep(0.05)
+        asked = time.monotonic()
+        while rank == 1 and not decided.exists() and time.monotonic() < asked + late_s:
+            time.sleep(0.05)
         assert right(compiled, alike, rank)
     (report,) = reports
     return bool(next(p for p in report.passes if p.name == "agreement").metrics["agreed"])
 
 
-def test_large_graphs_are_waited_for_as_long_as_they_take_to_compile() -> None:
+def test_large_graphs_are_waited_for_as_long_as_they_take_to_compile(tmp_path: Path) -> None:
     # Ranks of their own: nobody may have waited in vain before.
-    with Ranks(2) as pool:
-        assert pool.run(slow_host, 9.0) == [False, False]
-    with Ranks(2) as pool:
-        assert pool.run(slow_host, 31.0) == [True, True]
+    for compiled_for_s, late_s, agreed in ((9.0, 600.0, False), (31.0, 3.0, True)):
+        with Ranks(2) as pool:
+            assert pool.run(slow_host, compiled_for_s, late_s, tmp_path / f"decided {agreed}") == [agreed] * 2
 
 
 def test_how_long_a_compilation_has_taken() -> None:

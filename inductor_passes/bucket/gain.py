@@ -34,23 +34,22 @@ class Load:
     Attributes:
         key: of the members.
         ranks: of the process group.
-        members / slots: how many collectives and tensors.
+        members: how many collectives.
         sent_bytes / received_bytes: what this rank puts in and gets out.
         largest_bytes: received by the largest member.
         copied_bytes: of what is sent, the part that its producers cannot write into the message.
-        copies_out / copied_out_bytes: tensors that have to be copied out of the message, and their bytes.
+        copied_out / copied_out_bytes: how many tensors have to be copied out of the message, and their bytes.
         dtypes: of what is sent.
     """
 
     key: GroupKey
     ranks: tuple[int, ...]
     members: int
-    slots: int
     sent_bytes: int
     received_bytes: int
     largest_bytes: int
     copied_bytes: int
-    copies_out: int
+    copied_out: int
     copied_out_bytes: int
     dtypes: frozenset[torch.dtype]
 
@@ -59,12 +58,11 @@ class Load:
             self.key,
             self.ranks,
             self.members + other.members,
-            self.slots + other.slots,
             self.sent_bytes + other.sent_bytes,
             self.received_bytes + other.received_bytes,
             max(self.largest_bytes, other.largest_bytes),
             self.copied_bytes + other.copied_bytes,
-            self.copies_out + other.copies_out,
+            self.copied_out + other.copied_out,
             self.copied_out_bytes + other.copied_out_bytes,
             self.dtypes | other.dtypes,
         )
@@ -149,7 +147,7 @@ class BucketCosts:
 
     def unpack_ns(self, load: Load) -> int:
         """Time of the compute lane to take the message apart; 0 where the parts are views."""
-        return self._copies_ns(load.copies_out, 2 * load.copied_out_bytes) if self.copies_out(load) else 0
+        return self._copies_ns(load.copied_out, 2 * load.copied_out_bytes) if self.copies_out(load) else 0
 
     def fused(self, buckets: Sequence[Sequence[Candidate]]) -> Fused:
         """What all buckets together cost in copies, and what they change of the compute beside them."""
@@ -185,8 +183,7 @@ class BucketCosts:
         Args:
             packed: starts whose operands are copied into messages: such a copy reads what it copies in place.
         """
-        load = self.load([member])
-        copies, size = self._copied_out(member, packed) if load.copies_out else (0, 0)
+        copies, size = self._copied_out(member, packed) if self.load([member]).copied_out else (0, 0)
         return self._copies_ns(copies, 2 * size)
 
     def _copies_ns(self, kernels: int, moved_bytes: int) -> int:
@@ -231,7 +228,6 @@ class BucketCosts:
             member.key,
             member.collective.group.ranks,
             1,
-            len(member.slots),
             member.input_bytes,
             member.output_bytes,
             member.output_bytes,

@@ -8,6 +8,7 @@ that follows a write gathers again, and a warning says so.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ _TRACED: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], _Read]] = weakr
 #: In eager execution: id of a parameter -> its shape, and the writes to what was gathered of it last. No weak
 #: reference: torch refuses to convert a module (``model.double()``) whose parameters have one.
 _EAGER: dict[int, tuple[torch.Size, _torch.Writes]] = {}
-_warned: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ def written_to(parameter: torch.Tensor, how: tuple[object, ...], label: str) -> 
         read = _TRACED.get(context, {}).get((id(parameter), *how))
         return None if read is None or _torch.traced_writes(read.whole) == read.writes else read.whole
     shape, writes = _EAGER.pop(id(parameter), (None, None))
-    if writes is not None and shape == parameter.shape and writes.any and label not in _warned:
-        _warned.add(label)
-        log.warning(_LOST, label)
+    if writes is not None and shape == parameter.shape and writes.any:
+        _warn(label)
     return None
 
 
@@ -67,6 +66,12 @@ _LOST = (
     "to the stored parameter after the optimizer's step, inside `with "
     "inductor_passes.simple_fsdp.sharded_parameters():`"
 )
+
+
+@functools.cache
+def _warn(label: str) -> None:
+    """Once per process."""
+    log.warning(_LOST, label)
 
 
 def note(parameter: torch.Tensor, how: tuple[object, ...], whole: torch.Tensor) -> None:
