@@ -20,6 +20,7 @@ from inductor_passes.report import Reason, Verdict
 from inductor_passes.trace.collector import collect
 from tests.support.async_tp_programs import Program, ar, inputs, on_gloo, trace
 from tests.support.bucket_graphs import check_fakes, output_layouts
+from tests.support.device import KERNEL_VARIABLES, on_device
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
 from tests.test_async_tp_pass import link, run
@@ -145,7 +146,7 @@ def compare(rank: int, world: int) -> dict[str, Any]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_form(world: int) -> None:
-    with Ranks(world, env={"TRITON_INTERPRET": "1"}) as ranks:
+    with Ranks(world, env=KERNEL_VARIABLES) as ranks:
         answers = ranks.run(compare)
     assert all(a == answers[0] for a in answers) and len(answers[0]) == 2 * len(FORMS)
 
@@ -156,9 +157,9 @@ def compile_block(rank: int, world: int) -> tuple[list[str], float, bool, int]:
 
     inductor_passes.prepare_groups(groups=[dist.group.WORLD])
     name = dist.group.WORLD.group_name
-    norm = torch.nn.RMSNorm(16, eps=1e-5)
+    norm = on_device(torch.nn.RMSNorm(16, eps=1e-5))
     torch.manual_seed(rank)
-    x, left, right = torch.randn(4, 16), torch.randn(4, 8), torch.randn(8, 16)
+    x, left, right = (on_device(torch.randn(shape)) for shape in ((4, 16), (4, 8), (8, 16)))
 
     def block(x: T, left: T, right: T) -> tuple[T, T]:
         h = x + torch.distributed._functional_collectives.all_reduce(left @ right, "sum", name)
@@ -180,7 +181,7 @@ def compile_block(rank: int, world: int) -> tuple[list[str], float, bool, int]:
 @pytest.mark.ranks
 def test_a_compiled_block_with_the_norm_of_torch(tmp_path: Path) -> None:
     """Twice: fresh processes that take the graph from the cache know its operators too."""
-    environment = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    environment = {**KERNEL_VARIABLES, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for warm in (False, True):
         with Ranks(2, env=environment) as ranks:
             for details, worst, same, hits in ranks.run(compile_block):

@@ -68,6 +68,8 @@ def test_every_constant_names_its_origin() -> None:
         ("AMD Instinct MI300X", "AMD Instinct MI300X"),
         ("Intel(R) Data Center GPU Max 1550", "Intel Data Center GPU Max 1550"),
         ("cuda", "NVIDIA H100 SXM"),
+        ("NVIDIA L40S", "NVIDIA H100 SXM"),
+        ("AMD Radeon PRO W7900", "AMD Instinct MI300X"),
         ("cpu", "CPU"),
         ("abacus", "CPU"),
     ],

@@ -21,6 +21,7 @@ from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
+from tests.support.device import DEVICE, on_device
 from tests.support.joint_kernels import kernels_together
 from tests.support.models import (
     LlamaConfig,
@@ -56,27 +57,29 @@ def build(name: str, rank: int, world_size: int) -> Case:
     """(parallel model, single-process reference, global batch, loss, part of the batch, number of parts)."""
     if name == "moe":
         config = MoEConfig()
-        parallel, reference = moe(config, dist.group.WORLD), moe(config)
-        return parallel, reference, moe_batch(config), mse_loss, 0, 1
-    reference = llama(LLAMA)
-    batch = llama_batch(LLAMA, batch=4)
+        parallel, reference = on_device(moe(config, dist.group.WORLD)), on_device(moe(config))
+        x, y = moe_batch(config)
+        return parallel, reference, (on_device(x), on_device(y)), mse_loss, 0, 1
+    reference = on_device(llama(LLAMA))
+    tokens, targets = llama_batch(LLAMA, batch=4)
+    batch = on_device(tokens), on_device(targets)
     if name == "context_parallel":
-        return llama(LLAMA, dist.group.WORLD), reference, batch, cross_entropy, rank, world_size
+        return on_device(llama(LLAMA, dist.group.WORLD)), reference, batch, cross_entropy, rank, world_size
     model = copy.deepcopy(reference)
     if name in ("fsdp", "replicate"):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+        mesh = init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("dp",))
         simple_fsdp(model, mesh, mode="fully_shard" if name == "fsdp" else "replicate")
         return model, reference, batch, cross_entropy, rank, world_size
     if name == "hybrid":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
         simple_fsdp(model, mesh, mode="hybrid_shard")
         return model, reference, batch, cross_entropy, rank, world_size
     if name in ("tp", "tp_sp"):
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+        mesh = init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("tp",))
         tensor_parallel(model, mesh, sequence_parallel=name == "tp_sp")
         return model, reference, batch, cross_entropy, 0, 1
     assert name == "fsdp_tp"
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel(model, mesh["tp"])
     simple_fsdp(model, mesh["dp"])
     return model, reference, batch, cross_entropy, mesh["dp"].get_local_rank(), 2
@@ -122,9 +125,7 @@ def compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> l
     default = _DEFAULT[name]
     torch._dynamo.reset()
     with collect(what_if=False) as reports:
-        compiled = torch.compile(
-            model, fullgraph=True, options=inductor_passes.options(verify="strict", **options)
-        )
+        compiled = torch.compile(model, fullgraph=True, options=inductor_passes.options(verify="strict", **options))
         ours = step(model, compiled, mine, loss)
         again = step(model, compiled, mine, loss)
     assert list(default) == list(ours)
@@ -170,9 +171,7 @@ def like_one_process(
         elif name == "moe" and key in ("w1", "w2"):
             # A rank has its experts only, and every rank sends them the same tokens.
             expected = expected.chunk(world_size)[rank] * world_size
-        torch.testing.assert_close(
-            actual, expected, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{name} {k}: {m}"
-        )
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6, msg=lambda m, k=key: f"{name} {k}: {m}")
 
 
 def check_reports(per_rank: list[list[GraphReport]], phases: tuple[str, ...] = ("forward", "backward")) -> None:

@@ -6,12 +6,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
+from inductor_passes.kernels.tiles import tiles_for
 from tools.benchmarks.assemble import GENERATIONS, Assembled, Launch, assembled, launches
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-LAUNCHES = {launch.name: launch for launch in launches()} if find_spec("triton") else {}
+LAUNCHES = (
+    {one: {launch.name: launch for launch in launches(one)} for one in GENERATIONS} if find_spec("triton") else {}
+)
+#: The one that most is tried for.
+HOPPER = LAUNCHES.get(90, {})
 
 
 def _asm(launch: Launch, generation: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Assembled:
@@ -24,14 +30,14 @@ def _asm(launch: Launch, generation: int, folder: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     "case",
-    [(name, 90) for name in LAUNCHES if "bf16" in name or name.startswith("unpack")]
+    [(name, 90) for name in HOPPER if "bf16" in name or name.startswith("unpack")]
     + [(name, 90) for name in ("gather + matmul, fp32, bias", "matmul + scatter, fp32", "reduce, fp32")]
     + [("gather + matmul, bf16", 80), ("matmul + scatter, bf16", 100)],
     ids=lambda case: f"{case[0]} sm_{case[1]}",
 )
 def test_a_launch_fits_its_device(case: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, generation = case
-    launch, (shared, _) = LAUNCHES[name], GENERATIONS[generation]
+    launch, (shared, _) = LAUNCHES[generation][name], GENERATIONS[generation]
     one = _asm(launch, generation, tmp_path, monkeypatch)
     assert one.shared <= shared
     # A persistent kernel has one block per multiprocessor; a block's threads share 64 Ki registers.
@@ -45,7 +51,7 @@ def test_a_launch_fits_its_device(case: tuple[str, int], tmp_path: Path, monkeyp
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_gathered_matrix_is_read_behind_its_flag(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton starts loads of a loop ahead of it: not ahead of the wait for the rows that they read."""
-    one = _asm(LAUNCHES[f"gather + matmul, {dtype}"], 90, tmp_path, monkeypatch)
+    one = _asm(HOPPER[f"gather + matmul, {dtype}"], 90, tmp_path, monkeypatch)
     first = one.ptx.find("cp.async.cg")
     assert 0 < one.first_wait < first
     # Between the flag and the loads all threads meet: one of them has read the flag.
@@ -54,8 +60,18 @@ def test_a_gathered_matrix_is_read_behind_its_flag(dtype: str, tmp_path: Path, m
 
 def test_wide_loads_and_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Addresses of peers come as numbers: the kernel says that they are aligned, and is believed."""
-    gemm = _asm(LAUNCHES["gather + matmul, bf16"], 90, tmp_path, monkeypatch)
+    gemm = _asm(HOPPER["gather + matmul, bf16"], 90, tmp_path, monkeypatch)
     assert all(", 0x10," in line for line in gemm.ptx.splitlines() if "cp.async.cg" in line)
-    norm = _asm(LAUNCHES["all-reduce + norm, one shot, 8192 columns, bf16"], 90, tmp_path, monkeypatch)
+    norm = _asm(HOPPER["all-reduce + norm, one shot, 8192 columns, bf16"], 90, tmp_path, monkeypatch)
     assert "ld.volatile.global.v4" in norm.ptx or "ld.global.cv.v4" in norm.ptx
     assert "st.global.v4" in norm.ptx
+
+
+@pytest.mark.parametrize(
+    ("shared", "stages"),
+    [(227 << 10, 4), (163 << 10, 3), (99 << 10, 2), (48 << 10, 1)],
+    ids=["H100", "A100", "L40S", "any"],
+)
+def test_as_many_stages_as_fit(shared: int, stages: int) -> None:
+    tiles = tiles_for(torch.device("cuda"), torch.bfloat16, shared)
+    assert tiles.stages == stages and stages * (tiles.m + tiles.n) * tiles.k * 2 <= max(shared, 48 << 10)

@@ -88,11 +88,15 @@ def test_every_collective_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run(app, ["report", str(traces.path), "--write-cost-profile", str(out)]).exit_code == 2
 
 
-def test_the_cost_profile_is_written_before_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_cost_profile_is_written_before_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """Also where the trace was planned with the defaults of another device than this one."""
     traces = TraceDir(tmp_path / "trace", monkeypatch)
-    problem = fsdp_problem(3)
+    problem, base = fsdp_problem(3), CostProfile.default(device)
     report, answer = planned(problem, world_size=2)
-    traces.add(replace(report, cost_profile=f"x {CostProfile.default('cpu').hash()}"), problem, answer.order)
+    traces.add(replace(report, cost_profile=f"{base.name} {base.hash()}"), problem, answer.order)
     profile = write_profile(tmp_path / "p.json", step_of(traces, transfer_us=300, stall_us=300), rank=0)
     out = tmp_path / "costs.json"
 
@@ -101,7 +105,7 @@ def test_the_cost_profile_is_written_before_the_text(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("inductor_passes.cli.terminal.console", nobody_reads)
     run(app, ["report", str(traces.path), "--profile", str(profile), "--write-cost-profile", str(out)])
-    assert CostProfile.load(out)
+    assert CostProfile.load(out).device == base.device
 
 
 def test_a_profile_of_something_else_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from inductor_passes.simple_fsdp import SimpleFSDPError, simple_fsdp
 from inductor_passes.step.keep import holding, without_gathers
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import compiled_reports, dotted, kept, save_profile
+from tests.support.device import DEVICE, on_device
 from tests.support.models import LlamaConfig, capture_graphs, collectives, cross_entropy, llama, llama_batch
 from tests.support.parity import share
 from tests.support.ranks import Ranks
@@ -236,13 +237,14 @@ def pair(two_ranks: Ranks) -> Ranks:
 
 def train(rank: int, world_size: int, cost_profile: str) -> list[dict[str, torch.Tensor]]:
     """Loss and gradients of one step when everything, something and nothing is gathered again."""
-    reference = llama(CONFIG)
-    inputs, targets = share(llama_batch(CONFIG, batch=4), rank, world_size)
+    reference = on_device(llama(CONFIG))
+    batch = llama_batch(CONFIG, batch=4)
+    inputs, targets = share((on_device(batch[0]), on_device(batch[1])), rank, world_size)
     found = []
     for reshard, budget in ((True, "+5%"), ("auto", "+20%"), ("auto", "+200%"), (False, "+5%")):
         model = simple_fsdp(
             copy.deepcopy(reference),
-            init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)),
+            init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("dp",)),
             reshard_after_forward=reshard,
         )
         torch._dynamo.reset()
@@ -270,4 +272,3 @@ def test_numbers_are_the_same_bit_for_bit(pair: Ranks, slow_link: str) -> None:
             assert list(one) == list(rank[0])
             for name, value in rank[0].items():
                 assert torch.equal(value, one[name]), name
-

@@ -28,6 +28,7 @@ from inductor_passes.step import recompute
 from inductor_passes.step.recompute import Candidate, Step
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import compiled_reports, dotted, save_profile
+from tests.support.device import DEVICE, on_device
 from tests.support.models import LlamaConfig, cross_entropy, llama, llama_batch
 from tests.support.parity import share
 from tests.support.ranks import Ranks
@@ -276,13 +277,14 @@ def train(
     rank: int, world_size: int, cost_profile: str, config: LlamaConfig = HEAVY, budget: str = "-30%"
 ) -> list[dict[str, torch.Tensor]]:
     """Losses and gradients of two steps with everything saved and within less than that."""
-    reference = llama(config)
-    inputs, targets = share(llama_batch(config, batch=8), rank, world_size)
+    reference = on_device(llama(config))
+    batch = llama_batch(config, batch=8)
+    inputs, targets = share((on_device(batch[0]), on_device(batch[1])), rank, world_size)
     found = []
     for reshard, allowed in ((True, "+5%"), ("auto", budget)):
         model = simple_fsdp(
             copy.deepcopy(reference),
-            init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",)),
+            init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("dp",)),
             reshard_after_forward=reshard,
         )
         torch._dynamo.reset()

@@ -22,6 +22,17 @@ def callable_kind(value: object) -> str:
     return ""
 
 
+def accelerator_name() -> str:
+    """The current accelerator as its driver calls it, e.g. ``NVIDIA H100 80GB HBM3``; ``cpu`` without one."""
+    if not torch.accelerator.is_available() or (device := torch.accelerator.current_accelerator()) is None:
+        return "cpu"
+    try:
+        return str(importlib.import_module(f"torch.{device.type}").get_device_name())
+    except (ImportError, AttributeError, RuntimeError):
+        # A kind of device that has no names.
+        return device.type
+
+
 def timing_events(device: str, count: int) -> list[Any] | None:
     """``count`` events that can be recorded on the current stream of ``device``; None where it has no such events."""
     try:

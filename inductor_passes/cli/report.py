@@ -16,6 +16,7 @@ from inductor_passes.records.json_text import RecordError
 from inductor_passes.records.text import printable
 
 if TYPE_CHECKING:
+    from inductor_passes.report import GraphReport
     from inductor_passes.trace.profiled import Measured
     from inductor_passes.trace.reader import Trace
 
@@ -135,7 +136,7 @@ def _correct(measured: Sequence[Measured], output: Path) -> str:
     try:
         report = measured[0].graph.report
         named = str(report.config.get("cost_profile", "")) if report is not None else ""
-        base = CostProfile.load(named) if named else CostProfile.default("cpu")
+        base = CostProfile.load(named) if named else CostProfile.default(_planned_for(report))
         if report is not None and not report.cost_profile.endswith(base.hash()):
             raise CommandError(
                 f"the trace was planned with cost profile {report.cost_profile!r}, but {named or base.name!r} is "
@@ -147,6 +148,12 @@ def _correct(measured: Sequence[Measured], output: Path) -> str:
     except RecordError as error:
         raise CommandError(str(error)) from error
     return str(output)
+
+
+def _planned_for(report: GraphReport | None) -> str:
+    """The device whose defaults a run without a profile was planned with, wherever its trace is read."""
+    name = "" if report is None else report.cost_profile.rpartition(" ")[0]
+    return name.removeprefix("defaults for ") or "cpu"
 
 
 def _print_json(trace: Trace, measured: Sequence[Measured]) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from inductor_passes import _torch
 from inductor_passes.cost.communication import (
     KINDS,
     GroupLayout,
@@ -174,6 +175,11 @@ class CostProfile:
             measured=False,
             ranks_per_host=ranks_per_host if ranks_per_host is not None else spec.ranks_per_host,
         )
+
+    @staticmethod
+    def of_this_device() -> CostProfile:
+        """Datasheet defaults for the accelerator of this process, by its name; without one for a CPU."""
+        return CostProfile.default(_torch.accelerator_name())
 
     @property
     def spec(self) -> DeviceSpec:

@@ -46,8 +46,7 @@ def load_profile(config: PassConfig) -> CostProfile:
         ValueError: it is no valid profile; the message names the file.
     """
     if not config.cost_profile:
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return CostProfile.default(accelerator.type if accelerator is not None else "cpu")
+        return CostProfile.of_this_device()
     path = Path(config.cost_profile)
     if not path.is_file():
         raise ConfigError("cost_profile", config.cost_profile, "the path of an existing file")

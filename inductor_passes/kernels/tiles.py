@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,15 +32,26 @@ class Tiles:
 
 
 _INTERPRETED = Tiles(32, 32, 32, group=2)
-_HALF = Tiles(128, 256, 64, warps=8, stages=3)
+_HALF = Tiles(128, 256, 64, warps=8, stages=4)
 _SINGLE = Tiles(128, 128, 32, warps=8, stages=3)
+#: Of a block's shared memory, what Triton needs besides operands.
+_RESERVED_BYTES = 1 << 10
 
 
-def tiles_for(device: torch.device, dtype: torch.dtype) -> Tiles:
-    """The tiles of a matmul of ``dtype`` on ``device``."""
+def tiles_for(device: torch.device, dtype: torch.dtype, shared_bytes: int | None = None) -> Tiles:
+    """The tiles of a matmul of ``dtype`` on ``device``, with as many stages as fit, up to the fastest number.
+
+    Args:
+        shared_bytes: shared memory that one block may have; default: the device's.
+    """
     if device.type == "cpu":
         return _INTERPRETED
-    return _HALF if dtype.itemsize <= 2 else _SINGLE
+    if shared_bytes is None:
+        properties = torch.cuda.get_device_properties(device)
+        shared_bytes = int(getattr(properties, "shared_memory_per_block_optin", 48 << 10))
+    tiles = _HALF if dtype.itemsize <= 2 else _SINGLE
+    stage = (tiles.m + tiles.n) * tiles.k * dtype.itemsize
+    return replace(tiles, stages=max(1, min(tiles.stages, (shared_bytes - _RESERVED_BYTES) // stage)))
 
 
 def precision() -> str:

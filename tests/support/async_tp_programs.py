@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_passes.config import PassConfig
 from inductor_passes.engine.gloo import respell
+from tests.support.device import on_device
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -73,7 +74,8 @@ class Program:
 def inputs(program: Program, rank: int) -> list[torch.Tensor]:
     """Small integers, different on every rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
-    return [torch.randint(-1, 2, shape, generator=generator).to(program.dtype) for shape in program.shapes]
+    drawn = (torch.randint(-1, 2, shape, generator=generator) for shape in program.shapes)
+    return [on_device(value.to(program.dtype)) for value in drawn]
 
 
 def trace(program: Program) -> torch.fx.GraphModule:
@@ -162,15 +164,15 @@ def _scaled(x: torch.Tensor) -> torch.Tensor:
 
 def _scaled_mm(x: torch.Tensor, w: torch.Tensor, rowwise: bool = False) -> torch.Tensor:
     if rowwise:
-        a, b = torch.ones(x.shape[0], 1), torch.ones(1, w.shape[1])
+        a, b = (torch.ones(shape, device=x.device) for shape in ((x.shape[0], 1), (1, w.shape[1])))
     else:
-        a = b = torch.ones(())
+        a = b = torch.ones((), device=x.device)
     return torch._scaled_mm(_scaled(x), _scaled(w.t().contiguous()).t(), a, b, out_dtype=torch.bfloat16)
 
 
 def _ag_scaled_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     full = ag(_scaled(x).view(torch.uint8)).view(torch.float8_e4m3fn)
-    one = torch.ones((), dtype=torch.float32)
+    one = torch.ones((), dtype=torch.float32, device=x.device)
     return torch._scaled_mm(full, _scaled(w.t().contiguous()).t(), one, one, out_dtype=torch.bfloat16)
 
 

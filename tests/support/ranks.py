@@ -28,6 +28,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.support.device import BACKEND, VARIABLES, take_device
 from tests.support.forked import LATE, Child, die_with_parent, forks
 from tests.support.processes import LIMIT_S, environment
 
@@ -73,14 +74,14 @@ class Ranks:
         self,
         world_size: int,
         *,
-        backend: str = "gloo",
+        backend: str = BACKEND,
         setup: Callable[[int, int], None] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.world_size = world_size
         self._backend = backend
         self._setup = setup
-        self._env = dict(env or {})
+        self._env = {**VARIABLES, **(env or {})}
         self._resources = contextlib.ExitStack()
         self._processes: list[subprocess.Popen[bytes] | Child] = []
         self._pipes: list[multiprocessing.connection.Connection] = []
@@ -204,7 +205,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout: float = LIMIT_S,
-    backend: str = "gloo",
+    backend: str = BACKEND,
     setup: Callable[[int, int], None] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
@@ -224,6 +225,7 @@ def serve(descriptor: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    take_device(rank, world_size)
     setup = pickle.loads(pipe.recv_bytes())
     if setup is not None:
         setup(rank, world_size)

@@ -86,20 +86,20 @@ class Assembled:
     ptx: str
 
 
-def launches() -> Iterator[Launch]:
-    """All kernels of the package, with each path through them that is compiled apart."""
+def launches(generation: int) -> Iterator[Launch]:
+    """All kernels of the package for a compute capability, with each path through them that is compiled apart."""
     for dtype, text in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.float32, "fp32")):
-        yield from _matmuls(dtype, text)
+        yield from _matmuls(dtype, text, GENERATIONS[generation][0])
     for text in ("bf16", "fp32"):
         yield from _norms(text)
     yield from _unpacks()
 
 
-def _matmuls(dtype: torch.dtype, text: str) -> Iterator[Launch]:
+def _matmuls(dtype: torch.dtype, text: str, shared_bytes: int) -> Iterator[Launch]:
     from inductor_passes.kernels import gather_gemm, gemm_scatter
     from inductor_passes.kernels.tiles import tiles_for
 
-    tiles = tiles_for(torch.device("cuda"), dtype)
+    tiles = tiles_for(torch.device("cuda"), dtype, shared_bytes)
     cut = {"BLOCK_M": tiles.m, "BLOCK_N": tiles.n, "BLOCK_K": tiles.k, "GROUP": tiles.group, "PRECISION": "tf32"}
     cut |= {"WORLD": WORLD, "WIDEN": False}
     tensor, size = f"*{text}", {"warps": tiles.warps, "stages": tiles.stages}
@@ -267,7 +267,9 @@ def assemble(
         typer.echo("skipped: Triton is not installed; nothing was written")
         return
     wanted = [int(one) for one in chosen(generation, [str(one) for one in GENERATIONS], "generation")]
-    found = [(assembled(launch, one), launch.matmul) for one in wanted for launch in launches() if launch.oldest <= one]
+    found = [
+        (assembled(launch, one), launch.matmul) for one in wanted for launch in launches(one) if launch.oldest <= one
+    ]
     rows = [_cells(one, matmul) for one, matmul in found]
     body = [
         f"Each kernel is compiled as the package launches it on {WORLD} ranks, by Triton and its assembler, for",

@@ -1,8 +1,9 @@
 """What one GPU can show: how good the built-in costs are for it, and whether planned overlap becomes real overlap.
 
-Costs: matmuls and memory traffic are measured as ``inductor-passes calibrate`` measures them and compared with the
-datasheet defaults. Schedules: a Llama under ``simple_fsdp`` in a process group whose collectives are real copies on a
-stream of their own (``loopback_group``), timed with CUDA events, contenders in turn. Kernels: see ``kernels``.
+Costs: matmuls, memory traffic and the loopback's collectives are measured as ``inductor-passes calibrate`` measures
+them; matmuls are compared with the datasheet defaults. Contention: a matmul beside a copy. Schedules: a Llama under
+``simple_fsdp`` in a process group whose collectives are real copies on a stream of their own (``loopback_group``),
+timed with CUDA events, contenders in turn, also as CUDA graphs. Kernels: see ``kernels``.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
+import inductor_passes
 from inductor_passes.cost.calibrate import calibrate
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.models import LlamaConfig, language_batch, language_model
 from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
 from tools.benchmarks import kernels as bench_kernels
 from tools.benchmarks import loopback_group
 from tools.link.lab import CONTENDERS, own_code
@@ -32,14 +35,17 @@ from tools.shared.record import RESULTS, markdown_table, write
 
 RANKS = 8
 SIZES = LlamaConfig(vocab=32000, dim=4096, layers=8, heads=32, kv_heads=8, hidden=14336, batch=2, seq=2048, std=0.02)
-NAMES = ("inductor", "reorder", "both", "ours-0", "ours")
-SCHEDULE_HEADER = ("contender", "step ms", "spread", "/ default", "peak MB", "/ default", "loss")
+NAMES = ("inductor", "reorder", "both", "overlap", "ours-0", "ours")
+#: Of these, the ones whose kernels are recorded as CUDA graphs too.
+RECORDED = ("inductor", "ours")
+SCHEDULE_HEADER = ("contender", "step ms", "spread", "/ default", "peak MB", "/ default", "predicted", "loss")
+CONTENTION_HEADER = ("matmul", "alone ms", "beside a copy ms", "slower by", "copy GB/s alone", "beside the matmul")
 COST_HEADER = ("matmul GFLOP", "dtype", "measured us", "default us", "default / measured")
 
 
 def costs(device: torch.device) -> tuple[CostProfile, list[list[str]]]:
-    """The device's calibrated profile (compute only), and its matmuls against the datasheet defaults."""
-    profile = calibrate([], device=device, dtypes=[torch.bfloat16, torch.float32], ranks_per_host=RANKS)
+    """The calibrated profile of the device and of the loopback, and matmuls against the datasheet defaults."""
+    profile = calibrate(device=device, dtypes=[torch.bfloat16, torch.float32], ranks_per_host=RANKS)
     default = CostProfile.default(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
     rows = []
     for point in profile.matmul:
@@ -68,33 +74,125 @@ def _timer(device: torch.device) -> Callable[[Callable[[], Any]], float]:
     return by_events if device.type == "cuda" else by_watch
 
 
-def schedules(config: LlamaConfig, device: torch.device, profile: str, rounds: int) -> list[dict[str, Any]]:
-    """Steps of every contender, in turn; inside a loopback group."""
+def contention(device: torch.device, timed: Callable[[Callable[[], Any]], float], rounds: int) -> list[list[str]]:
+    """Rows of ``CONTENTION_HEADER``: square bf16 matmuls, with and without device copies on another stream."""
+    side, rows = torch.cuda.Stream(device), []
+    source = torch.randn(1 << 28, device=device)
+    target = torch.empty_like(source)
+    moved = 2 * source.nbytes
+
+    def copies(count: int) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(count):
+                target.copy_(source)
+
+    def copied() -> None:
+        copies(1)
+        torch.cuda.current_stream().wait_stream(side)
+
+    def beside(run: Callable[[], None], count: int) -> tuple[float, float]:
+        """(ms of ``run``, ms until the copies beside it had ended as well)."""
+        begin, end, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        copies(count)
+        begin.record()
+        run()
+        end.record()
+        last.record(side)
+        last.synchronize()
+        end.synchronize()
+        torch.cuda.current_stream().wait_stream(side)
+        return begin.elapsed_time(end), begin.elapsed_time(last)
+
+    for size in (2048, 4096, 8192):
+        a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+        count = max(1, 8192**3 // size**3)
+
+        def matmuls(a: torch.Tensor = a, b: torch.Tensor = b, count: int = count) -> None:
+            for _ in range(count):
+                torch.mm(a, b)
+
+        timed(matmuls)
+        timed(copied)
+        alone = median(timed(matmuls) for _ in range(rounds))
+        one = median(timed(copied) for _ in range(rounds))
+        # So many copies that the matmuls are never alone, also when each slows the other down.
+        many = max(2, round(3 * alone / one))
+        spans = [beside(matmuls, many) for _ in range(rounds)]
+        together, whole = median(run for run, _ in spans), median(last for _, last in spans)
+        # What was not copied after the matmuls, at the copies' own speed, was copied beside them.
+        during = max(0.0, many - (whole - together) / one) * moved / together
+        rows.append(
+            [f"{count} x {size}^3", f"{alone:.3f}", f"{together:.3f}", f"{together / alone:.2f}"]
+            + [f"{moved / one / 1e6:.0f}", f"{during / 1e6:.0f}"]
+        )
+    return rows
+
+
+def _options(name: str, profile: str, recorded: bool) -> dict[str, Any]:
+    graphs = {"triton.cudagraphs": True} if recorded else {}
+    found = CONTENDERS[name].compile_options(profile) or {}
+    if CONTENDERS[name].family != "ours":
+        return {**found, **graphs}
+    # The other ranks of a loopback group are this one.
+    settings = {**CONTENDERS[name].settings, "cost_profile": profile, "rank_agreement": "trust"}
+    return inductor_passes.options(**settings, inductor=graphs)
+
+
+def schedules(
+    config: LlamaConfig,
+    device: torch.device,
+    profile: str,
+    rounds: int,
+    names: tuple[str, ...] = NAMES,
+    recorded: tuple[str, ...] = RECORDED,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Steps of every contender, in turn; inside a loopback group. One that fails has ``failed`` in its row."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     tokens, targets = (t.to(device) for t in language_batch(config))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     steps, timed = {}, _timer(device)
-    for name in NAMES:
-        model = simple_fsdp(language_model(config).to(device, dtype), mesh)
-        compiled = torch.compile(
-            own_code(model, name), options=CONTENDERS[name].compile_options(profile), fullgraph=True
-        )
-
-        def step(compiled: Any = compiled, model: torch.nn.Module = model) -> torch.Tensor:
-            loss = compiled(tokens, targets)
-            loss.backward()
-            for parameter in model.parameters():
-                parameter.grad = None
-            return loss.detach()
-
-        steps[name] = step
     rows: list[dict[str, Any]] = []
-    for name, step in steps.items():
-        for _ in range(2):
-            loss = step()
-        rows.append({"name": name, "title": CONTENDERS[name].title, "ms": [], "loss": float(loss), "peak_bytes": 0})
+    for name, graphs in [(n, False) for n in names] + [(n, True) for n in recorded]:
+        key = name + (" recorded" if graphs else "")
+        with device:
+            whole = language_model(config)
+        model = simple_fsdp(whole.to(dtype), mesh)
+        row: dict[str, Any] = {"name": key, "title": CONTENDERS[name].title, "ms": [], "loss": 0.0, "peak_bytes": 0}
+        row["title"] += ", CUDA graphs" if graphs else ""
+        rows.append(row)
+        began = time.perf_counter()
+        try:
+            compiled = torch.compile(own_code(model, key), options=_options(name, profile, graphs), fullgraph=True)
+
+            def step(compiled: Any = compiled, model: torch.nn.Module = model) -> torch.Tensor:
+                loss = compiled(tokens, targets)
+                loss.backward()
+                for parameter in model.parameters():
+                    parameter.grad = None
+                return loss.detach()
+
+            with collect(what_if=False) as reports:
+                for _ in range(4 if graphs else 2):
+                    loss = step()
+                row["loss"] = float(loss)
+        except Exception as error:  # a contender that this torch cannot compile is a row, not the end of the others
+            progress(f"{key}: failed")
+            row["failed"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
+            continue
+        row["compile_s"] = time.perf_counter() - began
+        plans = [report.schedules[-1] for report in reports if report.schedules]
+        row["predicted_ms"] = sum(plan.makespan_after_ns for plan in plans) / 1e6
+        row["predicted_peak_bytes"] = max((plan.peak_after_bytes for plan in plans), default=0)
+        row["collectives"] = [len(report.collectives) for report in reports]
+        row["undone"] = [f"{p.name}: {p.detail}" for r in reports for p in r.passes if p.rolled_back is not None]
+        steps[key] = step
+        progress(f"{key}: compiled in {row['compile_s']:.0f} s, collectives {row['collectives']}")
     for _ in range(rounds):
         for row in rows:
+            if row["name"] not in steps:
+                continue
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -107,6 +205,8 @@ def schedules(config: LlamaConfig, device: torch.device, profile: str, rounds: i
 
 def cells(row: dict[str, Any], default: dict[str, Any]) -> list[str]:
     """A row as text, by ``SCHEDULE_HEADER``; ``default`` is default Inductor's."""
+    if "failed" in row:
+        return [row["title"], "failed", row["failed"], *["-"] * (len(SCHEDULE_HEADER) - 3)]
     peak = f"{row['peak_bytes'] / default['peak_bytes']:.3f}" if default["peak_bytes"] else "-"
     return [
         row["title"],
@@ -115,6 +215,7 @@ def cells(row: dict[str, Any], default: dict[str, Any]) -> list[str]:
         f"{median(row['ms']) / median(default['ms']):.3f}",
         f"{row['peak_bytes'] / 1e6:.0f}",
         peak,
+        f"{row['predicted_ms']:.2f}" if row["predicted_ms"] else "-",
         "equal" if row["loss"] == default["loss"] else f"{abs(row['loss'] / default['loss'] - 1):.0e}",
     ]
 
@@ -133,18 +234,20 @@ def gpu(
         return
     device = torch.device("cuda", 0)
     loopback_group.repeats = repeats
-    loopback_group.start(RANKS)
     rows.mkdir(parents=True, exist_ok=True)
+    loopback_group.start(RANKS)
     profile, costed = costs(device)
     profile.save(rows / "profile.json")
-    found = schedules(replace(SIZES, layers=layers), device, str(rows / "profile.json"), rounds)
+    config = replace(SIZES, layers=layers)
+    found = schedules(config, device, str(rows / "profile.json"), rounds, progress=console.print)
     dist.destroy_process_group()
     timed = _timer(device)
+    beside = contention(device, timed, rounds)
     matmuls, norms = bench_kernels.gemms(device, timed, rounds), bench_kernels.norms(device, timed, rounds)
     checked = bench_kernels.check(device)
     console.print(checked)
     shown = [cells(row, found[0]) for row in found]
-    kernels = ((bench_kernels.GEMM_HEADER, matmuls), (bench_kernels.NORM_HEADER, norms))
+    kernels = ((CONTENTION_HEADER, beside), (bench_kernels.GEMM_HEADER, matmuls), (bench_kernels.NORM_HEADER, norms))
     for header, lines in ((COST_HEADER, costed), (SCHEDULE_HEADER, shown), *kernels):
         view = Table(*header)
         for line in lines:
@@ -153,14 +256,22 @@ def gpu(
     body = [
         f"{torch.cuda.get_device_name(device)}. {layers} layers of width {SIZES.dim}, bf16, {SIZES.batch} x "
         f"{SIZES.seq} tokens, `simple_fsdp` over {RANKS} ranks that are all this GPU; a collective is {repeats} times "
-        "the copies it would make, on a stream of its own. Communication costs are the defaults for the device, "
-        "which do not know the loopback. Forward and backward, CUDA events.",
+        "the copies it would make, on a stream of its own. Ours and in-tree overlap scheduling know what compute and "
+        "the loopback's collectives were measured to take. Forward and backward, CUDA events; `predicted`: ms, by our "
+        "plan.",
         "",
         *markdown_table(SCHEDULE_HEADER, shown),
         "",
         "## Costs against defaults",
         "",
         *markdown_table(COST_HEADER, costed),
+        "",
+        "## Contention",
+        "",
+        "Matmuls in bf16 while copies of 1 GiB run on another stream from before they begin until after they end; "
+        "bytes that are read and written.",
+        "",
+        *markdown_table(CONTENTION_HEADER, beside),
         "",
         "## Kernels",
         "",
@@ -173,5 +284,6 @@ def gpu(
         "",
         *markdown_table(bench_kernels.NORM_HEADER, norms),
     ]
-    figures = {"schedules": found, "profile": profile.to_json(), "matmuls": matmuls, "norms": norms}
+    figures = {"schedules": found, "profile": profile.to_json(), "contention": beside}
+    figures |= {"matmuls": matmuls, "norms": norms}
     write("gpu", "One GPU", body, figures, folder=out)

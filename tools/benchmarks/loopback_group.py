@@ -130,6 +130,11 @@ class LoopbackGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> LoopbackWork:
+        """The form with a list of tensors per rank, by which torch gathers objects."""
+        pairs = [(part, one) for parts, one in zip(outputs, inputs) for part in parts]
+        return self._run(pairs, [part for part, _ in pairs])
+
     def broadcast(self, tensors: Any, opts: Any = None) -> LoopbackWork:
         return self._run([], [tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from inductor_passes import _torch
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import Role
@@ -107,13 +108,17 @@ def schedule(gm: torch.fx.GraphModule, profile: CostProfile, variant: str, budge
 
 def compile_options(profile: CostProfile) -> dict[str, Any]:
     """Inductor's options that switch its overlap scheduling on, with bucketing, our durations and its own limits."""
-    from triton.runtime import driver
+    if not torch.cuda.is_available():
+        from triton.runtime import driver
 
-    driver.set_active(DescribedGPU())
+        driver.set_active(DescribedGPU())
     prefix = "aten_distributed_optimizations."
-    return {
+    found = {
         f"{prefix}enable_overlap_scheduling": True,
         f"{prefix}collective_bucketing": True,
-        f"{prefix}compute_estimator": "analytical",
         f"{prefix}custom_runtime_estimation": estimator(profile),
     }
+    # From torch 2.12 on it measures kernels where nobody says otherwise.
+    if _torch.is_inductor_option(f"{prefix}compute_estimator"):
+        found[f"{prefix}compute_estimator"] = "analytical"
+    return found
