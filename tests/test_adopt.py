@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from tests.support import wrapped
+from tests.support.device import ON_CPU
 from tests.support.ranks import Ranks
 from tests.support.wrapped import compare, compare_planned
 
@@ -92,7 +93,8 @@ def test_compiled_with_our_passes(two_ranks: Ranks, wrap: Any, parts: int) -> No
     """Shards are uneven: also where a graph returns them or whole gradients, ranks agree and buckets form."""
     for differences, said, merged in two_ranks.run(compare_planned, wrap, parts):
         # The compiled graph has Inductor's decompositions, which round differently from eager.
-        assert max(differences) <= (2e-3 if wrap is wrapped.half else 1e-6), differences
+        # On GPUs it also keeps values in float32 that eager rounds to bfloat16.
+        assert max(differences) <= ((2e-3 if ON_CPU else 2e-2) if wrap is wrapped.half else 1e-6), differences
         # DDP's parameters are whole: a graph whose gradients are held has no collectives.
         assert not said and (merged or (wrap is wrapped.ddp and parts > 1)), (said, merged)
 

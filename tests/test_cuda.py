@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.skipif(ON_CPU, reason="PASSES_TEST_
 
 #: Large enough that what libraries take beside is little.
 SIZES = LlamaConfig(
-    vocab=4096, dim=1024, layers=4, heads=16, kv_heads=8, hidden=2816, batch=4, seq=1024, std=0.02,
+    vocab=4096, dim=1024, layers=2, heads=16, kv_heads=8, hidden=2816, batch=4, seq=1024, std=0.02,
     dtype=torch.bfloat16,
 )  # fmt: skip
 SMALL = LlamaConfig(layers=2, dim=64, heads=4, kv_heads=4, hidden=96, batch=4, seq=64, vocab=128)
@@ -112,6 +112,7 @@ def compare(rank: int, world: int, settings: dict[str, Any], reshard: Any = True
     return {
         "losses": (first[0], second[0]),
         "off": off_by(first[1], second[1]),
+        "steps": (first[3], second[3]),
         "phases": [r.phase for r in reports],
         "order": [r.order_check for r in reports],
         "undone": [f"{p.name}: {p.detail}" for p in passes if p.rolled_back is not None],
@@ -120,6 +121,7 @@ def compare(rank: int, world: int, settings: dict[str, Any], reshard: Any = True
         "predicted": max(r.schedules[-1].peak_after_bytes for r in reports) - held,
         "measured": (first[3][-1], second[3][-1]),
         "notes": [note for r in reports for note in r.notes],
+        "attention": [d for p in passes if p.name == "recompute" for d in p.decisions if "attention" in d.node],
     }
 
 

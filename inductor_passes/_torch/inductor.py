@@ -41,10 +41,10 @@ def graph_pass_base() -> type:
 
 
 def scheduler_pass_base() -> type:
-    """Base class of what Inductor calls before fusion; from 2.13 on one that it caches graphs with."""
+    """Base class of what Inductor calls before fusion, the only one that it caches graphs with."""
     from torch._inductor import custom_graph_pass
 
-    return getattr(custom_graph_pass, "CustomSchedulerPass", object)
+    return getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
 
 def keeps_waits() -> bool:

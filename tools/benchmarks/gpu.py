@@ -178,8 +178,8 @@ def schedules(
                     loss = step()
                 row["loss"] = float(loss)
         except Exception as error:  # a contender that this torch cannot compile is a row, not the end of the others
-            progress(f"{key}: failed")
             row["failed"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}"
+            progress(f"{key}: {row['failed']}")
             continue
         row["compile_s"] = time.perf_counter() - began
         plans = [report.schedules[-1] for report in reports if report.schedules]
@@ -233,26 +233,30 @@ def gpu(
         console.print("skipped: torch sees no GPU here (torch.cuda.is_available() is False); nothing was written")
         return
     device = torch.device("cuda", 0)
+    timed = _timer(device)
+
+    def show(header: tuple[str, ...], lines: list[list[str]]) -> list[list[str]]:
+        view = Table(*header)
+        for line in lines:
+            view.add_row(*line)
+        console.print(view)
+        return lines
+
     loopback_group.repeats = repeats
     rows.mkdir(parents=True, exist_ok=True)
     loopback_group.start(RANKS)
     profile, costed = costs(device)
     profile.save(rows / "profile.json")
+    show(COST_HEADER, costed)
     config = replace(SIZES, layers=layers)
     found = schedules(config, device, str(rows / "profile.json"), rounds, progress=console.print)
+    shown = show(SCHEDULE_HEADER, [cells(row, found[0]) for row in found])
     dist.destroy_process_group()
-    timed = _timer(device)
-    beside = contention(device, timed, rounds)
-    matmuls, norms = bench_kernels.gemms(device, timed, rounds), bench_kernels.norms(device, timed, rounds)
+    beside = show(CONTENTION_HEADER, contention(device, timed, rounds))
+    matmuls = show(bench_kernels.GEMM_HEADER, bench_kernels.gemms(device, timed, rounds))
+    norms = show(bench_kernels.NORM_HEADER, bench_kernels.norms(device, timed, rounds))
     checked = bench_kernels.check(device)
     console.print(checked)
-    shown = [cells(row, found[0]) for row in found]
-    kernels = ((CONTENTION_HEADER, beside), (bench_kernels.GEMM_HEADER, matmuls), (bench_kernels.NORM_HEADER, norms))
-    for header, lines in ((COST_HEADER, costed), (SCHEDULE_HEADER, shown), *kernels):
-        view = Table(*header)
-        for line in lines:
-            view.add_row(*line)
-        console.print(view)
     body = [
         f"{torch.cuda.get_device_name(device)}. {layers} layers of width {SIZES.dim}, bf16, {SIZES.batch} x "
         f"{SIZES.seq} tokens, `simple_fsdp` over {RANKS} ranks that are all this GPU; a collective is {repeats} times "
