@@ -21,7 +21,7 @@ from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.report import GraphReport, Verdict
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
-from tests.support.device import ATOMIC, DEVICE, on_device
+from tests.support.device import ATOMIC, DEVICE, ON_CPU, on_device
 from tests.support.joint_kernels import kernels_together
 from tests.support.models import (
     LlamaConfig,
@@ -131,10 +131,11 @@ def compare(rank: int, world_size: int, name: str, options: dict[str, Any]) -> l
     assert list(default) == list(ours)
     for key, value in default.items():
         difference = (value - ours[key]).abs().max()
-        if options.get("bucket") == "off" and key not in ATOMIC:
+        if options.get("bucket") == "off" and ON_CPU:
             assert torch.equal(value, ours[key]), f"{name}: {key} differs from Inductor's by {difference}"
         else:
-            # Buckets change the layout of matmul operands, and with it how a library adds.
+            # Buckets change the layout of matmul operands, and with it how a library adds. On a GPU Inductor adds the
+            # rows of a gradient in other parts where its kernels fuse otherwise.
             torch.testing.assert_close(value, ours[key], rtol=1e-5, atol=1e-5)
         assert key in ATOMIC or torch.equal(ours[key], again[key]), f"{name}: {key} differs in the second step"
     expected = loss(reference(batch[0]), batch[1])

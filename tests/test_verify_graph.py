@@ -14,6 +14,7 @@ from inductor_passes import verify
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import GraphView
 from inductor_passes.verify.events import Action
+from tests.support.transfers import needs_transfers
 from tests.support.verify_graphs import Builder, Program, apply_order, aten, c10d, random_program
 from tests.support.world import grouped_world
 
@@ -161,6 +162,7 @@ def test_effects_keep_their_channels(groups):
     assert channels == ["random", "assert", "random", ""]
 
 
+@needs_transfers
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("given", [False, True], ids=["buffer of the graph", "buffer of the caller"])
 def test_what_receives_writes_its_buffer_until_the_wait(groups, batched: bool, given: bool):
@@ -217,6 +219,7 @@ def test_results_of_a_coalesced_collective_in_place_are_apart(groups):
     assert {f.rule for f in verify.check(graph)} == {"write-in-flight"}
 
 
+@needs_transfers
 def test_a_report_says_what_is_proven_and_what_is_assumed(groups):
     b = Builder(groups)
     x = b.input(4, 4)

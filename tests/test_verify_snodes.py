@@ -23,6 +23,7 @@ from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.problem import INPUT, Kind
 from inductor_passes.verify.snode_order import SnodeOrder
 from inductor_passes.verify.snode_transfers import early_waits
+from tests.support.transfers import needs_transfers
 from tests.support.verify_graphs import unknown
 from tests.support.world import grouped_world
 
@@ -274,6 +275,7 @@ def test_kernels_in_a_row_free_nothing_between_them(groups):
     on_scheduler_nodes(row, [torch.randn(256, 256), torch.randn(256, 256)], check)
 
 
+@needs_transfers
 def test_transfers_keep_their_place_among_collectives(groups):
     def step(a, b):
         gathered = funcol.all_gather_tensor(a, 0, groups["row"])
@@ -295,6 +297,7 @@ def test_transfers_keep_their_place_among_collectives(groups):
     on_scheduler_nodes(step, inputs()[:2], check)
 
 
+@needs_transfers
 @pytest.mark.parametrize("held", [False, True], ids=["Inductor", "with our hook"])
 def test_waits_stay_behind_messages_that_are_sent_first(groups, held):
     """Inductor moves and fuses waits in front of sends: the other rank may answer only after it has got them."""
