@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -54,6 +55,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first."""
     places = {f"test_{name}": place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(_LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Whatever tests import is imported now."""
+    from tests.support.processes import collect_rarely
+
+    collect_rarely()
+
+
+def pytest_unconfigure() -> None:
+    """Else libraries complain at the end that objects of theirs were never freed."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

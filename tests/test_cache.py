@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -16,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
 from inductor_passes.simple_fsdp import simple_fsdp
-from tests.support.processes import LIMIT_S, environment
+from tests.support.processes import LIMIT_S
+from tests.support.scripts import run_script
 from tests.support.world import fake_world
 
 #: Trains one step of a data-parallel model in a fake world; prints what happened as one line of JSON.
@@ -46,19 +46,8 @@ print("RESULT " + json.dumps({
 
 
 def run(cache: Path, budget: str = "+5%", world_size: int = 2, trace: Path | None = None) -> dict[str, Any]:
-    environ = environment(TORCHINDUCTOR_CACHE_DIR=str(cache))
-    if trace is not None:
-        environ["TORCH_TRACE"] = str(trace)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, budget, str(world_size)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))
+    traced = {} if trace is None else {"TORCH_TRACE": str(trace)}
+    return run_script(SCRIPT, budget, world_size, TORCHINDUCTOR_CACHE_DIR=str(cache), **traced).result()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from inductor_passes.cli.main import app
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace import reader
 from tests.support.commands import ESCAPE, in_a_process, run, sentence, write_trace
-from tests.support.trace_samples import ROOT, fsdp_problem
+from tests.support.processes import ROOT
+from tests.support.trace_samples import fsdp_problem
 from tools.fuzzing import command_corpus as real
 from tools.fuzzing import commands as fuzz
 

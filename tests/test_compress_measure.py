@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import json
 import logging
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +34,8 @@ from inductor_passes.trace.reader import read_trace
 from inductor_passes.trace.text import render_graph
 from tests.support.bucket_graphs import Program, assert_same_bits, inputs_by_rank, run_all_ranks
 from tests.support.graphs import aten
-from tests.support.processes import LIMIT_S, environment
 from tests.support.ranks import Ranks
+from tests.support.scripts import run_script
 from tests.support.world import fake_world
 from tests.test_compress import MOVED, NAMES, blocks, config, link, round_trip, traced
 
@@ -233,13 +230,8 @@ print("RESULT " + json.dumps([
 
 
 def in_a_process(cache: Path, trace: Path) -> list[Any]:
-    environ = environment(TORCHINDUCTOR_CACHE_DIR=str(cache), TORCH_TRACE=str(trace))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    return json.loads(line.removeprefix("RESULT "))  # type: ignore[no-any-return]
+    found = run_script(SCRIPT, TORCHINDUCTOR_CACHE_DIR=str(cache), TORCH_TRACE=str(trace)).result()
+    return found  # type: ignore[no-any-return]
 
 
 def test_code_from_a_warm_cache_measures_and_the_trace_shows_it(tmp_path: Path) -> None:

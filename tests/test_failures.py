@@ -12,8 +12,6 @@ import concurrent.futures
 import gc
 import json
 import logging
-import subprocess
-import sys
 import threading
 import weakref
 import zlib
@@ -37,7 +35,7 @@ from inductor_passes.report import GraphReport, Reason
 from inductor_passes.trace import artifacts, cached
 from inductor_passes.trace.collector import collect
 from tests.support.models import WorldGather
-from tests.support.processes import LIMIT_S, environment
+from tests.support.scripts import run_script
 from tests.support.world import fake_world
 
 WIDTH = 16
@@ -196,11 +194,10 @@ def test_a_trace_directory_that_cannot_be_made(tmp_path: Path) -> None:
     """Torch itself stops at the first record that it cannot write: its error comes through, none of ours."""
     blocked = tmp_path / "file"
     blocked.write_text("not a directory")
-    environ = environment(TORCH_TRACE=str(blocked / "below"))
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, timeout=LIMIT_S)
-    last = done.stderr.strip().splitlines()[-1]
+    done = run_script(SCRIPT, TORCH_TRACE=str(blocked / "below"))
+    last = done.output.strip().splitlines()[-1]
     assert "NotADirectoryError" in last and str(blocked) in last
-    assert "could not write a trace artifact" not in done.stderr and "inductor_passes:" not in done.stderr
+    assert "could not write a trace artifact" not in done.output and "inductor_passes:" not in done.output
 
 
 @pytest.mark.parametrize(

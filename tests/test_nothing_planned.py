@@ -6,8 +6,6 @@ import contextlib
 import gc
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace import nothing
 from inductor_passes.trace.reader import read_trace
 from tests.support.commands import run, sentence
-from tests.support.processes import LIMIT_S, environment
 from tests.support.ranks import Ranks
+from tests.support.scripts import run_script
 from tests.support.world import fake_world
 from tools.fuzzing import command_corpus
 
@@ -145,8 +143,11 @@ def pool() -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     ("make", "part"),
     [
-        (fsdp2, f"FSDP2 (fully_shard) runs its collectives in hooks, outside of compiled graphs. After wrapping and"
-         f" before torch.compile, {ADOPT}"),
+        (
+            fsdp2,
+            f"FSDP2 (fully_shard) runs its collectives in hooks, outside of compiled graphs. After wrapping and"
+            f" before torch.compile, {ADOPT}",
+        ),
         (fsdp2_children_alone, "FSDP2 (fully_shard)"),
         (ddp, "DDP (DistributedDataParallel) runs its collectives in hooks"),
         (replicated, "replicate runs its collectives in hooks"),
@@ -214,9 +215,8 @@ with fake_world(ranks) if ranks > 1 else contextlib.nullcontext(), torch.no_grad
 
 def traced(folder: Path, *arguments: object) -> Path:
     """The trace of a program that compiles one model."""
-    env = environment(TORCH_TRACE=str(folder), TORCHINDUCTOR_COMPILE_THREADS="1")
-    command = [sys.executable, "-c", _PROGRAM, *map(str, arguments)]
-    subprocess.run(command, env=env, check=True, timeout=LIMIT_S, capture_output=True)
+    done = run_script(_PROGRAM, *arguments, TORCH_TRACE=str(folder))
+    assert done.returncode == 0, done.output
     return folder
 
 

@@ -51,8 +51,8 @@ def strict(text: str) -> dict[str, object]:
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A trace of one process that compiled a forward and a backward graph."""
     directory = tmp_path_factory.mktemp("trace")
-    done = run_traced(directory, env={"TORCH_LOGS": "+inductor_passes"})
-    assert done.returncode == 0, done.stderr
+    done = run_traced(directory, TORCH_LOGS="+inductor_passes")
+    assert done.returncode == 0, done.output
     return directory
 
 
@@ -62,7 +62,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     for rank in range(2):
         done = run_traced(directory, rank=rank, world_size=2, layers=3 + rank)
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.output
     return directory
 
 
@@ -130,7 +130,7 @@ def test_tlparse_renders_one_rank(one_rank: Path, tmp_path: Path) -> None:
         text=True,
         timeout=LIMIT_S,
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.output
     names = {path.name for path in (tmp_path / "out").rglob("inductor_passes_*")}
     for phase in ("forward", "backward"):
         for kind in artifacts.ALWAYS + artifacts.PLANNED:

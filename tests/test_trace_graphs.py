@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from inductor_passes.trace.reader import read_trace
+from tests.support.scripts import run_script
 
 _SCRIPT = """
 import sys, torch
@@ -15,6 +13,7 @@ import inductor_passes
 from tests.support.world import fake_world
 from tests.test_trace_plan_file import make, model
 
+torch._inductor.config.fx_graph_cache = False
 codegen = sys.argv[1]
 with fake_world(2):
     settings = {"memory_budget": "unlimited", "codegen": codegen, "rank_agreement": "trust"}
@@ -25,13 +24,9 @@ with fake_world(2):
 """
 
 
-def traced(directory: Path, codegen: str, **environment: str) -> None:
-    env = {**os.environ, "TORCH_TRACE": str(directory), "TORCHINDUCTOR_FX_GRAPH_CACHE": "0", **environment}
-    if not environment:
-        env.pop("TORCH_LOGS", None)
-    command = [sys.executable, "-c", _SCRIPT, codegen]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
+def traced(directory: Path, codegen: str, **logs: str) -> None:
+    done = run_script(_SCRIPT, codegen, TORCH_TRACE=str(directory), **{"TORCH_LOGS": "", **logs})
+    assert done.returncode == 0, done.output[-3000:]
 
 
 def test_graphs_before_and_after_are_written_at_debug_level(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from inductor_passes.cli.main import app
 from inductor_passes.records.text import printable
-from tests.support.trace_samples import ROOT
+from tests.support.processes import ROOT
 from tools.fuzzing import command_corpus as real
 
 #: Sets a window's title, clears the screen, changes the colour, turns the direction of text.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import gc
 import importlib
 import os
 import pickle
@@ -27,6 +26,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tests.support.processes import collect_rarely
+
 #: What is imported before the first child: what compiles, shards and sends.
 PRELOADED = (
     "torch._dynamo",
@@ -38,6 +39,16 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "torch.distributed._functional_collectives",
+    "torch._dynamo.dce_extra_outputs",
+    "torch._export.passes.collect_tracepoints_pass",
+    "torch._functorch._aot_autograd.subclass_codegen",
+    "torch._higher_order_ops.passes.inline_invoke_subgraph",
+    "torch._inductor.codegen.memory_planning",
+    "torch._inductor.extern_node_serializer",
+    "torch._inductor.fx_passes.efficient_conv_bn_eval",
+    "torch._subclasses.schema_check_mode",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
     "inductor_passes.engine.hooks",
     "inductor_passes.engine.kernels",
     "inductor_passes.engine.passes",
@@ -47,8 +58,17 @@ PRELOADED = (
     "inductor_passes.adoption",
     "inductor_passes.trace.collector",
 )
+#: Calls of torch that work out something once in a process, the same whatever it compiles: two seconds of a processor
+#: in every child's first compilation otherwise. A torch that lacks one of them leaves it to the child.
+_ONCE = (
+    ("torch._inductor.codecache", "torch_key", ()),
+    ("torch._inductor.codegen.common", "init_backend_registration", ()),
+    ("torch._inductor.fx_passes.joint_graph", "lazy_init", ("cpu",)),
+    ("torch._inductor.fx_passes.post_grad", "lazy_init", ()),
+    ("torch._dynamo.backends.registry", "_lazy_import", ()),
+)
 #: Variables that may differ from those of the process that forks: they are read when they are needed.
-LATE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
+LATE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TORCH_LOGS", "TORCH_TRACE"}
 
 _PR_SET_PDEATHSIG = 1
 #: How often a child that is waited for is asked for again.
@@ -157,15 +177,35 @@ def _child(module: str, function: str, log: str, late: dict[str, str], descripto
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(late)
+    if not os.environ.get("TORCH_LOGS"):
+        # Torch takes an empty one for a wrong one.
+        os.environ.pop("TORCH_LOGS", None)
+    if {"TORCH_LOGS", "TORCH_TRACE"} & late.keys():
+        from torch._logging import _internal
+
+        # Torch decides what is logged when it is imported; it opens the file of a trace with the first record.
+        _internal.LOG_TRACE_HANDLER = None
+        _internal._init_logs()
     getattr(importlib.import_module(module), function)(descriptor)
+
+
+def _work_out_once() -> None:
+    import torch
+
+    for module, function, devices in _ONCE:
+        with contextlib.suppress(ImportError):
+            if (call := getattr(importlib.import_module(module), function, None)) is not None:
+                call(*map(torch.device, devices))
 
 
 def _serve(descriptor: int) -> None:
     die_with_parent()
     for name in PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
+        # Some are not in every version of torch.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    _work_out_once()
+    collect_rarely()
     server = socket.socket(fileno=descriptor)
     ended: dict[int, int] = {}
     while True:

@@ -30,7 +30,7 @@ from typing import Any
 
 from tests.support.device import BACKEND, VARIABLES, take_device
 from tests.support.forked import LATE, Child, die_with_parent, forks
-from tests.support.processes import LIMIT_S, environment
+from tests.support.processes import LIMIT_S, collect_rarely, environment
 
 #: How long the other ranks may go on after one has failed: long enough to report an error of their own.
 GRACE_S = 3.0
@@ -52,7 +52,7 @@ if sys.platform == "linux":
 #: What ranks inherit: variables as they were before a test, or a library that a test imports, set others.
 _PLAIN = environment(**_ENVIRONMENT)
 #: Environments in which many ranks start, so that it pays to fork them.
-_FORKED = (_PLAIN, {**_PLAIN, "TRITON_INTERPRET": "1"})
+FORKED = (_PLAIN, {**_PLAIN, "TRITON_INTERPRET": "1"})
 
 
 class RankError(RuntimeError):
@@ -164,7 +164,7 @@ class Ranks:
         late = {key: os.environ[key] for key in LATE if key in os.environ}
         variables = {**_PLAIN, **late, **self._env}
         with open(log, "wb") as output:
-            if (found := forks(rank, variables, _FORKED)) is not None:
+            if (found := forks(rank, variables, FORKED)) is not None:
                 return found.start(__name__, "serve", descriptor, log, variables)
             return subprocess.Popen(
                 [sys.executable, "-m", __name__, str(descriptor)],
@@ -234,6 +234,7 @@ def serve(descriptor: int) -> None:
     )
     from tests.support.joint_kernels import kernels_together
 
+    collect_rarely()
     with kernels_together():
         _answer(pipe, rank, world_size)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 
 from inductor_passes.config import PassConfig
@@ -13,7 +11,7 @@ from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace.verdict import explain
-from tests.support.processes import LIMIT_S, ROOT, environment
+from tests.support.scripts import Ended, run_script
 
 
 def fsdp_problem(
@@ -121,6 +119,7 @@ from inductor_passes.schedule.problem import Kind
 from inductor_passes.trace.artifacts import emit, emit_failure
 from inductor_passes.trace.spans import span
 
+torch.compiler.config.force_disable_caches = True
 rank, world, layers = (int(x) for x in sys.argv[1:4])
 if world > 1:
     from contextlib import ExitStack
@@ -154,19 +153,6 @@ print("done")
 """
 
 
-def run_traced(
-    directory: Path, *, rank: int = 0, world_size: int = 1, layers: int = 4, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def run_traced(directory: Path, *, rank: int = 0, world_size: int = 1, layers: int = 4, **variables: str) -> Ended:
     """Run :data:`PROGRAM` with ``directory`` as TORCH_TRACE."""
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(rank), str(world_size), str(layers)],
-        cwd=ROOT,
-        env={
-            **environment(TORCH_TRACE=str(directory), TORCHINDUCTOR_FORCE_DISABLE_CACHES="1"),
-            **(env or {}),
-        },
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return run_script(PROGRAM, rank, world_size, layers, TORCH_TRACE=str(directory), **variables)
