@@ -193,7 +193,7 @@ def _work_out_once() -> None:
     import torch
 
     for module, function, devices in _ONCE:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(ImportError, TypeError):
             if (call := getattr(importlib.import_module(module), function, None)) is not None:
                 call(*map(torch.device, devices))
 
