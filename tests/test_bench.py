@@ -6,6 +6,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -195,6 +196,35 @@ def test_the_readme_quotes_the_results() -> None:
     assert gen_readme.written(text, *gen_readme.sources()) == text
     with pytest.raises(ValueError, match="has no block between"):
         gen_readme.written("no markers", *gen_readme.sources())
+
+
+def test_schedules_on_the_loopback_are_planned() -> None:
+    """Found on the first GPU: ours waited for the seven other ranks, which are this one, and was not planned.
+
+    Nor could ranks compare what they had measured: the loopback moved no objects.
+    """
+    code = (
+        "import json, sys, torch, torch.distributed as dist\n"
+        "from tools.benchmarks import gpu, loopback_group\n"
+        "from inductor_passes.cost.profile import CostProfile\n"
+        "from inductor_passes.models import LlamaConfig\n"
+        "loopback_group.start(gpu.RANKS)\n"
+        "known = [None] * gpu.RANKS\n"
+        "dist.all_gather_object(known, 'measured')\n"
+        "assert known == ['measured'] * gpu.RANKS\n"
+        "CostProfile.default('cpu').save(sys.argv[1])\n"
+        "(row,) = gpu.schedules(LlamaConfig(layers=1), torch.device('cpu'), sys.argv[1], 1, ('ours',), ())\n"
+        "assert len(gpu.cells(row, row)) == len(gpu.SCHEDULE_HEADER)\n"
+        "print(json.dumps(row))\n"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", code, f"{folder}/profile.json"]
+        found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
+    assert found.returncode == 0, found.stdout + found.stderr
+    ours = json.loads(found.stdout.splitlines()[-1])
+    # Twelve parameters' gathers, and as many reductions, in a few messages.
+    assert len(ours["collectives"]) == 2 and sum(ours["collectives"]) < 12
+    assert ours["predicted_ms"] > 0 and ours["ms"] and not ours["undone"]
 
 
 def test_kernel_benchmarks_run_in_the_interpreter() -> None:
