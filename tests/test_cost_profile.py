@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inductor_passes.config import PassConfig
 from inductor_passes.cost.communication import (
     KINDS,
     GroupLayout,
@@ -27,6 +28,7 @@ from inductor_passes.cost.profile import (
     ShapeRate,
 )
 from inductor_passes.cost.specs import CPU, H100_SXM, SPECS, lookup
+from inductor_passes.engine.identity import load_profile
 
 MB = 10**6
 
@@ -58,6 +60,34 @@ def test_every_constant_names_its_origin() -> None:
             assert constant.value > 0, (spec.name, name)
         assert "float32" in spec.flops and "bfloat16" in spec.flops
         assert lookup(spec.name) is spec
+
+
+class _A100:
+    """What torch tells of the accelerator."""
+
+    type = "cuda"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("NVIDIA A100-SXM4-80GB", "NVIDIA A100 SXM"), ("NVIDIA RTX A6000", "NVIDIA H100 SXM"), (None, "NVIDIA H100 SXM")],
+)
+def test_defaults_are_those_of_the_device_at_hand(
+    monkeypatch: pytest.MonkeyPatch, name: str | None, expected: str
+) -> None:
+    """Found on the first GPU: every CUDA device was planned as an H100."""
+
+    def reported() -> str:
+        if name is None:
+            raise RuntimeError("no driver")
+        return name
+
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", _A100)
+    monkeypatch.setattr("torch.cuda.get_device_name", reported)
+    assert load_profile(PassConfig()).name == f"defaults for {expected}"
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert load_profile(PassConfig()).device == "CPU"
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def _facts(settings: PassConfig, profile: CostProfile, phase: str, step: StepFac
         "torch": torch.__version__,
         "settings": json.dumps(chosen, sort_keys=True),
         "estimator": str(getattr(settings.estimator, "inductor_passes_uuid", "") if settings.estimator else None),
-        "cost profile": profile.hash(),
+        "cost profile": f"{profile.device} {profile.hash()}",
         "plan": plans.digest if plans is not None else "",
         "step": "" if step is None else f"{step.own_peak_bytes} {step.step_peak_bytes}",
         "groups": json.dumps(sorted({json.dumps(one, sort_keys=True) for one in known.values()})),
