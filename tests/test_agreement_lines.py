@@ -81,14 +81,14 @@ def test_equal_graphs_have_equal_digests_whatever_their_nodes_are_called() -> No
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "fsdp": lambda: (simple_fsdp(llama(LlamaConfig(layers=2)), mesh("dp")), llama_batch(LlamaConfig())),
+    "fsdp": lambda: (simple_fsdp(llama(LlamaConfig(layers=1)), mesh("dp")), llama_batch(LlamaConfig())),
     "replicate": lambda: (
         simple_fsdp(llama(LlamaConfig(layers=1)), mesh("dp"), mode="replicate"),
         llama_batch(LlamaConfig()),
     ),
-    "tp": lambda: (tensor_parallel(llama(LlamaConfig(layers=2)), mesh("tp")), llama_batch(LlamaConfig())),
+    "tp": lambda: (tensor_parallel(llama(LlamaConfig(layers=1)), mesh("tp")), llama_batch(LlamaConfig())),
     "sp": lambda: (
-        tensor_parallel(llama(LlamaConfig(layers=2)), mesh("tp"), sequence_parallel=True),
+        tensor_parallel(llama(LlamaConfig(layers=1)), mesh("tp"), sequence_parallel=True),
         llama_batch(LlamaConfig()),
     ),
 }

@@ -39,7 +39,9 @@ from tests.support.ranks import Ranks
 
 pytestmark = pytest.mark.ranks
 
-LLAMA = LlamaConfig(layers=2)
+#: Two layers where a collective of one layer may move beside another layer's work; the other layouts are about which
+#: collectives there are and what they compute, and every kind of them is in one layer.
+LLAMA, DEEPER = LlamaConfig(layers=1), LlamaConfig(layers=2)
 Case = tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor], Callable[..., torch.Tensor], int, int]
 
 
@@ -60,11 +62,12 @@ def build(name: str, rank: int, world_size: int) -> Case:
         parallel, reference = on_device(moe(config, dist.group.WORLD)), on_device(moe(config))
         x, y = moe_batch(config)
         return parallel, reference, (on_device(x), on_device(y)), mse_loss, 0, 1
-    reference = on_device(llama(LLAMA))
-    tokens, targets = llama_batch(LLAMA, batch=4)
+    config = DEEPER if name in ("fsdp", "tp_sp") else LLAMA
+    reference = on_device(llama(config))
+    tokens, targets = llama_batch(config, batch=4)
     batch = on_device(tokens), on_device(targets)
     if name == "context_parallel":
-        return on_device(llama(LLAMA, dist.group.WORLD)), reference, batch, cross_entropy, rank, world_size
+        return on_device(llama(config, dist.group.WORLD)), reference, batch, cross_entropy, rank, world_size
     model = copy.deepcopy(reference)
     if name in ("fsdp", "replicate"):
         mesh = init_device_mesh(DEVICE, (world_size,), mesh_dim_names=("dp",))
