@@ -2,7 +2,8 @@
 
 It decides which gathered parameters are kept for backward, where ``simple_fsdp(reshard_after_forward="auto")`` leaves
 that to us, and tells both graphs the peak memory of the whole step. The inner partitioner decides what else is saved.
-What it makes of checkpointed regions is mended (``checkpointing``).
+What it makes of checkpointed regions, and of inputs that forward writes to, is mended (``checkpointing``,
+``entry_values``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
-from inductor_passes.engine import checkpointing, garbage, identity, naming, shrinking
+from inductor_passes.engine import checkpointing, entry_values, garbage, identity, naming, shrinking
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.pin import pins
@@ -119,6 +120,8 @@ class Separation:
         both: Split = (self.inner or _torch.default_partitioner())(gm, joint_inputs, **kwargs)
         with guarded("ordering what is saved for backward", "torch's order stays", lambda: self.settings):
             checkpointing.put_right(*both, kwargs["num_fwd_outputs"])
+        with guarded("saving what forward overwrites", "backward may read what was written", lambda: self.settings):
+            entry_values.copy_what_is_overwritten(both[0], kwargs["num_fwd_outputs"])
         with guarded("describing random operators", "collectives do not cross their readers", lambda: self.settings):
             for module in both:
                 checkpointing.describe(module.graph)
