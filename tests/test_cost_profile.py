@@ -77,7 +77,7 @@ def test_defaults_are_those_of_the_device_at_hand(
 ) -> None:
     """Found on the first GPU: every CUDA device was planned as an H100."""
 
-    def reported() -> str:
+    def reported(device: object) -> str:
         if name is None:
             raise RuntimeError("no driver")
         return name
@@ -98,8 +98,6 @@ def test_defaults_are_those_of_the_device_at_hand(
         ("AMD Instinct MI300X", "AMD Instinct MI300X"),
         ("Intel(R) Data Center GPU Max 1550", "Intel Data Center GPU Max 1550"),
         ("cuda", "NVIDIA H100 SXM"),
-        ("NVIDIA L40S", "NVIDIA H100 SXM"),
-        ("AMD Radeon PRO W7900", "AMD Instinct MI300X"),
         ("cpu", "CPU"),
         ("abacus", "CPU"),
     ],

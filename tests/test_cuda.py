@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 import inductor_passes
 from inductor_passes.cost.calibrate import calibrate
@@ -52,11 +54,6 @@ def pair() -> Iterator[Ranks]:
 def sharded(model: nn.Module, reshard: Any = True) -> nn.Module:
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("dp",))
     return simple_fsdp(model, mesh, reshard_after_forward=reshard)
-
-
-def plain(**more: Any) -> dict[str, Any]:
-    """Default Inductor's options."""
-    return more
 
 
 def ours(**settings: Any) -> dict[str, Any]:
@@ -103,7 +100,7 @@ def off_by(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
 
 def compare(rank: int, world: int, settings: dict[str, Any], reshard: Any = True) -> dict[str, Any]:
     """A bf16 Llama, default Inductor and ours: what differs, what was planned, what memory was measured."""
-    first = trained(rank, SIZES, plain(), reshard=True)
+    first = trained(rank, SIZES, {}, reshard=True)
     second = trained(rank, SIZES, ours(**settings), reshard=reshard)
     reports = second[2]
     passes = [p for r in reports for p in r.passes]
@@ -166,7 +163,7 @@ def with_dropout(rank: int, world: int) -> list[float]:
     torch.manual_seed(rank + 1)
     x = on_device(torch.randn(4, 128, 256, dtype=torch.bfloat16))
     found = []
-    for options in (plain(), ours(memory_budget="-10%"), ours(bucket="off")):
+    for options in ({}, ours(memory_budget="-10%"), ours(bucket="off")):
         torch._dynamo.reset()
         model = sharded(copy.deepcopy(whole))
         torch.manual_seed(7)
@@ -183,8 +180,8 @@ def test_dropout_draws_the_same(pair: Ranks) -> None:
 
 def recorded(rank: int, world: int) -> dict[str, Any]:
     """Steps whose kernels a CUDA graph replays."""
-    graphs = {} if ON_CPU else {"triton.cudagraphs": True}
-    first = trained(rank, SMALL, plain(**graphs), steps=6)
+    graphs = {"triton.cudagraphs": True}
+    first = trained(rank, SMALL, graphs, steps=6)
     second = trained(rank, SMALL, ours(inductor=graphs), steps=6)
     return {"losses": (first[0], second[0]), "off": off_by(first[1], second[1]), "phases": [r.phase for r in second[2]]}
 
@@ -203,7 +200,6 @@ def tuned(rank: int, world: int, file: str) -> dict[str, Any]:
     return {
         "losses": (first[0], second[0]),
         "notes": [note for r in second[2] for note in r.notes],
-        "timing": [None if r.timing is None else r.timing for r in second[2]],
         "reports": [r.to_json()["timing"] for r in second[2]],
     }
 
@@ -224,10 +220,6 @@ def test_tuned_by_events(pair: Ranks, tmp_path: Path) -> None:
 
 def profiled(rank: int, world: int, folder: str) -> dict[str, Any]:
     """A profile of a step of each rank, and the stream of every kernel in it, in order of their begins."""
-    import json
-
-    from torch.profiler import ProfilerActivity, profile
-
     torch._dynamo.reset()
     model = sharded(on_device(language_model(SIZES)))
     tokens, targets = (on_device(t) for t in language_batch(SIZES, rank))
@@ -238,8 +230,7 @@ def profiled(rank: int, world: int, folder: str) -> dict[str, Any]:
                 profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
                 profiler.start()
             step(tokens, targets).backward()
-            if not ON_CPU:
-                torch.cuda.synchronize()
+            torch.cuda.synchronize()
     profiler.stop()
     path = f"{folder}/step{rank}.json"
     profiler.export_chrome_trace(path)
@@ -277,7 +268,7 @@ def test_streams_follow_the_plan(tmp_path: Path) -> None:
 
 def calibrated(rank: int, world: int) -> dict[str, Any]:
     mesh = init_device_mesh(DEVICE, (world,), mesh_dim_names=("dp",))
-    device = torch.device(DEVICE) if ON_CPU else torch.device(DEVICE, torch.cuda.current_device())
+    device = torch.device(DEVICE, torch.cuda.current_device())
     return calibrate([mesh.get_group()], device=device, repeats=3, ranks_per_host=world).to_json()
 
 
@@ -298,7 +289,7 @@ def async_tp(rank: int, world: int, lowering: str) -> dict[str, Any]:
     reference = on_device(language_model(config))
     batch = tuple(on_device(t) for t in language_batch(config))
     found, details, undone = [], [], []
-    for options in (plain(), ours(async_tp="force", async_tp_lowering=lowering, memory_budget="unlimited")):
+    for options in ({}, ours(async_tp="force", async_tp_lowering=lowering, memory_budget="unlimited")):
         torch._dynamo.reset()
         model = tensor_parallel(copy.deepcopy(reference), mesh, sequence_parallel=True)
         step = torch.compile(model, fullgraph=True, options=options)

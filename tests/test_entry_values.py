@@ -123,21 +123,21 @@ def test_adopted_models_train_as_before(two_ranks: Ranks, kind: type[Average]) -
 
 
 def forward_of(update: bool) -> torch.fx.GraphModule:
-    """A forward graph with one result that saves a buffer and a view of it, and writes to it with ``update``."""
+    """A forward graph with one result that saves a buffer and views of it, and writes to it with ``update``."""
 
     def forward(kept: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
-        new, view = kept * 0.9 + 0.1, kept.view(2, 2)
+        new, view, half = kept * 0.9 + 0.1, kept.view(2, 2), kept.chunk(2)[1]
         out = scale * torch.exp(new)
         if update:
             kept.copy_(new)
-        return [out, kept, scale, view]
+        return [out, kept, scale, view, half]
 
     gm = make_fx(forward, tracing_mode="fake")(torch.zeros(4), torch.zeros(4))
     # make_fx takes the result of the write for the buffer; partitioners save the input.
     buffer, *_ = gm.graph.find_nodes(op="placeholder")
     result = gm.graph.output_node()
-    out, _, parameter, view = result.args[0]
-    result.args = ([out, buffer, parameter, view],)
+    out, _, *others = result.args[0]
+    result.args = ([out, buffer, *others],)
     gm.recompile()
     return gm
 
@@ -150,11 +150,11 @@ def test_only_what_is_written_to_is_copied() -> None:
 
 def test_copies_are_made_before_the_write() -> None:
     forward = forward_of(update=True)
-    assert copy_what_is_overwritten(forward, 1) == 2
+    assert copy_what_is_overwritten(forward, 1) == 3
     forward.graph.lint()
     kept, scale = torch.full((4,), 2.0), torch.ones(4)
-    _, saved, parameter, view = forward(kept, scale)
-    assert torch.equal(saved, torch.full((4,), 2.0)) and torch.equal(view, torch.full((2, 2), 2.0))
+    _, saved, parameter, view, half = forward(kept, scale)
+    assert all((found == 2.0).all() for found in (saved, view, half))
     assert parameter is scale and torch.allclose(kept, torch.full((4,), 1.9))
     values = [node.meta["val"] for node in forward.graph.output_node().args[0]]  # type: ignore[union-attr]
-    assert [tuple(v.shape) for v in values] == [(4,), (4,), (4,), (2, 2)]
+    assert [tuple(v.shape) for v in values] == [(4,), (4,), (4,), (2, 2), (2,)]

@@ -36,7 +36,7 @@ from inductor_passes._torch.caches import (
     forget_loaded_module,
     forget_loaded_modules,
 )
-from inductor_passes._torch.clocks import accelerator_name, callable_kind, event_times_ns, timing_events
+from inductor_passes._torch.clocks import accelerator, callable_kind, device_name, event_times_ns, timing_events
 from inductor_passes._torch.contents import (
     expression,
     input_description,
@@ -272,7 +272,7 @@ __all__ = [
     "Source",
     "TensorArgument",
     "Writes",
-    "accelerator_name",
+    "accelerator",
     "accepts_pass_lists",
     "add_closing_statement",
     "add_module_statement",
@@ -317,6 +317,7 @@ __all__ = [
     "default_partitioner",
     "default_store",
     "depends_on_data",
+    "device_name",
     "dtensor_of",
     "enable_symmetric_memory",
     "event_times_ns",

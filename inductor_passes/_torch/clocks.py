@@ -22,15 +22,18 @@ def callable_kind(value: object) -> str:
     return ""
 
 
-def accelerator_name() -> str:
-    """The current accelerator as its driver calls it, e.g. ``NVIDIA H100 80GB HBM3``; ``cpu`` without one."""
-    if not torch.accelerator.is_available() or (device := torch.accelerator.current_accelerator()) is None:
-        return "cpu"
+def device_name(device: torch.device) -> str:
+    """A device as its driver calls it, e.g. ``NVIDIA H100 80GB HBM3``; its type where it has no name."""
     try:
-        return str(importlib.import_module(f"torch.{device.type}").get_device_name())
+        return str(importlib.import_module(f"torch.{device.type}").get_device_name(device))
     except (ImportError, AttributeError, RuntimeError):
-        # A kind of device that has no names.
         return device.type
+
+
+def accelerator() -> tuple[str, str]:
+    """Name and type of this process's accelerator; twice ``cpu`` without one."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu", "cpu") if device is None else (device_name(device), device.type)
 
 
 def timing_events(device: str, count: int) -> list[Any] | None:

@@ -98,7 +98,7 @@ def calibrate(
     progress("compute")
     roofline = measure(device, dtypes, repeats)
     samples, shared, merged = _gathered(mine, roofline, backends)
-    spec = lookup(_device_name(device))
+    spec = lookup(_torch.device_name(device), device.type)
     return CostProfile(
         name=name or f"{spec.name}, {dist.get_world_size()} ranks, {', '.join(sorted(set(merged.values())))}",
         device=spec.name,
@@ -221,14 +221,6 @@ def _sample(
         elapsed = time.perf_counter_ns() - begin
     own, taken = host
     return float(max(1, elapsed - own)), float(taken)
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    if device.type == "xpu":
-        return str(torch.xpu.get_device_name(device))
-    return device.type
 
 
 # What each maker returns: the collective to run, its input and output bytes, messages in sequence.

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from inductor_passes import _torch
 from inductor_passes.cost.communication import (
     KINDS,
     GroupLayout,
@@ -166,20 +165,19 @@ class CostProfile:
                 raise ProfileError(f"{self.name}: a kind is listed twice among {kinds} of {group.layout}")
 
     @staticmethod
-    def default(device_type: str = "cpu", ranks_per_host: int | None = None) -> CostProfile:
-        """Datasheet defaults for a device type (``cuda``, ``cpu``, ``xpu``) or a device's name; not measured."""
-        spec = lookup(device_type)
+    def default(device: str = "cpu", ranks_per_host: int | None = None, *, device_type: str = "cpu") -> CostProfile:
+        """Datasheet defaults for a device's name or a device type (``cuda``, ``cpu``, ``xpu``); not measured.
+
+        Args:
+            device_type: whose defaults count for a name that is not known.
+        """
+        spec = lookup(device, device_type)
         return CostProfile(
             name=f"defaults for {spec.name}",
             device=spec.name,
             measured=False,
             ranks_per_host=ranks_per_host if ranks_per_host is not None else spec.ranks_per_host,
         )
-
-    @staticmethod
-    def of_this_device() -> CostProfile:
-        """Datasheet defaults for the accelerator of this process, by its name; without one for a CPU."""
-        return CostProfile.default(_torch.accelerator_name())
 
     @property
     def spec(self) -> DeviceSpec:

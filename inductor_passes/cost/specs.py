@@ -279,20 +279,16 @@ CPU = DeviceSpec(
 
 SPECS: tuple[DeviceSpec, ...] = (H100_SXM, H200_SXM, B200, A100_SXM, MI300X, MAX_1550, CPU)
 _DEFAULTS = {"cuda": H100_SXM, "xpu": MAX_1550, "cpu": CPU}
-_VENDORS = {"nvidia": H100_SXM, "amd": MI300X, "radeon": MI300X, "intel": MAX_1550}
 
 
 @functools.lru_cache(maxsize=64)
-def lookup(device_name: str) -> DeviceSpec:
+def lookup(device_name: str, device_type: str = "cpu") -> DeviceSpec:
     """The spec whose ``match`` occurs in ``device_name`` (as drivers report it), or a device type's default.
 
-    Unknown names get the default of their vendor, else the CPU's: a wrong device never makes a plan illegal, only less
-    good.
+    Unknown names get the default of ``device_type``: a wrong device never makes a plan illegal, only less good.
     """
     wanted = device_name.lower()
     for spec in SPECS:
         if spec.name.lower() == wanted or any(piece in wanted for piece in spec.match):
             return spec
-    if wanted in _DEFAULTS:
-        return _DEFAULTS[wanted]
-    return next((spec for vendor, spec in _VENDORS.items() if vendor in wanted), CPU)
+    return _DEFAULTS.get(wanted) or _DEFAULTS.get(device_type, CPU)

@@ -46,7 +46,8 @@ def load_profile(config: PassConfig) -> CostProfile:
         ValueError: it is no valid profile; the message names the file.
     """
     if not config.cost_profile:
-        return CostProfile.of_this_device()
+        name, kind = _torch.accelerator()
+        return CostProfile.default(name, device_type=kind)
     path = Path(config.cost_profile)
     if not path.is_file():
         raise ConfigError("cost_profile", config.cost_profile, "the path of an existing file")

@@ -424,7 +424,10 @@ def _base(planned: Planned) -> CostProfile:
         ValueError: it is another one now.
     """
     about = planned.about
-    base = CostProfile.load(about.profile_path) if about.profile_path else CostProfile.of_this_device()
+    name, kind = _torch.accelerator()
+    base = (
+        CostProfile.load(about.profile_path) if about.profile_path else CostProfile.default(name, device_type=kind)
+    )
     if base.hash() != about.profile_hash:
         name = about.profile_path or base.name
         raise ValueError(f"the cost profile {name} is another one than the graph was planned with")

@@ -19,15 +19,16 @@ BACKEND = os.environ.get("PASSES_TEST_BACKEND", "gloo" if ON_CPU else "cpu:gloo,
 #: Variables of ranks whose Triton kernels run: in the interpreter, where there is no GPU.
 KERNEL_VARIABLES = {"TRITON_INTERPRET": "1"} if ON_CPU else {}
 #: What ranks on GPUs need on top; with these they are never forked, for a forked process cannot use CUDA.
-VARIABLES = {
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-    "NCCL_SOCKET_IFNAME": "lo",
-    # Ranks of tests compile alone, for two cores; a machine with a GPU has more.
-    "TORCHINDUCTOR_COMPILE_THREADS": "4",
-}
-if ON_CPU:
-    VARIABLES = {}
-
+VARIABLES = (
+    {}
+    if ON_CPU
+    else {
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        # Ranks of tests compile alone, for two cores; a machine with a GPU has more.
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    }
+)
 #: Parameters whose gradients differ from run to run: on a GPU rows of an embedding are added by whoever comes first.
 #: (Torch's deterministic algorithms would not do that, but then Inductor calls no hook that orders kernels.)
 ATOMIC = () if ON_CPU else ("embed.weight",)

@@ -23,6 +23,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
+from inductor_passes import _torch
 from inductor_passes.cost.calibrate import calibrate
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.models import LlamaConfig, language_batch, language_model
@@ -46,7 +47,7 @@ COST_HEADER = ("matmul GFLOP", "dtype", "measured us", "default us", "default / 
 def costs(device: torch.device) -> tuple[CostProfile, list[list[str]]]:
     """The calibrated profile of the device and of the loopback, and matmuls against the datasheet defaults."""
     profile = calibrate(device=device, dtypes=[torch.bfloat16, torch.float32], ranks_per_host=RANKS)
-    default = CostProfile.default(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    default = CostProfile.default(_torch.device_name(device), device_type=device.type)
     rows = []
     for point in profile.matmul:
         assumed = default.compute_ns(point.flops, 0, point.dtype, 0)
