@@ -122,6 +122,75 @@ def test_adopted_models_train_as_before(two_ranks: Ranks, kind: type[Average]) -
     assert max(two_ranks.run(adopted, kind)) <= 1e-6
 
 
+class Counts(torch.autograd.Function):
+    """Forward and backward write to one buffer; backward may also read what it held when forward began."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, how: str) -> torch.Tensor:
+        ctx.kept, ctx.how = kept, how
+        old = kept.clone()
+        kept.mul_(0.5).add_(1)
+        ctx.save_for_backward(old if "old" in how else x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (saved,) = ctx.saved_tensors
+        if "slice" in ctx.how:
+            ctx.kept[1:].add_(10)
+        elif "copy" in ctx.how:
+            ctx.kept.copy_(grad.abs().amax(0))
+        elif "add" in ctx.how:
+            ctx.kept.add_(grad.abs().amax(0))
+        return grad * torch.cos(saved), None, None
+
+
+@pytest.mark.parametrize("settings", [{"codegen": "aot_eager"}, {}], ids=str)
+@pytest.mark.parametrize("how", ["add", "add old", "slice", "slice old", "copy", "copy old", "old"])
+def test_what_backward_writes_reaches_the_buffer(how: str, settings: dict[str, str]) -> None:
+    """Found: the write went to the copy that backward reads, and the next forward computed from the wrong buffer."""
+
+    def run(call: Any) -> list[torch.Tensor]:
+        drawn, kept, found = torch.Generator().manual_seed(1), torch.full((WIDTH,), 0.5), []
+        for _ in range(3):
+            x = torch.randn(3, WIDTH, generator=drawn, requires_grad=True)
+            call(x, kept).sum().backward()
+            found += [kept.clone(), x.grad]
+        return found
+
+    def step(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        return Counts.apply(x.sin(), kept, how).cos() * (kept + x).sin()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="inductor_passes", options=options(**settings))
+    for found, expected in zip(run(compiled), run(step), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_write_of_another_form_leaves_the_value_alone() -> None:
+    forward, backward = forward_of(update=True), backward_of(lambda kept: kept.view(2, 2).add_(1))
+    before = str(forward.graph), str(backward.graph)
+    assert copy_what_is_overwritten(forward, backward, 1) == 2, "the views of it"
+    assert str(backward.graph) == before[1]
+    saved = forward.graph.output_node().args[0]
+    assert saved[1].op == "placeholder" and {saved[3].target, saved[4].target} == {torch.ops.aten.clone.default}
+
+
+def backward_of(write: Any) -> torch.fx.GraphModule:
+    """A backward graph that reads what :func:`forward_of` saves."""
+
+    def backward(kept: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+        result = tangent * kept.exp()
+        write(kept)
+        return result
+
+    gm = make_fx(backward, tracing_mode="fake")(torch.zeros(4), torch.zeros(4))
+    for node, name in zip(gm.graph.find_nodes(op="placeholder"), ("kept_1", "tangents_1")):
+        node.name = node.target = name
+    gm.recompile()
+    return gm
+
+
 def forward_of(update: bool) -> torch.fx.GraphModule:
     """A forward graph with one result that saves a buffer and views of it, and writes to it with ``update``."""
 
@@ -145,12 +214,12 @@ def forward_of(update: bool) -> torch.fx.GraphModule:
 def test_only_what_is_written_to_is_copied() -> None:
     forward = forward_of(update=False)
     before = str(forward.graph)
-    assert copy_what_is_overwritten(forward, 1) == 0 and str(forward.graph) == before
+    assert copy_what_is_overwritten(forward, backward_of(lambda kept: None), 1) == 0 and str(forward.graph) == before
 
 
 def test_copies_are_made_before_the_write() -> None:
     forward = forward_of(update=True)
-    assert copy_what_is_overwritten(forward, 1) == 3
+    assert copy_what_is_overwritten(forward, backward_of(lambda kept: None), 1) == 3
     forward.graph.lint()
     kept, scale = torch.full((4,), 2.0), torch.ones(4)
     _, saved, parameter, view, half = forward(kept, scale)

@@ -121,7 +121,7 @@ class Separation:
         with guarded("ordering what is saved for backward", "torch's order stays", lambda: self.settings):
             checkpointing.put_right(*both, kwargs["num_fwd_outputs"])
         with guarded("saving what forward overwrites", "backward may read what was written", lambda: self.settings):
-            entry_values.copy_what_is_overwritten(both[0], kwargs["num_fwd_outputs"])
+            entry_values.copy_what_is_overwritten(*both, kwargs["num_fwd_outputs"])
         with guarded("describing random operators", "collectives do not cross their readers", lambda: self.settings):
             for module in both:
                 checkpointing.describe(module.graph)
