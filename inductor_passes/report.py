@@ -22,6 +22,8 @@ PHASES = ("forward", "backward", "inference")
 
 #: The setting of a row that is not profitable, where no setting or change is known that would make it so.
 NOTHING = "nothing"
+#: In the detail of a collective whose gain is an upper bound.
+AT_MOST = "gain at most"
 
 
 class Verdict(str, Enum):
@@ -261,7 +263,8 @@ class ScheduleReport:
     "any memory" in reports of versions that knew no other). ``budget_bytes`` is the cap on the peak, None: unlimited.
     ``schedule_before`` and ``schedule_after`` are normalised strings, see ``Problem.schedule_text``.
     ``disturbed_*``: the mean step, and the longest, when durations are not as estimated (``schedule.robust``); 0 in
-    reports of versions that did not ask.
+    reports of versions that did not ask. ``contention_*``: what kernels take longer because something transfers beside
+    them; 0 where the cost profile knows no such slowdown.
     """
 
     level: str
@@ -285,6 +288,8 @@ class ScheduleReport:
     disturbed_after_ns: Count = 0
     disturbed_worst_ns: Count = 0
     bound_on: BoundOn = "any memory"
+    contention_before_ns: Count = 0
+    contention_after_ns: Count = 0
 
 
 class Cause(str, Enum):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -262,7 +263,7 @@ def _with(path: str, value: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("schema_version", 99, "schema_version 99; expected 2"),
+        ("schema_version", 99, "schema_version 99; expected 3"),
         ("schema_version", KeyError, "schema_version is missing"),
         ("colour", "red", "colour is unknown; expected one of"),
         ("ranks_per_host", 0, "ranks_per_host is 0; expected a whole number of at least 1"),
@@ -321,3 +322,23 @@ def test_missing_and_oversized_files(tmp_path: Path) -> None:
         file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(ProfileError, match="too many"):
         CostProfile.load(large)
+
+
+def test_slowdowns_travel_and_files_from_before_have_none(tmp_path: Path) -> None:
+    plain = calibrated()
+    (group,) = plain.groups
+    slow = dataclasses.replace(
+        plain, groups=(dataclasses.replace(group, costs=(dataclasses.replace(group.costs[0], slowdown=0.5),)),)
+    )
+    assert slow.slowdown_percent("all_gather", (0, 1)) == 50 and slow.slowdown_percent("broadcast", (0, 1)) == 0
+    assert slow.hash() != plain.hash()
+    slow.save(tmp_path / "slow.json")
+    assert CostProfile.load(tmp_path / "slow.json") == slow
+    old = plain.to_json()
+    old["schema_version"] = 2
+    for cost in old["groups"][0]["costs"]:
+        del cost["slowdown"]
+    assert CostProfile.from_json(old) == plain
+    old["groups"][0]["costs"] = [5]
+    with pytest.raises(ProfileError, match=r"groups\[0\]\.costs\[0\]"):
+        CostProfile.from_json(old)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from inductor_passes.cli.main import app
 from inductor_passes.records.text import printable
-from inductor_passes.report import Decision, GraphReport, PassReport, Reason, Verdict
+from inductor_passes.report import AT_MOST, Decision, GraphReport, PassReport, Reason, Verdict
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace import artifacts
 from inductor_passes.trace.compare import across_ranks, across_runs
@@ -317,3 +317,22 @@ def test_page_of_36000_tasks_is_small(trace_dir: TraceDir) -> None:
     line = compact(events_of(json.loads(text)["traceEvents"]))
     assert len(line["slices"]) == 6 * (36_000 + 1000)
     assert len(embed(line)) < 2_000_000
+
+
+def test_text_says_what_transfers_slow_down() -> None:
+    problem = fsdp_problem(4)
+    tasks = [dataclasses.replace(t, slowdown_percent=50) if t.duration_ns and t.lane >= 0 else t for t in problem.tasks]
+    text = text_of(planned(dataclasses.replace(problem, tasks=tuple(tasks)))[0])
+    (row,) = [line for line in text.splitlines() if "kernels slowed down by transfers" in line]
+    assert "compute alone 320 us" in row and not re.search(r"transfers\s+0 ns\s+0 ns", row)
+    assert "kernels slowed down" not in text_of(planned(problem)[0])
+
+
+def test_text_says_which_gains_are_upper_bounds() -> None:
+    report, _ = planned(fsdp_problem(4))
+    bounds = {c.setting for c in report.collectives if AT_MOST in c.detail and c.gain_ns}
+    assert bounds
+    for line in text_of(report).splitlines():
+        for setting in (c.setting for c in report.collectives if c.gain_ns):
+            if line.strip().startswith(f"{setting}: "):
+                assert line.strip().startswith(f"{setting}: {AT_MOST} " if setting in bounds else f"{setting}: gain ")

@@ -142,6 +142,61 @@ def test_contention_is_seen_where_kernels_beside_transfers_are_slower_than_alone
     assert before.cause is Cause.CLOSE and before.beside == pytest.approx(1.0)
 
 
+def _contended(base: CostProfile) -> plans.Planned:
+    """Gathers and kernels as ``base`` prices them. The kernels behind the last wait run alone."""
+    sizes = [(k + 1) << 20 for k in range(6)]
+    transfers = [base.communication_ns("all_gather", size // 2, size, (0, 1)) for size in sizes]
+    kernels = [base.compute_ns(flops, 0, "float32", 1) for flops in (2e8, 9e8, 4e8, 6e8, 8e8, 7e8)]
+    fixed = base.kernel_ns if base.kernel_ns >= 0 else float(base.spec.kernel_ns.value)
+    percent = base.slowdown_percent("all_gather", (0, 1))
+    return plan(transfers, [*kernels, *kernels], ahead=2, slowdown_percent=percent, kernel_ns=fixed)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(0.15, 3.0), st.floats(0.5, 1.2))
+def test_what_transfers_slow_down_is_told_from_the_speed_of_kernels(slowdown: float, slower: float) -> None:
+    base = CostProfile.default("cpu", ranks_per_host=2)
+    planned = _contended(base)
+    truth = [t.duration_ns for t in planned.problem.tasks if t.size_bytes]
+    world = World(truth, kernel_factor=slower, slowdown=slowdown)
+    found = account(planned, world.records(planned))
+    after = corrected(base, [(planned, found)])
+    for flops in (2e8, 8e8):
+        assert after.compute_ns(flops, 0, "float32", 1) == pytest.approx(
+            slower * base.compute_ns(flops, 0, "float32", 1), rel=0.05
+        )
+    assert after.slowdown_percent("all_gather", (0, 1)) == pytest.approx(100 * slowdown, rel=0.1, abs=5)
+    assert after.slowdown_percent("reduce_scatter", (0, 1)) == after.slowdown_percent("all_gather", (0, 1)), "untold"
+    # The next plan of the same program says what was measured.
+    again = _contended(after)
+    assert again.timeline.makespan_ns == pytest.approx(found.step_ns, rel=0.05)
+
+
+def test_without_contention_none_is_found_and_where_nothing_ran_alone_nothing_is_said() -> None:
+    base = CostProfile.default("cpu", ranks_per_host=2)
+    planned = _contended(base)
+    truth = [t.duration_ns for t in planned.problem.tasks if t.size_bytes]
+    after = corrected(base, [(planned, account(planned, World(truth, kernel_factor=2.0).records(planned)))])
+    assert after.slowdown_percent("all_gather", (0, 1)) == 0
+    # All kernels but the last have a transfer beside them: they are slow, and why nobody can tell.
+    hidden = plan([20 * MS] * 5, [4 * MS] * 5, ahead=2)
+    found = account(hidden, World([20 * MS] * 5, slowdown=1.0).records(hidden))
+    assert [one.beside for one in found.kernels] == [True] * 4 + [False]
+    after = corrected(base, [(hidden, found)])
+    assert after.slowdown_percent("all_gather", (0, 1)) == 0
+    # What an earlier run told stays, and is not taken for the kernels' speed.
+    told = dataclasses.replace(
+        after,
+        groups=tuple(
+            dataclasses.replace(g, costs=tuple(dataclasses.replace(c, slowdown=1.0) for c in g.costs))
+            for g in after.groups
+        ),
+    )
+    again, without = corrected(told, [(hidden, found)]), corrected(after, [(hidden, found)])
+    assert again.slowdown_percent("all_gather", (0, 1)) == 100
+    assert again.compute_ns(1e9, 0, "float32", 1) < 0.7 * without.compute_ns(1e9, 0, "float32", 1)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(50_000, 3 * MS), st.floats(0.5, 20), st.floats(0.3, 5))
 def test_the_corrected_profile_predicts_what_was_measured(latency: int, ns_per_byte: float, slower: float) -> None:

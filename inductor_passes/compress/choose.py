@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from inductor_passes.compress.candidates import Candidate, carried
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Kind, Problem, Task
-from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.simulate import timed
 from inductor_passes.schedule.tables import tables
 
 #: Tasks times tries that taking back may simulate; above, several candidates are tried at once.
@@ -97,4 +97,4 @@ def _needed(problem: Problem, found: Sequence[Candidate], narrowed: Plan) -> set
 
 
 def _step_ns(problem: Problem, taken: Collection[Candidate], order: Sequence[int]) -> int:
-    return replay_time(tables(edited(problem, taken)), order).makespan
+    return timed(tables(edited(problem, taken)), order).makespan

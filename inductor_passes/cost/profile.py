@@ -37,7 +37,9 @@ from inductor_passes.records.limits import AtLeastOne, Count, NotNegative, Numbe
 
 __all__ = ["CollectiveCost", "CostProfile", "GroupCost", "MatmulPoint", "ProfileError", "ShapeRate"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+#: Kernels beside a transfer take at most so many times as long as alone: nothing that was measured took longer than 4.
+_MOST_SLOWDOWN = 20.0
 #: What :class:`ShapeRate` knows.
 SHAPES = ("matmul", "attention", "attention_backward")
 #: Files above this are refused before they are parsed.
@@ -82,6 +84,7 @@ class CollectiveCost:
         alpha_ns / beta_ns_per_byte: time on the link, per wire byte.
         issue_ns / issue_ns_per_byte: time that the issuing host loses, per byte of the full message (staging
             copies and, where the library moves data with the CPU, what it takes away from compute).
+        slowdown: by what share kernels take longer while it transfers (0.3: 30% longer).
     """
 
     kind: Annotated[str, one_of(*KINDS)]
@@ -89,6 +92,7 @@ class CollectiveCost:
     beta_ns_per_byte: NotNegative
     issue_ns: NotNegative
     issue_ns_per_byte: NotNegative
+    slowdown: NotNegative = 0.0
 
 
 @dataclass(frozen=True)
@@ -305,6 +309,11 @@ class CostProfile:
         full = message_bytes(kind, input_bytes, output_bytes, layout.ranks)
         return round(cost.issue_ns + cost.issue_ns_per_byte * full)
 
+    def slowdown_percent(self, kind: str, ranks: tuple[int, ...]) -> int:
+        """By how many percent kernels take longer while the collective transfers; 0 where nobody measured it."""
+        cost, _ = self._measured(kind, self.layout(ranks))
+        return 0 if cost is None else round(100 * min(cost.slowdown, _MOST_SLOWDOWN))
+
     def _measured(self, kind: str, layout: GroupLayout) -> tuple[CollectiveCost | None, float]:
         """The measurement that serves ``kind`` on ``layout``, and what to multiply its alpha with.
 
@@ -324,6 +333,8 @@ class CostProfile:
         """SHA-256 (first 16 hex digits) of everything that influences an answer: the profile and its device spec."""
         data = self.to_json()
         del data["name"]
+        for cost in (c for group in data["groups"] for c in group["costs"] if not c["slowdown"]):
+            del cost["slowdown"]  # as before there were any
         data["spec"] = {k: c.value for k, c in self.spec.constants().items()}
         return hashlib.sha256(json.dumps(data, separators=(",", ":"), sort_keys=True).encode()).hexdigest()[:16]
 
@@ -339,8 +350,7 @@ class CostProfile:
             ProfileError: other schema version, missing or unknown key, wrong type, value out of range; it
                 names the place in the file.
         """
-        if isinstance(data, dict) and data.get("schema_version") == 1 and "shapes" not in data:
-            data = {**data, "schema_version": SCHEMA_VERSION, "shapes": []}
+        data = _as_today(data)
         try:
             top = check_version(data, SCHEMA_VERSION, "cost profile")
             rest = {key: value for key, value in top.items() if key != "schema_version"}
@@ -364,3 +374,20 @@ class CostProfile:
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _as_today(data: object) -> object:
+    """A profile of schema version 1 (without shapes) or 2 (without slowdowns) as one of today's."""
+    if not isinstance(data, dict) or data.get("schema_version") not in (1, 2):
+        return data
+    groups = data.get("groups")
+    if isinstance(groups, list):
+        groups = [_with_slowdowns(group) for group in groups]
+    added: dict[str, Any] = {"shapes": []} if data["schema_version"] == 1 and "shapes" not in data else {}
+    return {**data, **added, "groups": groups, "schema_version": SCHEMA_VERSION}
+
+
+def _with_slowdowns(group: object) -> object:
+    if not isinstance(group, dict) or not isinstance(group.get("costs"), list):
+        return group
+    return {**group, "costs": [{"slowdown": 0.0, **c} if isinstance(c, dict) else c for c in group["costs"]]}

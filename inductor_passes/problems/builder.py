@@ -134,6 +134,7 @@ class Builder:
             size_bytes=max(input_bytes, output_bytes),
             label=collective.label,
             source=ops.source_line(collective.start),
+            slowdown_percent=self._profile.slowdown_percent(collective.kind, collective.group.ranks or (0,)),
         )
         return self._add(task, preds)
 

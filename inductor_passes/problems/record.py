@@ -36,4 +36,6 @@ def schedule_report(level: str, problem: Problem, plan: Plan, before: Timeline, 
         disturbed_after_ns=disturbed_after.mean_ns,
         disturbed_worst_ns=disturbed_after.worst_ns,
         bound_on=plan.bound_on,
+        contention_before_ns=before.contention_ns,
+        contention_after_ns=after.contention_ns,
     )

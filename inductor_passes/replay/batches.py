@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from inductor_passes.schedule import least_memory
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
-from inductor_passes.schedule.simulate import replay_time
+from inductor_passes.schedule.simulate import timed
 from inductor_passes.schedule.tables import Tables, tables
 
 #: How often a problem is planned with less memory than is allowed.
@@ -61,7 +61,7 @@ def fastest(problem: Problem, batched: Sequence[bool], limit_bytes: int) -> Sequ
     """The fastest of the orders of low memory whose generated code is within the cap; the cap is no less than one's."""
     t = tables(problem)
     found = [order for order in least_memory.orders(t) if peak_bytes(problem, order, batched) <= limit_bytes]
-    return min(found, key=lambda order: replay_time(t, order).makespan)
+    return min(found, key=lambda order: timed(t, order).makespan)
 
 
 def within(

@@ -126,12 +126,36 @@ def one_machine(jobs: Iterable[tuple[int, int, int]]) -> int:
 
 def lower_bound(problem: Problem) -> int:
     """A time in ns that no legal order of ``problem`` can beat, whatever memory it uses. O(N log N + edges)."""
-    return without_memory(tables(problem))
+    return any_order(tables(problem))
+
+
+def any_order(t: Tables) -> int:
+    """:func:`lower_bound` on the flat view."""
+    return max(without_memory(t), under_contention(t))
+
+
+def under_contention(t: Tables) -> int:
+    """A time in ns that no order can beat where transfers slow kernels down; 0 where none does. O(N).
+
+    While a transfer that makes kernels take p percent longer is under way, the compute lane issues, stands still, or
+    loses the share p / (100 + p) of the time. So what a machine transfers costs that share, but for what the compute
+    lane may issue meanwhile; standing still costs more.
+    """
+    if not t.slowdown:
+        return 0
+    compute = sum(b for b, k in zip(t.busy_ns, t.kind) if k == _COMPUTE)
+    issue = sum(t.busy_ns) - compute
+    lost = [0] * t.machines
+    for machine, ns, percent in zip(t.machine, t.lane_ns, t.slowdown):
+        if percent:
+            lost[machine] += ns * percent // (100 + percent)
+    most = max(t.slowdown)
+    return compute + issue * 100 // (100 + most) + max(lost)
 
 
 @once
 def without_memory(t: Tables) -> int:
-    """:func:`lower_bound` on the flat view: it reads times, machines and precedence only."""
+    """:func:`lower_bound` if transfers slowed no kernel down: it reads times, machines and precedence only."""
     return with_work(t, Work(t.busy_ns, t.lane_ns))
 
 

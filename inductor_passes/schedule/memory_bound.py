@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from inductor_passes.records.words import BoundOn
-from inductor_passes.schedule.bounds import without_memory
+from inductor_passes.schedule.bounds import any_order, without_memory
 from inductor_passes.schedule.implied import Precedence, implied
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.tables import Tables, tables
@@ -41,7 +41,7 @@ def best_known(problem: Problem, cap_bytes: int | None, makespan_ns: int | None 
         makespan_ns: of an order within the cap. The cap is not looked at where no order at all is faster.
     """
     t = tables(problem)
-    free = without_memory(t)
+    free = any_order(t)
     if cap_bytes is None or (makespan_ns is not None and makespan_ns <= free):
         return Bound(free, "any memory")
     capped = within(t, cap_bytes)
@@ -60,7 +60,7 @@ def within(t: Tables, cap_bytes: int) -> int | None:
     """:func:`memory_bound` on the flat view, worked out once per problem and cap."""
     key = f"{__name__}/{cap_bytes}"
     if key not in t.known:
-        free, precedence = without_memory(t), implied(t, cap_bytes)
+        free, precedence = any_order(t), implied(t, cap_bytes)
         if precedence is None:
             t.known[key] = None
         else:

@@ -64,6 +64,7 @@ class _Tables(ctypes.Structure):
         for name in (
             *("kind", "busy", "lane", "machine", "start", "alloc", "transient", "size"),
             *("pred_at", "preds", "succ_at", "succs", "eats_at", "eats", "reader_at", "readers"),
+            "slowdown",
         )
     ]
 
@@ -105,7 +106,8 @@ def flat(t: Tables) -> tuple[ctypes.CDLL, Flat] | None:
 
 def _flatten(t: Tables) -> Flat | bool:
     """False: the numbers are too large."""
-    if sum(t.busy_ns) + sum(t.lane_ns) > LARGEST or t.live0 + sum(t.alloc) > LARGEST:
+    whole_ns = (sum(t.busy_ns) + sum(t.lane_ns)) * (100 + max(t.slowdown, default=-99))
+    if whole_ns > LARGEST or t.live0 + sum(t.alloc) > LARGEST:
         return False
     if max((abs(s) for s in t.size), default=0) > LARGEST:
         return False
@@ -113,6 +115,7 @@ def _flatten(t: Tables) -> Flat | bool:
     arrays = [array_of(one) for one in plain]
     for lists in (t.preds, t.succs, t.consumes, t.readers):
         arrays += _flat_lists(lists)
+    arrays.append(array_of(t.slowdown) if t.slowdown else _empty(t.n))
     view = _Tables(t.n, t.machines, len(t.size), t.live0, *(one.buffer_info()[0] for one in arrays))
     return Flat(ctypes.byref(view), t.n, arrays)
 
@@ -153,8 +156,11 @@ def _empty(n: int) -> array[int]:
 # -- the functions of the core; for what they give see their namesakes ------------------------------------------------
 
 
-def replay(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[Any, ...]:
+def replay(library: ctypes.CDLL, t: Flat, order: Sequence[int], contended: bool) -> tuple[Any, ...]:
     """The fields of ``simulate.Trace``.
+
+    Args:
+        contended: transfers slow kernels down.
 
     Raises:
         ProblemError: a wait comes before its start.
@@ -162,7 +168,7 @@ def replay(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[Any, ..
     """
     given, makespan = array_of(order), _I64()
     out = [_empty(t.n) for _ in range(5)]
-    _legal(t, library.ip_replay(t.view, _at(given), *map(_at, out), ctypes.byref(makespan)))
+    _legal(t, library.ip_replay(t.view, _at(given), _I64(contended), *map(_at, out), ctypes.byref(makespan)))
     return (makespan.value, *(one.tolist() for one in out))
 
 
@@ -173,15 +179,15 @@ def live_bytes(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> list[int]
     return out.tolist()
 
 
-def value(library: ctypes.CDLL, t: Flat, order: Sequence[int]) -> tuple[int, int]:
-    """See :func:`~inductor_passes.schedule.simulate.value`.
+def value(library: ctypes.CDLL, t: Flat, order: Sequence[int], contended: bool) -> tuple[int, int]:
+    """See :func:`~inductor_passes.schedule.simulate.value`; ``contended``: transfers slow kernels down.
 
     Raises:
         ProblemError: a wait comes before its start.
         IndexError: a number that is no task's.
     """
     given, makespan, peak = array_of(order), _I64(), _I64()
-    _legal(t, library.ip_value(t.view, _at(given), ctypes.byref(makespan), ctypes.byref(peak)))
+    _legal(t, library.ip_value(t.view, _at(given), _I64(contended), ctypes.byref(makespan), ctypes.byref(peak)))
     return makespan.value, peak.value
 
 
@@ -305,12 +311,23 @@ def starts_up(
 
 
 def makespans(
-    library: ctypes.CDLL, t: Flat, order: Sequence[int], busy_ns: array[int], lane_ns: array[int]
+    library: ctypes.CDLL,
+    t: Flat,
+    order: Sequence[int],
+    durations: tuple[array[int], array[int]],
+    contended: bool,
 ) -> list[int]:
-    """See :func:`~inductor_passes.schedule.robust.makespans`; durations of all disturbances one after the other."""
+    """See :func:`~inductor_passes.schedule.robust.makespans`.
+
+    Args:
+        durations: on the compute lane and on machines, of all disturbances one after the other.
+        contended: transfers slow kernels down.
+    """
+    busy_ns, lane_ns = durations
     count = len(busy_ns) // t.n
     given, out = array_of(order), _empty(count)
-    _checked(library.ip_makespans(t.view, _at(given), _I64(count), _at(busy_ns), _at(lane_ns), _at(out)))
+    ways = _I64(count), _at(busy_ns), _at(lane_ns), _I64(contended)
+    _checked(library.ip_makespans(t.view, _at(given), *ways, _at(out)))
     return out.tolist()
 
 

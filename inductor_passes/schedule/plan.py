@@ -13,12 +13,11 @@ from dataclasses import dataclass, replace
 
 from inductor_passes.records.words import BoundOn
 from inductor_passes.schedule import least_memory
-from inductor_passes.schedule.bounds import lower_bound
+from inductor_passes.schedule.bounds import lower_bound, without_memory
 from inductor_passes.schedule.construct import SMALL, close_enough, construct, prefetching
 from inductor_passes.schedule.ending import reorder_end
 from inductor_passes.schedule.guarded import Trial
 from inductor_passes.schedule.local_search import exact_search, local_search, search_all, search_whole
-from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.memory_bound import Bound, best_known
 from inductor_passes.schedule.polish import polish
 from inductor_passes.schedule.problem import Problem
@@ -127,7 +126,9 @@ class _Best:
         chosen, plain = found[best], found[0].plain_ns
         least_gain = plain // _WORTH_MOVING if self.method == "input" else 0
         if chosen.mean_ns < plain - least_gain:
-            self.order, self.peak = chosen.order, peak_bytes(self.problem, chosen.order)
+            self.order = chosen.order
+            # Later starts mean less contention: it may be faster, too.
+            self.makespan, self.peak = value(t, chosen.order)
             self.method = f"{rivals[best].name.removesuffix(SLACK)}{SLACK}"
 
 
@@ -135,6 +136,9 @@ def _search(t: Tables, best: _Best, bound: int, effort: int, thorough: bool) -> 
     """Look near the best order, and with ``thorough`` near the runners-up as well; whether no order is faster now."""
     if best.budget is not None:
         best.judge("other-end", reorder_end(t, best.order, best.budget))
+    if t.slowdown:
+        # The search knows no contention.
+        bound = without_memory(t)
     if effort and best.makespan > close_enough(bound, thorough):
         allowance = effort * (_STATES_PER_TASK * t.n + _STATES)
         starts = [best.order, *(c.order for c in best.runners_up)] if thorough else [best.order]
@@ -144,7 +148,7 @@ def _search(t: Tables, best: _Best, bound: int, effort: int, thorough: bool) -> 
         return False
     order, none_faster = search_all(t, best.order, best.budget, effort * _STATES_OF_ALL)
     best.judge("all-orders", order)
-    return none_faster
+    return none_faster and not t.slowdown
 
 
 def plan(

@@ -32,6 +32,7 @@ struct Tables {
     i64 n, machines, storages, live0;
     const i64 *kind, *busy, *lane, *machine, *start, *alloc, *transient, *size;
     const i64 *pred_at, *preds, *succ_at, *succs, *eats_at, *eats, *reader_at, *readers;
+    const i64 *slowdown;
 };
 }
 
@@ -46,8 +47,38 @@ bool all_tasks(const Tables &t, const i64 *numbers, i64 count) {
     return std::all_of(numbers, numbers + count, [&t](i64 i) { return 0 <= i && i < t.n; });
 }
 
-// 0, or 1 + the number of a wait that comes before its start.
+// The transfers of each machine that have not ended, the earliest first. See `simulate._Transfers`.
+struct Transfers {
+    struct One {
+        i64 begin, end, percent;
+    };
+    vector<vector<One>> of;
+    vector<size_t> first;
+    explicit Transfers(i64 machines) : of(machines), first(machines, 0) {}
+
+    i64 end_of_work(i64 now, i64 work) {
+        while (work > 0) {
+            i64 percent = 0, until = FOREVER;
+            for (size_t m = 0; m < of.size(); m++) {
+                while (first[m] < of[m].size() && of[m][first[m]].end <= now) first[m]++;
+                if (first[m] == of[m].size()) continue;
+                const One &one = of[m][first[m]];
+                if (one.begin <= now) percent = std::max(percent, one.percent);
+                until = std::min(until, one.begin <= now ? one.end : one.begin);
+            }
+            i64 needed = (work * (100 + percent) + 99) / 100;
+            if (until == FOREVER || needed <= until - now) return now + needed;
+            work -= (until - now) * 100 / (100 + percent);
+            now = until;
+        }
+        return now;
+    }
+};
+
+// 0, or 1 + the number of a wait that comes before its start. `contended`: transfers slow kernels down.
+template <bool contended = false>
 i64 replay(const Tables &t, const i64 *order, Trace &out) {
+    Transfers transfers(contended ? t.machines : 0);
     std::fill(out.begin, out.begin + t.n, 0);
     std::fill(out.end, out.end + t.n, 0);
     std::fill(out.lane_begin, out.lane_begin + t.n, -1);
@@ -59,13 +90,14 @@ i64 replay(const Tables &t, const i64 *order, Trace &out) {
         i64 i = order[k];
         out.begin[i] = now;
         if (t.kind[i] == COMPUTE) {
-            now += t.busy[i];
+            now = contended ? transfers.end_of_work(now, t.busy[i]) : now + t.busy[i];
         } else if (t.kind[i] == START) {
             now += t.busy[i];
             i64 m = t.machine[i];
             i64 b = std::max(free[m], now);
             out.lane_begin[i] = b;
             free[m] = out.lane_end[i] = b + t.lane[i];
+            if (contended) transfers.of[m].push_back({b, out.lane_end[i], t.slowdown[i]});
             if (last < 0 || out.lane_end[i] >= out.lane_end[last]) last = i;
         } else {
             i64 s = t.start[i], done = out.lane_end[s];
@@ -423,13 +455,14 @@ i64 starts_up(const Tables &t, const i64 *order, i64 limit, i64 ahead, i64 *out)
 }
 
 // The makespan of `order` under each of `count` other sets of durations; for a legal order.
-void makespans(const Tables &t, const i64 *order, i64 count, const i64 *busy, const i64 *lane, i64 *out) {
+void makespans(const Tables &t, const i64 *order, i64 count, const i64 *busy, const i64 *lane, bool contended,
+               i64 *out) {
     OwnedTrace trace(t);
     Tables other = t;
     for (i64 c = 0; c < count; c++) {
         other.busy = busy + c * t.n;
         other.lane = lane + c * t.n;
-        replay(other, order, trace);
+        contended ? replay<true>(other, order, trace) : replay(other, order, trace);
         out[c] = trace.makespan;
     }
 }
@@ -1328,14 +1361,14 @@ i64 without_exceptions(F work) {
 
 extern "C" {
 
-i64 ip_replay(const Tables *t, const i64 *order, i64 *begin, i64 *end, i64 *lane_begin, i64 *lane_end, i64 *exposed,
-              i64 *makespan) {
+i64 ip_replay(const Tables *t, const i64 *order, i64 contended, i64 *begin, i64 *end, i64 *lane_begin, i64 *lane_end,
+              i64 *exposed, i64 *makespan) {
     return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         Trace trace;
         trace.begin = begin, trace.end = end, trace.lane_begin = lane_begin, trace.lane_end = lane_end;
         trace.exposed = exposed;
-        i64 wrong = replay(*t, order, trace);
+        i64 wrong = contended ? replay<true>(*t, order, trace) : replay(*t, order, trace);
         *makespan = trace.makespan;
         return wrong;
     });
@@ -1350,14 +1383,14 @@ i64 ip_live_bytes(const Tables *t, const i64 *order, i64 *out) {
 }
 
 // Makespan and peak, without what happens when.
-i64 ip_value(const Tables *t, const i64 *order, i64 *makespan, i64 *peak) {
+i64 ip_value(const Tables *t, const i64 *order, i64 contended, i64 *makespan, i64 *peak) {
     return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
         vector<i64> room(5 * t->n);
         Trace trace;
         trace.begin = room.data(), trace.end = trace.begin + t->n, trace.lane_begin = trace.end + t->n;
         trace.lane_end = trace.lane_begin + t->n, trace.exposed = trace.lane_end + t->n;
-        i64 wrong = replay(*t, order, trace);
+        i64 wrong = contended ? replay<true>(*t, order, trace) : replay(*t, order, trace);
         *makespan = trace.makespan;
         vector<i64> live(t->n);
         live_bytes(*t, order, live.data());
@@ -1408,10 +1441,11 @@ i64 ip_starts_up(const Tables *t, const i64 *order, i64 limit, i64 ahead, i64 *o
     });
 }
 
-i64 ip_makespans(const Tables *t, const i64 *order, i64 count, const i64 *busy, const i64 *lane, i64 *out) {
+i64 ip_makespans(const Tables *t, const i64 *order, i64 count, const i64 *busy, const i64 *lane, i64 contended,
+                 i64 *out) {
     return without_exceptions([&]() -> i64 {
         if (!all_tasks(*t, order, t->n)) return NO_TASK;
-        makespans(*t, order, count, busy, lane, out);
+        makespans(*t, order, count, busy, lane, contended, out);
         return 0;
     });
 }

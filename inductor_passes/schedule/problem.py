@@ -11,7 +11,8 @@ communication lanes (one per communicator). Task kinds:
     Issues an asynchronous collective: occupies the compute lane for ``issue_ns`` (host cost, copies into staging
     buffers) and then its communication lane for ``duration_ns``. It begins on its lane when it was issued, when
     the lane's earlier collectives have ended (communicators execute in issue order) and when the link that the
-    lane uses is free (lanes that share a ``link`` do not transfer at the same time).
+    lane uses is free (lanes that share a ``link`` do not transfer at the same time). While it transfers, kernels take
+    ``slowdown_percent`` longer (*contention*).
 ``WAIT``
     Blocks the compute lane until the collective it belongs to has ended.
 
@@ -88,6 +89,8 @@ class Task:
         label: short name for the normalised schedule string, e.g. ``AG3``, ``W3``, ``mm``.
         source: where the user wrote it, ``file:line``, or "".
         fence: nothing that communicates (``START`` or ``WAIT``) may cross this task in either direction.
+        slowdown_percent: by how much longer a kernel takes while a ``START`` transfers; of several transfers at a time
+            the largest counts.
     """
 
     name: str
@@ -100,6 +103,7 @@ class Task:
     label: str = ""
     source: str = ""
     fence: bool = False
+    slowdown_percent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,9 @@ class Problem:
                 raise ProblemError(f"{self.name}: wait {task.name} names {task.start}, which is no earlier start")
             if task.duration_ns < 0 or task.issue_ns < 0:
                 raise ProblemError(f"{self.name}: {task.name} has a negative duration")
+            if task.slowdown_percent and (task.slowdown_percent < 0 or task.kind is not Kind.START):
+                found = f"{task.name} has slowdown_percent {task.slowdown_percent}"
+                raise ProblemError(f"{self.name}: {found}; expected 0, or more of a START")
         for storage in self.storages:
             if storage.size_bytes < 0 or not INPUT <= storage.producer < n:
                 raise ProblemError(f"{self.name}: storage {storage.name} is malformed: {storage}")
@@ -262,10 +269,11 @@ class Problem:
             base_bytes=self.base_bytes,
             meta=dict(sorted(self.meta.items())),
             lanes=[_row(lane) for lane in self.lanes],
-            tasks=[(*_row(task), "") for task in self.tasks],
+            tasks=[(*_row(task)[:-1], "") for task in self.tasks],
             preds=list(self.preds),
             storages=[_row(storage)[:-1] for storage in self.storages],
             workspaces=[i for i, storage in enumerate(self.storages) if storage.workspace],
+            slowdowns=[(i, task.slowdown_percent) for i, task in enumerate(self.tasks) if task.slowdown_percent],
         )
         return {"schema_version": SCHEMA_VERSION, **plain(record)}
 
@@ -280,9 +288,9 @@ class Problem:
             record = convert(check_version(data, SCHEMA_VERSION, "problem file"), ProblemRecord, "a problem")
         except RecordError as error:
             raise ProblemError(str(error)) from None
-        workspaces = set(record.workspaces)
+        workspaces, slowdowns = set(record.workspaces), dict(record.slowdowns)
         return Problem(
-            tasks=tuple(Task(*row[:-1]) for row in record.tasks),
+            tasks=tuple(Task(*row[:-1], slowdowns.get(i, 0)) for i, row in enumerate(record.tasks)),
             preds=tuple(record.preds),
             lanes=tuple(Lane(*row) for row in record.lanes),
             storages=tuple(Storage(*row, i in workspaces) for i, row in enumerate(record.storages)),
@@ -304,6 +312,8 @@ class Problem:
             self.preds,
             [[s.size_bytes, s.producer, s.readers, s.pinned] for s in self.storages],
         ]
+        if slowdowns := [(i, t.slowdown_percent) for i, t in enumerate(self.tasks) if t.slowdown_percent]:
+            data.append(slowdowns)
         hasher = hashlib.sha256(json.dumps(data, separators=(",", ":")).encode())
         if order is not None:
             hasher.update(b"|" + ",".join(map(str, order)).encode())
@@ -319,7 +329,8 @@ StorageRow: TypeAlias = tuple[Count, Integer, tuple[Count, ...], bool, str]
 
 @dataclass(frozen=True)
 class ProblemRecord:
-    """A problem as JSON holds it: rows are positional; ``workspaces`` are numbers of storages."""
+    """A problem as JSON holds it: rows are positional; ``workspaces`` are numbers of storages, ``slowdowns`` numbers of
+    tasks with their ``slowdown_percent`` where it is not 0."""
 
     name: str
     base_bytes: Count
@@ -329,6 +340,7 @@ class ProblemRecord:
     storages: list[StorageRow]
     meta: dict[str, str] = field(default_factory=dict)
     workspaces: list[Count] = field(default_factory=list)
+    slowdowns: list[tuple[Count, Count]] = field(default_factory=list)
 
 
 def _row(record: Lane | Task | Storage) -> Any:

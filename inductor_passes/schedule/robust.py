@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from inductor_passes.schedule import native
 from inductor_passes.schedule.placing import starts_up, waits_down
 from inductor_passes.schedule.problem import Kind
-from inductor_passes.schedule.simulate import replay_time, value
+from inductor_passes.schedule.simulate import timed, value
 from inductor_passes.schedule.tables import Tables, once
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
@@ -107,12 +107,12 @@ def makespans(t: Tables, order: Sequence[int]) -> list[int]:
         return []
     busy, lane = _durations(t)
     if (flat := native.flat(t)) is not None and isinstance(busy, array) and isinstance(lane, array):
-        return native.makespans(*flat, order, busy, lane)
+        return native.makespans(*flat, order, (busy, lane), bool(t.slowdown))
     found = []
     for k in range(len(busy) // t.n):
         own = slice(k * t.n, (k + 1) * t.n)
         other = replace(t, busy_ns=list(busy[own]), lane_ns=list(lane[own]), flat=False, known={})
-        found.append(replay_time(other, order).makespan)
+        found.append(timed(other, order).makespan)
     return found
 
 

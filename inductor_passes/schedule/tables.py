@@ -38,6 +38,7 @@ class Tables:
         consumes: storages (numbers) that a task reads and that are released after their last reader.
         size, readers, releasable: per storage.
         live0: bytes live before the first task.
+        slowdown: percent by which kernels take longer beside a ``START``; empty where none slows anything down.
         flat: the same for the compiled core, see ``native.flat``; None: not needed so far.
         known: what was worked out of this problem, see ``once``.
     """
@@ -60,6 +61,7 @@ class Tables:
     readers: list[tuple[int, ...]]
     releasable: list[bool]
     live0: int
+    slowdown: list[int] = field(default_factory=list)
     flat: Any = field(default=None, compare=False, repr=False)
     known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -119,6 +121,7 @@ def _build(problem: Problem) -> Tables:
     lane_ns = [t.duration_ns if t.kind is Kind.START else 0 for t in problem.tasks]
     machine = [machine_of_lane[t.lane] if t.lane >= 0 else -1 for t in problem.tasks]
     start = [t.start if t.kind is Kind.WAIT else -1 for t in problem.tasks]
+    slowdown = [t.slowdown_percent for t in problem.tasks]
     waits: list[list[int]] = [[] for _ in range(n)]
     for i, s in enumerate(start):
         if s >= 0:
@@ -167,4 +170,5 @@ def _build(problem: Problem) -> Tables:
         readers=readers,
         releasable=releasable,
         live0=live0,
+        slowdown=slowdown if any(slowdown) else [],
     )

@@ -137,7 +137,7 @@ def _scaled(base: CostProfile, kind: str, like: Sequence[Pair], factor: float) -
     alpha, beta = shared_out(alpha, beta, sizes, factor * sum(alpha + beta * wire for wire in sizes))
     empty, full = base.issue_ns(kind, 0, 0, one.ranks), base.issue_ns(kind, *_sizes(one), one.ranks)
     per_byte = max(0.0, (full - empty) / max(1, one.size_bytes))
-    return CollectiveCost(kind, alpha, beta, float(empty), per_byte)
+    return CollectiveCost(kind, alpha, beta, float(empty), per_byte, base.slowdown_percent(kind, one.ranks) / 100)
 
 
 def _transfer_ns(by: CostProfile, pair: Pair) -> int:
@@ -165,7 +165,8 @@ def _collective(base: CostProfile, kind: str, found: Sequence[Pair], every_size:
     empty = base.issue_ns(kind, 0, 0, first.ranks)
     full = base.issue_ns(kind, *_sizes(first), first.ranks)
     per_byte = (full - empty) / max(1, first.size_bytes)
-    return CollectiveCost(kind, alpha, beta, empty * issue, per_byte * issue)
+    slowdown = base.slowdown_percent(kind, first.ranks) / 100
+    return CollectiveCost(kind, alpha, beta, empty * issue, per_byte * issue, slowdown)
 
 
 def _line(base: CostProfile, kind: str, found: Sequence[Pair], every_size: bool) -> tuple[float, float, str]:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from inductor_passes.records.words import BoundOn
 from inductor_passes.report import (
+    AT_MOST,
     CollectiveReport,
     CollectiveTiming,
     GraphReport,
@@ -253,6 +254,14 @@ def _figures(s: ScheduleReport) -> Table:
         change(s.exposed_before_ns, s.exposed_after_ns),
         f"of {duration(s.communication_ns)}",
     )
+    if s.contention_before_ns or s.contention_after_ns:
+        table.add_row(
+            "kernels slowed down by transfers",
+            duration(s.contention_before_ns),
+            duration(s.contention_after_ns),
+            change(s.contention_before_ns, s.contention_after_ns),
+            f"compute alone {duration(s.compute_ns)}",
+        )
     over = s.budget_bytes is not None and s.peak_after_bytes > s.budget_bytes
     table.add_row(
         "peak memory",
@@ -383,6 +392,6 @@ def _help(collectives: Sequence[CollectiveReport]) -> Iterator[Text]:
         if one.setting and one.gain_ns > 0:
             settings.setdefault((one.reason.value, one.setting), []).append(one)
     for (reason, setting), ones in sorted(settings.items(), key=lambda item: -item[1][0].gain_ns):
-        gain = duration(ones[0].gain_ns)
+        gain = f"{AT_MOST if AT_MOST in ones[0].detail else 'gain'} {duration(ones[0].gain_ns)}"
         count = f"{len(ones)} collective{'s' * (len(ones) > 1)}"
         yield Text(f"{setting}: {gain} ({reason}, {count})", style="green")

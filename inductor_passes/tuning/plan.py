@@ -122,8 +122,9 @@ class Planned:
         return frozenset(n for c in self.collectives for n in (c.start, *c.waits))
 
     def predicted_ns(self, call: int) -> int:
-        """Of what a call computes."""
-        return sum(self.problem.tasks[task].duration_ns for task in self.calls[call].tasks)
+        """Of what a call computes, beside the transfers that the plan has there."""
+        begin, end, tasks = self.timeline.start_ns, self.timeline.end_ns, self.problem.tasks
+        return sum(end[task] - begin[task] for task in self.calls[call].tasks if tasks[task].kind is Kind.COMPUTE)
 
     def class_of(self, call: int) -> str:
         """The class of kernels that a call belongs to: an operator's name, or :data:`FUSED`."""

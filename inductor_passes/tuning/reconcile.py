@@ -14,7 +14,7 @@ All quantities are medians over steps; of the ranks the slowest counts for steps
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
@@ -63,11 +63,21 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call that computes: its mean time over the ranks, and whether a transfer was under way meanwhile."""
+    """A call that computes.
+
+    Attributes:
+        measured_ns: mean time over the ranks.
+        beside: on some rank a transfer was under way for half of it or more.
+        covered: of each collective that was under way, by its place in the plan, the share of the call's time, mean
+            over the ranks.
+        unsure: a transfer whose time is not known may have been under way.
+    """
 
     call: int
     measured_ns: int
     beside: bool
+    covered: tuple[tuple[int, float], ...] = ()
+    unsure: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,32 +113,77 @@ def account(planned: Planned, records: Sequence[Record]) -> Account:
     }:
         raise ValueError("the ranks did not time the same plan over the same number of steps")
     transfers = _Transfers(planned, records).all()
-    kernels = [
-        Kernel(
-            call,
-            round(fmean(r.durations_ns[call] + r.gaps_ns[call] for r in records)),
-            any(_beside(planned, transfers, r, call) for r in records),
-        )
-        for call in range(len(planned.calls))
-        if call not in planned.communicating
-    ]
+    kernels = _kernels(planned, transfers, records)
     slowest = max(round(median(r.steps_ns)) for r in records)
     ranks = tuple(sorted(r.rank for r in records))
     return Account(ranks, len(records[0].steps_ns), slowest, tuple(transfers), tuple(kernels))
 
 
-def _beside(planned: Planned, transfers: Sequence[Transfer], record: Record, call: int) -> bool:
-    """Whether a transfer was under way for half of a call's time or more."""
-    begin, length = record.offsets_ns[call], record.durations_ns[call]
-    covered = 0
-    for one, transfer in zip(planned.collectives, transfers):
-        left = record.offsets_ns[one.start] + record.durations_ns[one.start]
-        first = one.waits[0]
-        right = record.offsets_ns[first] + record.durations_ns[first]
-        if transfer.known != AT_MOST and transfer.known != UNKNOWN:
-            right = min(right, left + transfer.transfer_ns + transfer.skew_ns)
-        covered += max(0, min(right, begin + length) - max(left, begin))
-    return 2 * covered >= length > 0
+@dataclass(frozen=True)
+class _UnderWay:
+    """When the collective ``place`` of the plan was under way on one rank; ``known``: about when it ended."""
+
+    place: int
+    begin: int
+    end: int
+    known: bool
+
+
+def _under_way(planned: Planned, transfers: Sequence[Transfer], record: Record) -> list[_UnderWay]:
+    """Medians over the steps. A link serves in order of issue, and a transfer is over when its first wait is.
+
+    One that was hidden whole took as long as was predicted, as far as that is not above what is known.
+    """
+    free: dict[str, int] = {}
+    found = []
+    for k, (one, transfer) in enumerate(zip(planned.collectives, transfers)):
+        link = planned.link_of[k]
+        begin = max(record.offsets_ns[one.start] + record.durations_ns[one.start], free.get(link, 0))
+        end = record.offsets_ns[one.waits[0]] + record.durations_ns[one.waits[0]]
+        known = transfer.known != UNKNOWN
+        if known:
+            length = transfer.transfer_ns
+            if transfer.known == AT_MOST:
+                length = min(length, planned.problem.tasks[one.task].duration_ns)
+            free[link] = end = min(end, begin + length + transfer.skew_ns)
+        if end > begin:
+            found.append(_UnderWay(k, begin, end, known))
+    return sorted(found, key=lambda one: one.begin)
+
+
+def _kernels(planned: Planned, transfers: Sequence[Transfer], records: Sequence[Record]) -> list[Kernel]:
+    """In order of the calls. Calls and transfers of a rank are both in order of time: one sweep over them."""
+    calls = [call for call in range(len(planned.calls)) if call not in planned.communicating]
+    shares: dict[int, dict[int, float]] = {call: {} for call in calls}
+    beside, unsure = set(), set()
+    for record in records:
+        coming = deque(_under_way(planned, transfers, record))
+        current: list[_UnderWay] = []
+        for call in calls:
+            begin, length = record.offsets_ns[call], record.durations_ns[call]
+            while coming and coming[0].begin < begin + length:
+                current.append(coming.popleft())
+            current = [one for one in current if one.end > begin]
+            covered = 0
+            for one in current:
+                ns = max(0, min(one.end, begin + length) - max(one.begin, begin))
+                covered += ns
+                if ns and one.known:
+                    shares[call][one.place] = shares[call].get(one.place, 0.0) + ns / length / len(records)
+                elif ns:
+                    unsure.add(call)
+            if 2 * covered >= length > 0:
+                beside.add(call)
+    return [
+        Kernel(
+            call,
+            round(fmean(r.durations_ns[call] + r.gaps_ns[call] for r in records)),
+            call in beside,
+            tuple(sorted(shares[call].items())),
+            call in unsure,
+        )
+        for call in calls
+    ]
 
 
 @dataclass(frozen=True)

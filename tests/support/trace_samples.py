@@ -77,6 +77,8 @@ def planned(
         schedule_before=problem.schedule_text(),
         schedule_after=problem.schedule_text(answer.order),
         method=answer.method,
+        contention_before_ns=before.contention_ns,
+        contention_after_ns=after.contention_ns,
     )
     kept = PassReport("reorder", True, duration_ns=2_000_000)
     kept.decisions.append(Decision("reorder", "ag1", Verdict.APPLIED, Reason.PROFITABLE, source="m.py:2", group="dp"))

@@ -21,28 +21,39 @@ MS = 1_000_000
 
 
 def plan(
-    transfers_ns: Sequence[int], kernels_ns: Sequence[int], *, ahead: int = 1, ranks: int = 2, size: int = 1 << 20
+    transfers_ns: Sequence[int],
+    kernels_ns: Sequence[int],
+    *,
+    ahead: int = 1,
+    ranks: int = 2,
+    size: int = 1 << 20,
+    slowdown_percent: int = 0,
+    kernel_ns: float = 5.0 * US,
 ) -> Planned:
     """Gathers of one group, each issued ``ahead`` places early, and a kernel behind each wait; times as predicted.
 
     Args:
+        kernels_ns: those beyond one per gather come at the end.
         size: bytes of the first gather; the n-th has n + 1 times as many.
+        slowdown_percent: of kernels beside a gather; kernel_ns: the fixed cost of a kernel.
     """
     tasks, order, collectives = [], [], []
     count = len(transfers_ns)
     for k, ns in enumerate(transfers_ns):
         label = f"AG{k}"
-        tasks.append(Task(f"s{k}", Kind.START, ns, lane=0, issue_ns=10 * US, size_bytes=(k + 1) * size, label=label))
+        said: Any = {"size_bytes": (k + 1) * size, "label": label, "slowdown_percent": slowdown_percent}
+        tasks.append(Task(f"s{k}", Kind.START, ns, lane=0, issue_ns=10 * US, **said))
         collectives.append(Collective(k, f"s{k}", label, "all_gather", (k + 1) * size, tuple(range(ranks))))
     tasks += [Task(f"w{k}", Kind.WAIT, lane=0, start=k, label=f"WAG{k}") for k in range(count)]
     tasks += [Task(f"mm{k}", Kind.COMPUTE, ns, label="mm") for k, ns in enumerate(kernels_ns)]
     order += range(min(ahead, count))
     for k in range(count):
         order += [*([k + ahead] if k + ahead < count else []), count + k, 2 * count + k]
+    order += range(3 * count, len(tasks))
     problem = Problem(tuple(tasks), tuple(() for _ in tasks), (Lane("0", "link"),), name="made up")
     names = {Kind.START: "gather", Kind.WAIT: "wait", Kind.COMPUTE: "extern_kernels.mm"}
     calls = [Call(names[tasks[task].kind], (task,)) for task in order]
-    about = About("forward", 0, problem.digest(order), 5, "cpu", tuple(range(ranks)), 5.0, kernel_ns=5.0 * US)
+    about = About("forward", 0, problem.digest(order), 5, "cpu", tuple(range(ranks)), 5.0, kernel_ns=kernel_ns)
     return Planned.of(about, calls, collectives, problem, order)
 
 
@@ -56,6 +67,7 @@ class World:
         clocks_ns: by how much each rank's clock is ahead.
         late_ns: how much later each rank begins a step.
         wake_ns: how late a rank may be woken up.
+        slowdown: by what share a kernel takes longer while a transfer is under way.
     """
 
     transfers_ns: Sequence[int]
@@ -64,6 +76,7 @@ class World:
     late_ns: Sequence[int] = (0, 0)
     wake_ns: int = 0
     ask_ns: int = 5 * US
+    slowdown: float = 0.0
 
     def records(self, planned: Planned, steps: int = 5, seed: int = 0) -> list[Record]:
         """What the ranks would measure."""
@@ -87,6 +100,7 @@ class World:
         issued: dict[int, list[int]] = {}
         ended: dict[int, int] = {}
         free = 0
+        wire: list[tuple[int, int]] = []
         times: list[list[tuple[int, int]]] = [[] for _ in ranks]
         for call in planned.calls:
             task = planned.problem.tasks[call.tasks[0]]
@@ -94,16 +108,33 @@ class World:
             if task.kind is Kind.START:
                 at = [t + 10 * US for t in at]
                 issued[call.tasks[0]] = list(at)
-                free = max(free, max(at)) + self.transfers_ns[call.tasks[0]]
+                begun = max(free, max(at))
+                free = begun + self.transfers_ns[call.tasks[0]]
+                wire.append((begun, free))
                 ended[call.tasks[0]] = free
             elif task.kind is Kind.WAIT:
                 woken = [ended[task.start] + rng.randint(0, self.wake_ns) for _ in ranks]
                 at = [max(t + self.ask_ns, w) for t, w in zip(at, woken)]
             else:
-                at = [t + round(task.duration_ns * self.kernel_factor) for t in at]
+                at = [self._computed(t, task.duration_ns * self.kernel_factor, wire) for t in at]
             for rank in ranks:
                 times[rank].append((begin[rank], at[rank]))
         return times
+
+
+    def _computed(self, begin: int, work_ns: float, wire: Sequence[tuple[int, int]]) -> int:
+        """When a kernel ends; transfers on ``wire`` follow each other."""
+        now = float(begin)
+        for since, until in wire:
+            if until <= now:
+                continue
+            before = max(0.0, since - now)
+            if work_ns <= before:
+                break
+            now, work_ns = now + before, work_ns - before
+            beside = min(until - now, work_ns * (1 + self.slowdown))
+            now, work_ns = now + beside, work_ns - beside / (1 + self.slowdown)
+        return round(now + work_ns)
 
 
 def _record(planned: Planned, rank: int, begins: list[int], rows: list[list[tuple[int, int]]]) -> Record:
