@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from inductor_passes.cli.calibrate import app
+from inductor_passes.cost import contention
 from inductor_passes.cost.calibrate import Sample, calibrate, group_costs
 from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.fit import fit_line
@@ -125,6 +128,61 @@ def test_calibration_finds_the_emulated_link(ranks: Ranks) -> None:
     assert [p.dtype for p in mine.matmul] == ["float32"] * len(mine.matmul) and mine.matmul
     assert mine.memory_bytes_per_s > 0 and mine.kernel_ns > 0
     assert CostProfile.from_json(mine.to_json()) == mine
+
+
+def _slowed(rank: int, world_size: int, cores: int) -> tuple[CostProfile, int]:
+    """On a machine with ``cores``, where everything is half as fast beside a transfer on the second rank."""
+    spans = 0
+
+    def span_ns(run: Callable[[], None], device: torch.device) -> int:
+        nonlocal spans
+        spans += 1
+        run()
+        # The first four are of one small burst; then alone and beside a transfer, in turn.
+        since = (spans - 1) % 10 - 4
+        return 100 if since < 0 else 1_000 * (1 + rank * (since % 2))
+
+    here = cores if rank else 64
+    with mock.patch.object(os, "cpu_count", lambda: here), mock.patch.object(contention, "span_ns", span_ns):
+        return calibrate(dtypes=[torch.float32], sizes=(1 << 10, 1 << 18), repeats=3, name="slowed"), spans
+
+
+@pytest.mark.ranks
+def test_what_a_transfer_slows_down_is_the_slowest_rank_s(two_ranks: Ranks) -> None:
+    (mine, spans), (theirs, _) = two_ranks.run(_slowed, 64)
+    assert mine == theirs and spans == 50, "five kinds, once each"
+    (group,) = mine.groups
+    assert {c.kind: c.slowdown for c in group.costs if c.slowdown} == dict.fromkeys(
+        ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), 1.0
+    )
+    assert mine.slowdown_percent("all_gather", (0, 1)) == 100 and mine.slowdown_percent("send", (0, 1)) == 0
+
+
+@pytest.mark.ranks
+def test_where_one_host_has_too_few_cores_no_rank_measures_it(two_ranks: Ranks) -> None:
+    """Found while it was written: a rank that measures alone waits for the others for ever."""
+    for profile, spans in two_ranks.run(_slowed, 1):
+        assert spans == 0 and not any(c.slowdown for g in profile.groups for c in g.costs)
+
+
+@pytest.mark.ranks
+def test_a_transfer_that_is_too_short_tells_nothing(two_ranks: Ranks) -> None:
+    assert two_ranks.run(_short) == [(0.0, 3), (0.0, 3)]
+
+
+def _short(rank: int, world_size: int) -> tuple[float, int]:
+    issued = 0
+
+    class Barrier:
+        def issue(self) -> torch.Tensor:
+            nonlocal issued
+            issued += 1
+            return torch.zeros(1)
+
+        def finish(self, result: torch.Tensor) -> None:
+            dist.barrier()
+
+    return contention.slowdown(Barrier(), 1.0, torch.device("cpu"), 3, dist.barrier), issued
 
 
 def test_command_needs_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

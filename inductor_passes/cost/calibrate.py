@@ -8,7 +8,8 @@ sizes. The samples are exchanged before fitting, so that all ranks compute one a
 What runs are the functional collectives, as in compiled programs: they cost the host more than those of
 ``torch.distributed``. The host's share is what the collective costs the thread that computes: CPU time of
 issuing and waiting. Where communication is moved by helper threads and the ranks use up the host's cores,
-their CPU time is taken from compute too and counts as well.
+their CPU time is taken from compute too and counts as well. Elsewhere matmuls beside the largest message tell by how
+much each kind slows kernels down (``contention``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from inductor_passes import _torch
+from inductor_passes.cost import contention
 from inductor_passes.cost.communication import GroupLayout, message_bytes, wire_bytes
 from inductor_passes.cost.fit import fit_line
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, ProfileError
@@ -37,7 +39,10 @@ SIZES = tuple(1 << power for power in range(12, 23, 2))
 
 @dataclass(frozen=True)
 class Sample:
-    """A collective's medians on one rank: ``link_ns`` after the host's work, ``host_ns`` of the compute thread."""
+    """A collective's medians on one rank: ``link_ns`` after the host's work, ``host_ns`` of the compute thread.
+
+    ``slowdown``: by what share kernels take longer beside it; 0.0 where that was not measured.
+    """
 
     layout: GroupLayout
     kind: str
@@ -45,6 +50,7 @@ class Sample:
     output_bytes: int
     link_ns: float
     host_ns: float
+    slowdown: float = 0.0
 
 
 Runner = Callable[[], None]
@@ -86,7 +92,7 @@ def calibrate(
     if not dist.is_initialized():
         raise RuntimeError("calibrate needs an initialised default process group; run it under torchrun")
     per_host = ranks_per_host if ranks_per_host is not None else hosts_from_names()
-    crowded = device.type == "cpu" and per_host * torch.get_num_threads() >= (os.cpu_count() or 1)
+    crowded = _on_any_rank(device.type == "cpu" and per_host * torch.get_num_threads() >= (os.cpu_count() or 1))
     mine: list[Sample] = []
     backends: dict[GroupLayout, str] = {}
     for group in groups if groups is not None else [dist.group.WORLD]:
@@ -110,6 +116,13 @@ def calibrate(
         groups=group_costs(samples, merged),
         shapes=shared.shapes,
     )
+
+
+def _on_any_rank(mine: bool) -> bool:
+    """Hosts may differ; what is measured must not. All ranks call it together."""
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, mine)
+    return any(answers)
 
 
 def _gathered(
@@ -142,9 +155,10 @@ def group_costs(samples: Sequence[Sample], backends: dict[GroupLayout, str]) -> 
             fulls = [float(message_bytes(kind, i, o, layout.ranks)) for i, o in worst]
             alpha, beta = fit_line(wires, [link for link, _ in worst.values()])
             issue, issue_per_byte = fit_line(fulls, [max(1.0, host) for _, host in worst.values()])
-            costs.append(CollectiveCost(kind, alpha, beta, issue, issue_per_byte))
+            slowdown = max(s.slowdown for s in samples if s.layout == layout and s.kind == kind)
+            costs.append(CollectiveCost(kind, alpha, beta, issue, issue_per_byte, slowdown))
             if kind == "send":
-                costs.append(CollectiveCost("recv", alpha, beta, issue, issue_per_byte))
+                costs.append(CollectiveCost("recv", alpha, beta, issue, issue_per_byte, slowdown))
         result.append(GroupCost(layout, backends.get(layout, ""), layout.link, tuple(costs)))
     return tuple(result)
 
@@ -187,7 +201,11 @@ def _measure_kind(
         times = [_sample(run, group, device, crowded, timed) for _ in range(repeats)]
         link = median(t[0] for t in times) / messages
         host = median(t[1] for t in times) / messages
-        samples.append(Sample(layout, kind, input_bytes, output_bytes, link, host))
+        slowed = 0.0
+        if size == max(sizes) and isinstance(run, _Functional) and timed is None and not crowded:
+            # An emulated link takes nothing from compute; what helper threads take is in ``host`` where it counts.
+            slowed = contention.slowdown(run, link, device, repeats, lambda: dist.barrier(group))
+        samples.append(Sample(layout, kind, input_bytes, output_bytes, link, host, slowed))
     return samples
 
 
@@ -227,44 +245,52 @@ def _sample(
 _Made = tuple[Runner, int, int, int]
 
 
-def _runner(name: str, group: dist.ProcessGroup, message: torch.Tensor, *arguments: Any) -> Runner:
+class _Functional:
     """Issues the functional collective ``name`` on ``message`` and waits for it."""
-    start, wait = _torch.collective_op(name), _torch.collective_op("wait_tensor")
 
-    def run() -> None:
-        wait(start(message, *arguments, group.group_name))
+    def __init__(self, name: str, group: dist.ProcessGroup, message: torch.Tensor, *arguments: Any) -> None:
+        self._start, self._wait = _torch.collective_op(name), _torch.collective_op("wait_tensor")
+        self._arguments = message, *arguments, group.group_name
 
-    return run
+    def issue(self) -> torch.Tensor:
+        result: torch.Tensor = self._start(*self._arguments)
+        return result
+
+    def finish(self, result: torch.Tensor) -> None:
+        self._wait(result)
+
+    def __call__(self) -> None:
+        self.finish(self.issue())
 
 
 def _all_gather(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     mine = torch.ones(count, device=device)
-    run = _runner("all_gather_into_tensor", group, mine, group.size())
+    run = _Functional("all_gather_into_tensor", group, mine, group.size())
     return run, 4 * count, 4 * count * group.size(), 1
 
 
 def _reduce_scatter(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     full = torch.ones(count * group.size(), device=device)
-    run = _runner("reduce_scatter_tensor", group, full, "sum", group.size())
+    run = _Functional("reduce_scatter_tensor", group, full, "sum", group.size())
     return run, 4 * full.numel(), 4 * count, 1
 
 
 def _all_reduce(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     full = torch.zeros(count * group.size(), device=device)
     # In place, as Inductor makes them where it can; zeros stay zeros.
-    return _runner("all_reduce_", group, full, "sum"), 4 * full.numel(), 4 * full.numel(), 1
+    return _Functional("all_reduce_", group, full, "sum"), 4 * full.numel(), 4 * full.numel(), 1
 
 
 def _all_to_all(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     source = torch.ones(count * group.size(), device=device)
     splits = [count] * group.size()
-    run = _runner("all_to_all_single", group, source, splits, splits)
+    run = _Functional("all_to_all_single", group, source, splits, splits)
     return run, 4 * source.numel(), 4 * source.numel(), 1
 
 
 def _broadcast(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
     full = torch.ones(count * group.size(), device=device)
-    return _runner("broadcast", group, full, 0), 4 * full.numel(), 4 * full.numel(), 1
+    return _Functional("broadcast", group, full, 0), 4 * full.numel(), 4 * full.numel(), 1
 
 
 def _ping_pong(group: dist.ProcessGroup, count: int, device: torch.device) -> _Made:
