@@ -145,7 +145,7 @@ class Counts(torch.autograd.Function):
         return grad * torch.cos(saved), None, None
 
 
-@pytest.mark.parametrize("settings", [{"codegen": "aot_eager"}, {}], ids=str)
+@pytest.mark.parametrize("settings", [{"codegen": "aot_eager"}, {}, {"memory_budget": "-30%"}], ids=str)
 @pytest.mark.parametrize("how", ["add", "add old", "slice", "slice old", "copy", "copy old", "old"])
 def test_what_backward_writes_reaches_the_buffer(how: str, settings: dict[str, str]) -> None:
     """Found: the write went to the copy that backward reads, and the next forward computed from the wrong buffer."""

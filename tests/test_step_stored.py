@@ -12,7 +12,8 @@ import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.cli.main import app
-from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.communication import GroupLayout
+from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.records.json_text import RecordError
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import INPUT, Kind, Storage
@@ -94,6 +95,19 @@ def test_more_ranks_hold_smaller_shards(written: tuple[Path, list[GraphReport], 
     held = [sum(s.size_bytes for s in p.storages if s.producer == INPUT and s.pinned) for p in
             (one.step.forward, many.step.forward)]
     assert held[1] < held[0]
+
+
+def test_another_profile_s_contention_counts(written: tuple[Path, list[GraphReport], str]) -> None:
+    cost = CollectiveCost("all_gather", 50_000.0, 1.0, 100.0, 0.0, slowdown=0.5)
+    group = GroupCost(GroupLayout(2, 1, 2), "gloo", "intra", (cost,))
+    slow = dataclasses.replace(CostProfile.default("cpu", ranks_per_host=2), groups=(group,))
+    one = stored(written).priced(slow)
+    kinds = {m.name: m.kind for messages in one.messages for m in messages}
+    starts = [t for p in (one.step.forward, one.step.backward) for t in p.tasks if t.kind is Kind.START]
+    assert {t.slowdown_percent for t in starts if kinds[t.name] == "all_gather"} == {50}
+    assert {t.slowdown_percent for t in starts if kinds[t.name] != "all_gather"} == {0}
+    again = one.priced(CostProfile.default("cpu"))
+    assert not any(t.slowdown_percent for p in (again.step.forward, again.step.backward) for t in p.tasks)
 
 
 def test_another_device_is_what_a_compilation_for_it_says(

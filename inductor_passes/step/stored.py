@@ -236,7 +236,8 @@ def _priced(
             sizes[side] = shards[i][1]
         # What the host takes to issue it stays: it is the host on which the step was captured.
         link_ns = profile.communication_ns(m.kind, sizes[0], sizes[1], group)
-        tasks[i] = dataclasses.replace(task, duration_ns=link_ns)
+        slowdown = profile.slowdown_percent(m.kind, group)
+        tasks[i] = dataclasses.replace(task, duration_ns=link_ns, slowdown_percent=slowdown)
         lanes[task.lane] = dataclasses.replace(lanes[task.lane], link=profile.link(group))
     storages = [_resized(problem, s, shards) for s in problem.storages]
     if profile.spec is not CPU:

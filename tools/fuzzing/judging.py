@@ -223,7 +223,8 @@ def _profile(case: Case, groups: Sequence[str]) -> CostProfile:
 
     def costs(layout: GroupLayout) -> GroupCost:
         per_byte = case.link_ns * (1.0 if layout.hosts > 1 else 0.01)
-        kinds = tuple(CollectiveCost(kind, 1_000.0, per_byte, 100.0, 0.0) for kind in KINDS)
+        slowdown = 0.4 if layout.hosts > 1 else 0.1
+        kinds = tuple(CollectiveCost(kind, 1_000.0, per_byte, 100.0, 0.0, slowdown) for kind in KINDS)
         return GroupCost(layout, "fuzz", layout.link, kinds)
 
     return replace(found, measured=True, groups=tuple(costs(layout) for layout in sorted(layouts)))
