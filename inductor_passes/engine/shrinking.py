@@ -196,9 +196,11 @@ class Shrinking:
     def _complain(self, needs: int, limit: int, peak: int) -> None:
         # Rounded up: the share is one that can be asked for.
         share = -(-needs * 100 // max(1, peak)) - 100
+        # From "+0%" on it is another kind of budget: per graph, and nothing is computed again for it.
+        relative = f', or "{share}%" of what it needs as it came' if share < 0 else ""
         warn_once(
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {limit} bytes, and no plan "
-            f'was found that needs less than {needs} ("={needs}B", or "{share:+d}%" of what it needs as it came): that '
+            f'was found that needs less than {needs} ("={needs}B"{relative}): that '
             "one is used. Bytes are those of the graph before Inductor fuses it; generated code often needs less"
         )
 
