@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -33,6 +33,8 @@ from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost,
 from inductor_passes.cost.roofline import Roofline, measure, synchronize
 from inductor_passes.cost.specs import lookup
 
+#: Of a message beside which matmuls are timed on an accelerator, whose links take smaller ones in no time.
+_BESIDE_BYTES = 1 << 28
 #: Bytes of the full message.
 SIZES = tuple(1 << power for power in range(12, 23, 2))
 
@@ -201,12 +203,25 @@ def _measure_kind(
         times = [_sample(run, group, device, crowded, timed) for _ in range(repeats)]
         link = median(t[0] for t in times) / messages
         host = median(t[1] for t in times) / messages
-        slowed = 0.0
-        if size == max(sizes) and isinstance(run, _Functional) and timed is None and not crowded:
-            # An emulated link takes nothing from compute; what helper threads take is in ``host`` where it counts.
-            slowed = contention.slowdown(run, link, device, repeats, lambda: dist.barrier(group))
-        samples.append(Sample(layout, kind, input_bytes, output_bytes, link, host, slowed))
+        samples.append(Sample(layout, kind, input_bytes, output_bytes, link, host))
+    if timed is None and not crowded:
+        # An emulated link takes nothing from compute; what helper threads take is in ``host_ns`` where it counts.
+        slowed = _slowdown(kind, group, layout, device, max(sizes), repeats)
+        samples = [replace(one, slowdown=slowed) for one in samples]
     return samples
+
+
+def _slowdown(
+    kind: str, group: dist.ProcessGroup, layout: GroupLayout, device: torch.device, size: int, repeats: int
+) -> float:
+    """By what share a collective slows kernels down; 0.0 of one that is not issued apart from its wait."""
+    if device.type != "cpu":
+        size = max(size, _BESIDE_BYTES)
+    run = _RUNNERS[kind](group, max(1, size // 4 // layout.ranks), device)[0]
+    if not isinstance(run, _Functional):
+        return 0.0
+    link = median(_sample(run, group, device, False, None)[0] for _ in range(repeats))
+    return contention.slowdown(run, link, device, repeats, lambda: dist.barrier(group))
 
 
 def _sample(
