@@ -140,10 +140,14 @@ def _slowed(rank: int, world_size: int, cores: int) -> tuple[CostProfile, int]:
         run()
         # The first four are of one small burst; then alone and beside a transfer, in turn.
         since = (spans - 1) % 10 - 4
-        return 9_000 if since < 0 else 1_000 * (1 + rank * (since % 2))
+        return 100 if since < 0 else 1_000 * (1 + rank * (since % 2))
 
     here = cores if rank else 64
-    with mock.patch.object(os, "cpu_count", lambda: here), mock.patch.object(contention, "span_ns", span_ns):
+    with (
+        mock.patch.object(os, "cpu_count", lambda: here),
+        mock.patch.object(contention, "span_ns", span_ns),
+        mock.patch.object(contention, "_MOST", 3),
+    ):
         return calibrate(dtypes=[torch.float32], sizes=(1 << 10, 1 << 18), repeats=3, name="slowed"), spans
 
 
