@@ -23,7 +23,7 @@ PHASES = ("forward", "backward", "inference")
 #: The setting of a row that is not profitable, where no setting or change is known that would make it so.
 NOTHING = "nothing"
 #: In the detail of a collective whose gain is an upper bound.
-AT_MOST = "gain at most"
+GAIN_AT_MOST = "gain at most"
 
 
 class Verdict(str, Enum):

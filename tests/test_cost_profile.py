@@ -332,6 +332,10 @@ def test_slowdowns_travel_and_files_from_before_have_none(tmp_path: Path) -> Non
     )
     assert slow.slowdown_percent("all_gather", (0, 1)) == 50 and slow.slowdown_percent("broadcast", (0, 1)) == 0
     assert slow.hash() != plain.hash()
+    with pytest.raises(ProfileError, match="slowdown of all_gather is 30; expected 0 to 4"):
+        dataclasses.replace(
+            plain, groups=(dataclasses.replace(group, costs=(dataclasses.replace(group.costs[0], slowdown=30.0),)),)
+        )
     slow.save(tmp_path / "slow.json")
     assert CostProfile.load(tmp_path / "slow.json") == slow
     old = plain.to_json()

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from inductor_passes.cli.main import app
 from inductor_passes.records.text import printable
-from inductor_passes.report import AT_MOST, Decision, GraphReport, PassReport, Reason, Verdict
+from inductor_passes.report import GAIN_AT_MOST, Decision, GraphReport, PassReport, Reason, Verdict
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace import artifacts
 from inductor_passes.trace.compare import across_ranks, across_runs
@@ -330,9 +330,9 @@ def test_text_says_what_transfers_slow_down() -> None:
 
 def test_text_says_which_gains_are_upper_bounds() -> None:
     report, _ = planned(fsdp_problem(4))
-    bounds = {c.setting for c in report.collectives if AT_MOST in c.detail and c.gain_ns}
+    bounds = {c.setting for c in report.collectives if GAIN_AT_MOST in c.detail and c.gain_ns}
     assert bounds
-    for line in text_of(report).splitlines():
-        for setting in (c.setting for c in report.collectives if c.gain_ns):
-            if line.strip().startswith(f"{setting}: "):
-                assert line.strip().startswith(f"{setting}: {AT_MOST} " if setting in bounds else f"{setting}: gain ")
+    lines = [line.strip() for line in text_of(report).splitlines()]
+    for setting in {c.setting for c in report.collectives if c.gain_ns}:
+        (line,) = [line for line in lines if line.startswith(f"{setting}: ")]
+        assert line.startswith(f"{setting}: {GAIN_AT_MOST} " if setting in bounds else f"{setting}: gain "), line

@@ -14,14 +14,15 @@ from typing import Protocol
 import torch
 
 from inductor_passes import _torch
+from inductor_passes.cost.profile import MOST_SLOWDOWN
 from inductor_passes.cost.roofline import synchronize
 
 #: Rows and columns of the matmuls.
 _CPU_SIDE, _ACCELERATOR_SIDE = 128, 1024
 #: Matmuls take this part of the collective's time, if at least so many fit, and at most so many.
 _PART, _LEAST, _MOST = 0.7, 3, 2000
-#: A smaller slowdown is noise; nothing that was measured took more than four times as long.
-_NOISE, _HIGHEST = 0.05, 4.0
+#: A smaller slowdown is noise.
+_NOISE = 0.05
 
 
 class Collective(Protocol):
@@ -73,7 +74,7 @@ def slowdown(
     if count < _LEAST:
         return 0.0
     found = median(beside) / max(1, median(alone)) - 1
-    return min(_HIGHEST, found) if found >= _NOISE else 0.0
+    return min(MOST_SLOWDOWN, found) if found >= _NOISE else 0.0
 
 
 def span_ns(run: Callable[[], None], device: torch.device) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from inductor_passes.config import MemoryBudget
-from inductor_passes.report import AT_MOST, NOTHING, Reason
+from inductor_passes.report import GAIN_AT_MOST, NOTHING, Reason
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.effort import HIGH
 from inductor_passes.schedule.plan import plan
@@ -84,7 +84,7 @@ def advise(
             advice = Advice(
                 "merge small collectives into buckets",
                 gain(whatif.without_small_latencies(problem)),
-                f"{AT_MOST}, if small collectives had no latency",
+                f"{GAIN_AT_MOST}, if small collectives had no latency",
             )
         elif reason is Reason.FENCE:
             advice = Advice(
@@ -96,7 +96,7 @@ def advise(
             advice = _not_profitable(problem, makespan_ns, least_peak_bytes, budget_bytes, setting, work)
         elif reason in _CHANGES:
             free = gain(whatif.without_transfers(problem, starts))
-            advice = Advice(_CHANGES[reason], free, f"{AT_MOST}, if they took no time")
+            advice = Advice(_CHANGES[reason], free, f"{GAIN_AT_MOST}, if they took no time")
         if advice.gain_ns > 0 or advice.setting == NOTHING:
             result[reason] = advice
     return result

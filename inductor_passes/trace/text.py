@@ -12,7 +12,7 @@ from rich.text import Text
 
 from inductor_passes.records.words import BoundOn
 from inductor_passes.report import (
-    AT_MOST,
+    GAIN_AT_MOST,
     CollectiveReport,
     CollectiveTiming,
     GraphReport,
@@ -392,6 +392,6 @@ def _help(collectives: Sequence[CollectiveReport]) -> Iterator[Text]:
         if one.setting and one.gain_ns > 0:
             settings.setdefault((one.reason.value, one.setting), []).append(one)
     for (reason, setting), ones in sorted(settings.items(), key=lambda item: -item[1][0].gain_ns):
-        gain = f"{AT_MOST if AT_MOST in ones[0].detail else 'gain'} {duration(ones[0].gain_ns)}"
+        gain = f"{GAIN_AT_MOST if GAIN_AT_MOST in ones[0].detail else 'gain'} {duration(ones[0].gain_ns)}"
         count = f"{len(ones)} collective{'s' * (len(ones) > 1)}"
         yield Text(f"{setting}: {gain} ({reason}, {count})", style="green")

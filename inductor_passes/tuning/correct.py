@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.fit import fit_line
-from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.profile import MOST_SLOWDOWN, CostProfile
 from inductor_passes.trace.profiled import Pair
 from inductor_passes.trace.reprofile import others_scaled, profile_from, scaled_compute, unfitted
 from inductor_passes.tuning.plan import Planned
@@ -30,8 +30,8 @@ _Which: TypeAlias = tuple[GroupLayout, str]
 _ALONE, _BESIDE = 0.1, 0.25
 #: Kernels that ran alone tell what those of their class take when they are at least so many and such a part of it.
 _LEAST_ALONE, _PART_ALONE = 2, 0.05
-#: A slowdown below this share is noise; of one above the other more than contention is the reason.
-_SLOWDOWN, _MOST_SLOWDOWN = 0.1, 4.0
+#: A slowdown below this share is noise.
+_SLOWDOWN = 0.1
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _slowdowns(everything: Sequence[_Work]) -> dict[_Which, float]:
                     took[which] = took.get(which, 0.0) + slow_ns
                     rest[which] = rest.get(which, 0.0) + factor * one.predicted_ns - (one.measured_ns - slow_ns)
     found = {which: ns / rest[which] - 1 if rest[which] > 0 else 0.0 for which, ns in took.items()}
-    return {which: min(_MOST_SLOWDOWN, one) if one >= _SLOWDOWN else 0.0 for which, one in found.items()}
+    return {which: min(MOST_SLOWDOWN, one) if one >= _SLOWDOWN else 0.0 for which, one in found.items()}
 
 
 def _fixed_ns(work: Sequence[_Work], before_ns: float) -> float:
