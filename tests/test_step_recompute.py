@@ -413,6 +413,40 @@ class Dropped(nn.Module):
         return self.third(y.sin()).exp()  # type: ignore[no-any-return]
 
 
+class Biased(nn.Module):
+    """Wide layers whose results only what runs again needs."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(32, 256, bias=bias) for _ in range(3))
+        self.narrow = nn.ModuleList(nn.Linear(256, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for wide, narrow in zip(self.wide, self.narrow):
+            x = x + narrow(torch.nn.functional.gelu(wide(x)) * x.sum(-1, keepdim=True).sigmoid())
+        return x
+
+
+@pytest.mark.parametrize("reshard", [True, "auto"])
+def test_a_bias_does_not_keep_an_activation(slow_link: str, reshard: Any) -> None:
+    """Backward gathers the bias again. Found from outside: a model with biases could give up an eighth of its peak,
+    the same without them two fifths."""
+    least, kept = [], []
+    for bias in (False, True):
+        with fake_world(2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            model = simple_fsdp(Biased(bias), mesh, reshard_after_forward=reshard)
+            reports = compiled_reports(
+                model, torch.randn(4096, 32), memory_budget="-99%", cost_profile=slow_link, bucket="off"
+            )
+        choice = again(reports)
+        kept.append(sum("communicates" in d.detail for d in choice.decisions))
+        least.append(choice.metrics["peak_bytes"] / choice.metrics["peak_saved_bytes"])
+    # The first layer's weight is large, and backward has no gradient to compute with it.
+    assert kept == [1, 1]
+    assert least[1] == pytest.approx(least[0], rel=0.02) and least[0] < 0.8
+
+
 def test_random_operators_run_once_and_checkpoints_stay(slow_link: str) -> None:
     calls: list[list[str]] = []
 

@@ -108,6 +108,11 @@ def is_left_to_partitioner(node: torch.fx.Node) -> bool:
     return bool((node.meta.get("custom") or {}).get(_LEFT_TO_PARTITIONER))
 
 
+def is_gathered_again(node: torch.fx.Node) -> bool:
+    """Whether a node was traced under :func:`recomputed_in_backward`: backward computes it again where it needs it."""
+    return node.meta.get("ac_graph_id") == sys.maxsize and "recompute" in node.meta
+
+
 def allow_saving(node: torch.fx.Node) -> None:
     """Take what :func:`recomputed_in_backward` put on a node off it."""
     for key in ("recompute", "ac_graph_id"):

@@ -1,7 +1,9 @@
 """What forward saves for backward and backward could compute again: from two FX graphs to a ``recompute.Step``.
 
 A saved value is computed again by a *chain*: the nodes that make it, back to what backward has anyway (inputs, other
-saved values, gathered parameters). A chain may not draw random numbers, communicate, or read or write memory that
+saved values, gathered parameters). A parameter that backward does not need otherwise is gathered again where it is
+small, as the bias of a linear layer is: else one bias would keep an activation thousands of times its size. Apart from
+that, a chain may not draw random numbers, communicate, or read or write memory that
 somebody writes to: it would not give the same bits, or do something twice. What activation checkpointing has tagged is
 the user's to decide.
 """
@@ -55,7 +57,7 @@ class _Chain:
             node = stack.pop()
             if node in self.nodes or (node not in self.mine and reader.in_backward(node)):
                 continue
-            if node.op in ("placeholder", "get_attr") or not _is_tensor(node):
+            if node.op in ("placeholder", "get_attr") or not _is_tensor(node) or reader.brought_again(node):
                 continue
             self.refusal = reader.refusal(node)
             self.nodes.add(node)
@@ -91,11 +93,22 @@ class _Reader:
         self.task = _tasks(self.forward)
         self.back_task = _tasks(self.backward)
         self.storage, self.back_storage = _indices(self.view, self.forward), _indices(self.back, self.backward)
+        self.blocks = [s for s in self.view.storages.all if any(m.name in self.saved for m in s.members)]
+        self.total_bytes = sum(s.size_bytes or 0 for s in self.blocks)
         self.written = {m for s in self.view.storages.all if s.writers for m in s.members}
 
     def in_backward(self, node: torch.fx.Node) -> bool:
         """Whether backward has the value of a forward node anyway."""
         return node.name in self.saved or node.name in self.again
+
+    def is_small(self, size_bytes: int) -> bool:
+        """Whether so many bytes are not worth a decision."""
+        return size_bytes * _SMALLEST_SHARE <= self.total_bytes
+
+    def brought_again(self, node: torch.fx.Node) -> bool:
+        """Whether backward gathers a value again if it needs it, and that costs next to nothing."""
+        size = _torch.tensor_bytes(node.meta["val"]) if isinstance(node.meta.get("val"), torch.Tensor) else None
+        return _torch.is_gathered_again(node) and size is not None and self.is_small(size)
 
     def refusal(self, node: torch.fx.Node) -> str:
         """Why a node may not run again, "" where it may."""
@@ -118,12 +131,10 @@ class _Reader:
 
     def read(self) -> Saved:
         """Candidates, and why others are none."""
-        blocks = [s for s in self.view.storages.all if any(m.name in self.saved for m in s.members)]
-        total = sum(s.size_bytes or 0 for s in blocks)
         found, refused = [], {}
         chains: list[_Chain] = []
-        for block in blocks:
-            if (block.size_bytes or 0) * _SMALLEST_SHARE <= total:
+        for block in self.blocks:
+            if self.is_small(block.size_bytes or 0):
                 continue
             one = self._candidate(block)
             if isinstance(one, str):
