@@ -275,6 +275,26 @@ all_gather_into_tensor[4] all_gather_into_tensor[4] neg
 all_gather_into_tensor[4] neg""",
             )
 
+    def test_r14_of_what_is_padded_twice(self):
+        """A rank with a smaller shard pads it for every gather; the others, who pad nothing, share one."""
+        with world() as groups:
+            program, gather = Program((3, 6)), "constant_pad_nd all_gather_into_tensor[4]"
+            gathers = []
+            for _ in range(2):
+                padded = program.call(torch.ops.aten.constant_pad_nd.default, program.inputs[0], [0, 0, 0, 1], 0.0)
+                gathers.append(program.collective("all_gather_into_tensor", padded, 4, groups[(1,)]))
+            negated = program.call(torch.ops.aten.neg.default, gathers[1])
+            other = program.call(torch.ops.aten.constant_pad_nd.default, program.inputs[0], [0, 0, 1, 0], 0.0)
+            apart = program.collective("all_gather_into_tensor", other, 4, groups[(1,)])
+            self.check(
+                rewrite("R14"),
+                program.output(gathers[0], negated, apart),
+                [(3, 6)],
+                f"""\
+{gather} {gather} neg {gather}
+{gather} neg {gather}""",
+            )
+
     def test_r15(self):
         with world() as groups:
             program = Program((4, 6))

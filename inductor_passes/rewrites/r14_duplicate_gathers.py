@@ -8,9 +8,10 @@ after::
 
     y = wait(all_gather(x, a)); ... ; z is y
 
-Matches all_gathers of one node over one group; what then unpacks the same result twice is shared as well. Refused when
-anything in the graph writes to the source or to one of the results. Bit-exact. Saves the whole collective; the result
-lives longer, which is the memory budget's to judge.
+Matches all_gathers of one tensor, moved and padded in the same way, over one group: a rank with a smaller shard pads it
+for every gather, and has to come to what the others come to. What then unpacks the same result twice is shared as well.
+Refused when anything in the graph writes to the source or to one of the results. Bit-exact. Saves the whole collective;
+the result lives longer, which is the memory budget's to judge.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.fx
 
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
-from inductor_passes.rewrites.movement import is_split, step_behind
+from inductor_passes.rewrites.movement import Movement, is_split, movement_behind, step_behind
 from inductor_passes.rewrites.work import Match, Work, refuse
 
 
@@ -42,19 +43,18 @@ class ShareGathers:
         gather = work.collective(root, CollectiveKind.ALL_GATHER)
         if gather is None:
             return None
-        source = gather.inputs[0]
-        first = next(
-            (
-                other
-                for user in source.users
-                if user < root
-                and (other := work.collective(user, CollectiveKind.ALL_GATHER))
-                and other.group == gather.group
-            ),
-            None,
-        )
-        if first is None:
+        sent = movement_behind(gather.inputs[0])
+        others = [
+            other
+            for user in _readers(sent)
+            if user < root
+            and (other := work.collective(user, CollectiveKind.ALL_GATHER)) is not None
+            and other.group == gather.group
+            and movement_behind(other.inputs[0]).signature == sent.signature
+        ]
+        if not others:
             return None
+        first, source = min(others, key=lambda other: other.start), sent.source
         (kept,), (wait,) = first.waits, gather.waits
         if wait < kept:
             refuse(Reason.DATA_DEPENDENCY, "the earlier gather is waited for later")
@@ -67,6 +67,15 @@ class ShareGathers:
             _share_readers(work, self.name, kept)
 
         return Match(work.price_ns(gather), f"same as {first.start.name}", apply, extends=True)
+
+
+def _readers(sent: Movement) -> Iterator[torch.fx.Node]:
+    """Who reads the source of a movement through as many steps; O(readers of the source and of its copies)."""
+    near = [sent.source]
+    for _ in sent.nodes:
+        near = [user for node in near for user in node.users if (step := step_behind(user)) and step[0] is node]
+    for node in near:
+        yield from node.users
 
 
 def _share_readers(work: Work, subject: str, node: torch.fx.Node) -> None:
