@@ -48,7 +48,7 @@ def reach(
     """Whether the ranks that a graph's collectives concern all compile it.
 
     Waits for at most ``rank_agreement``; for the first graph of a function, which all ranks compile, longer by the time
-    that the compilation has taken so far, in whole steps of ten seconds: others may need twice as long.
+    that the compilation has taken so far, in whole steps of ten seconds, rounded up: others may need twice as long.
 
     Args:
         view: the graph before anything is changed.
@@ -59,7 +59,7 @@ def reach(
     if timeout_s is None:
         return Agreement(True, "", "", ())
     if agreement.opens_a_function(_torch.compile_id()):
-        timeout_s += _STEP_S * (_torch.compiling_for_s() // _STEP_S)
+        timeout_s += _longer_s(int(_torch.compiling_for_s() * 1e9))
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("asking the other ranks", "collectives stay as they are", settings):
         descriptions = _torch.group_descriptions()
