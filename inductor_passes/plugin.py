@@ -2,6 +2,7 @@
 
 Every way ends in the same objects among Inductor's options:
 
+- a pass on Dynamo's graph, which notes layouts of redistributions (``DynamoPass``),
 - a graph pass after Inductor's own rewrites (``GraphPass``),
 - a hook before fusion, for graphs with messages between two ranks (``FusionHook``),
 - a hook at the end of scheduling (``SchedulerHook``),
@@ -22,6 +23,7 @@ from inductor_passes import _torch, config
 from inductor_passes.config import PREFIX, ConfigError, PassConfig
 from inductor_passes.engine import identity, in_tree
 from inductor_passes.engine.hooks import (
+    DynamoPass,
     FusionHook,
     GraphPass,
     JointPass,
@@ -98,6 +100,7 @@ def _expand(mode: str | None, inductor: Mapping[str, Any] | None) -> dict[str, A
 def _hooks(settings: PassConfig) -> Hooks:
     return Hooks(
         graph_pass=lambda others: GraphPass(settings, others),
+        dynamo_pass=lambda others: DynamoPass(settings, others),
         joint_pass=(lambda others: JointPass(settings, others)) if joint_wanted(settings) else None,
         partitioner=lambda others: StepPartitioner(settings, *others),
         scheduler=lambda: SchedulerHook(settings),
@@ -136,6 +139,7 @@ def backend(
     if settings.codegen == "aot_eager":
         if inductor or mode not in (None, "default"):
             raise ConfigError("codegen", "aot_eager", "no mode and no Inductor options beside it")
+        DynamoPass(settings)(module.graph)
         return _torch.compile_aot_eager(module, example_inputs, GraphPass(settings), split_with(settings))
     merged = compile_options(settings, mode=mode, inductor=inductor)
     return _torch.compile_fx(module, example_inputs, merged)

@@ -33,6 +33,7 @@ from inductor_passes.agreement.uneven import Uneven, uneven
 from inductor_passes.ir import ops
 from inductor_passes.ir.canonical import moves_data
 from inductor_passes.ir.groups import Group, resolve
+from inductor_passes.ir.layouts import noted
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView, behind
 
@@ -134,6 +135,7 @@ class _Writer:
         self._texts = Texts(self._reference, roles)
         self._near, self._near_groups = _near_groups(view)
         self._lines = 0
+        self._calls: dict[str, int] = {}
         self.open: list[_Open] = []
 
     def graph(self, graph: torch.fx.Graph, indent: str = "") -> Iterator[str]:
@@ -215,7 +217,17 @@ class _Writer:
         called = _torch.traced_call(node)
         target = name + "." + _torch.op_overload_name(node.target) if _torch.is_op(node.target) else name
         text = f"{target or self._texts.text(node.target)}({shown})"
-        return f"{text} from {called}" if called else text
+        return (f"{text} from {called}" if called else text) + self._layouts(node)
+
+    def _layouts(self, node: torch.fx.Node) -> str:
+        """What the call of a redistribution says. Of its ranks only how far they are apart, which a mesh repeats."""
+        note = noted(node.meta)
+        if note is None:
+            return ""
+        number = self._calls.setdefault(note.call, len(self._calls))
+        apart = [rank - note.ranks[0] for rank in note.ranks]
+        ends = f"{list(note.before)} -> {list(note.after)} {note.orders} of {list(note.shape)}"
+        return f" of redistribution {number} {ends} on {list(note.mesh)} {apart}"
 
     @staticmethod
     def _triton(arguments: Mapping[str, object]) -> dict[str, object]:

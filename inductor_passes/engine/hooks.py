@@ -91,6 +91,24 @@ class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
         unharmed(graph, "rewriting a joint graph", rewrite, lambda: self.settings)
 
 
+class DynamoPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[misc]
+    """Notes the layouts of redistributions in Dynamo's graph, which nothing but them is changed in."""
+
+    label = "layouts"
+
+    def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
+        """Annotate one graph in place."""
+        for one in self.others:
+            one(graph)
+
+        def note() -> None:
+            from inductor_passes.redistribute.noted import note_layouts
+
+            note_layouts(graph)
+
+        unharmed(graph, "noting layouts", note, lambda: self.settings)
+
+
 class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: ignore[misc]
     """A partitioner around Inductor's or the user's own, see ``engine.partitioner``."""
 

@@ -10,6 +10,7 @@ from inductor_passes import _torch
 from inductor_passes.engine.ours import is_ours, users
 
 _PASSES = "post_grad_custom_post_pass"
+_DYNAMO_PASSES = "pre_grad_custom_pass"
 _JOINT_PASSES = "joint_custom_post_pass"
 _PARTITIONER = "custom_partitioner_fn"
 _BEFORE_FUSION = "_pre_fusion_custom_pass"
@@ -36,6 +37,7 @@ class Hooks:
     """
 
     graph_pass: Callable[[Sequence[Any]], Any]
+    dynamo_pass: Callable[[Sequence[Any]], Any]
     joint_pass: Callable[[Sequence[Any]], Any] | None
     partitioner: Callable[[Sequence[Any]], Any]
     scheduler: Callable[[], Any]
@@ -51,7 +53,8 @@ def with_ours(own: dict[str, Any], lookup: Callable[[str], Any], hooks: Hooks) -
         hooks: of ours.
     """
     result = dict(own)
-    for name, make in ((_PASSES, hooks.graph_pass), (_JOINT_PASSES, hooks.joint_pass)):
+    ours = ((_PASSES, hooks.graph_pass), (_DYNAMO_PASSES, hooks.dynamo_pass), (_JOINT_PASSES, hooks.joint_pass))
+    for name, make in ours:
         existing = [p for one in _torch.as_pass_list(lookup(name)) for p in users(one)]
         if make is not None:
             result[name] = [*existing, make(())] if _torch.accepts_pass_lists() else make(existing)

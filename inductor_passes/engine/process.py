@@ -31,6 +31,7 @@ def _import_hooks() -> types.SimpleNamespace | None:
     """Our hooks by name; None when they cannot be imported: torch goes on as it would without us."""
     try:
         from inductor_passes.engine.hooks import (
+            DynamoPass,
             FusionHook,
             GraphPass,
             JointPass,
@@ -46,6 +47,7 @@ def _import_hooks() -> types.SimpleNamespace | None:
         return None
     return types.SimpleNamespace(
         graph=GraphPass,
+        dynamo=DynamoPass,
         joint=JointPass,
         partitioner=lambda settings, others: StepPartitioner(settings, *others),
         scheduler=SchedulerHook,
@@ -96,6 +98,12 @@ class LaterGraphPass(_LaterPass):
     kind = "graph"
 
 
+class LaterDynamoPass(_LaterPass):
+    """Stands for ``hooks.DynamoPass``."""
+
+    kind = "dynamo"
+
+
 class LaterJointPass(_LaterPass):
     """Stands for ``hooks.JointPass``."""
 
@@ -142,7 +150,7 @@ class LaterFusionHook(_Later, _torch.scheduler_pass_base()):  # type: ignore[mis
         return nodes
 
 
-_HOOKS = Hooks(LaterGraphPass, LaterJointPass, LaterPartitioner, LaterSchedulerHook, LaterFusionHook)
+_HOOKS = Hooks(LaterGraphPass, LaterDynamoPass, LaterJointPass, LaterPartitioner, LaterSchedulerHook, LaterFusionHook)
 
 #: Option -> its value before :func:`install`.
 _before: dict[str, Any] = {}

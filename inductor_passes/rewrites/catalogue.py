@@ -23,6 +23,7 @@ from inductor_passes.rewrites.r13_pinned_storage import ReleaseStorage
 from inductor_passes.rewrites.r14_duplicate_gathers import ShareGathers
 from inductor_passes.rewrites.r15_needless_collectives import DropNeedless
 from inductor_passes.rewrites.r16_rows_on_shards import RowsOnShards
+from inductor_passes.rewrites.r17_planned_redistributions import PlanRedistributions
 from inductor_passes.rewrites.work import Rewrite
 
 REWRITES: tuple[Rewrite, ...] = (
@@ -36,6 +37,7 @@ REWRITES: tuple[Rewrite, ...] = (
     MergeNestedScatters(),
     MergeNestedReductions(),
     MergeNestedGathers(),
+    PlanRedistributions(),
     PlanChains(),
     VisibleExchange(),
     ViewInsteadOfPack(),

@@ -43,8 +43,10 @@ def canonical(dims: Sequence[Digits]) -> Digits:
 
 
 def regrouped(dims: Sequence[Digits], shape: Sequence[int]) -> list[Digits] | None:
-    """The digits after a view as ``shape``; None when a dimension would cut through a digit unevenly."""
+    """The digits after a view as ``shape``; None when a dimension would cut through a digit unevenly, or of nothing."""
     left = list(canonical(dims))
+    if 0 in shape:
+        return None
     result: list[Digits] = []
     for extent in reversed(shape):
         mine: list[tuple[int, int]] = []

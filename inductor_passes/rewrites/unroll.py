@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from inductor_passes.report import Reason
 from inductor_passes.rewrites.work import refuse
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense, exchanged, gathered, reduced, scattered
-from inductor_passes.verify.messages import Messages, Part
+from inductor_passes.verify.messages import OWN_KEY, Messages, Part
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,31 @@ class Unroller:
         return self.mesh.group(self.rank, step.mesh_dims)
 
     def _select(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node:
-        part = _cut(emit, tensor, self._block(step, self.rank), self._block(step, self.rank, after=True))
+        part = self._own_pieces(emit, tensor, step)
+        if part is None:
+            part = _cut(emit, tensor, self._block(step, self.rank), self._block(step, self.rank, after=True))
         # A view would keep all of the input alive.
         return part if part is tensor else emit.call(
             torch.ops.aten.clone.default, part, memory_format=torch.contiguous_format
         )
+
+    def _own_pieces(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node | None:
+        """The rank's own pieces as splits that say so, which other ranks' pieces can be told from; None where a cut is
+        not the innermost one, or not even."""
+        at = self.mesh.coordinates(self.rank)
+        new = []
+        for d, (old, now) in enumerate(zip(step.before.cuts, step.after.cuts)):
+            if now[: len(old)] != old or any(factor != 1 for _, factor in now):
+                return None
+            new += [(d, m) for m, _ in now[len(old) :]]
+        for d, m in new:
+            size, count = tensor.meta["val"].shape[d], self.mesh.shape[m]
+            if size % count or not size:
+                return None
+            split = emit.call(torch.ops.aten.split.Tensor, tensor, size // count, d)
+            split.meta[OWN_KEY] = self.mesh.group(self.rank, (m,))
+            tensor = emit.call(operator.getitem, split, at[m])
+        return tensor
 
     def _gather(self, emit: Emitter, tensor: torch.fx.Node, step: Step) -> torch.fx.Node:
         want = self._block(step, self.rank, after=True)

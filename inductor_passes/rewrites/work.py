@@ -32,6 +32,7 @@ from inductor_passes.rewriting.contract import Facts
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.split import Split
 from inductor_passes.verify import Claim
+from inductor_passes.verify.messages import KEY
 
 Exactness = Tier
 
@@ -138,6 +139,7 @@ class Work:
         self.for_all_ranks = any(isinstance(c.group_argument, torch.fx.Node) for c in view.collectives)
         sizes = {len(ranks) for _, ranks in _torch.group_layout().items()}
         self.empty_pieces = False
+        self._told: dict[str, list[torch.fx.Node]] = {}
         for node in view.nodes:
             self._index(node)
             self.empty_pieces = self.empty_pieces or _may_be_empty(node, sizes)
@@ -329,6 +331,7 @@ class Work:
                     self._writers.setdefault(node, []).extend(self._writers[old])
             old.replace_all_uses_with(new)
             redirected.append((old.name, new.name))
+            self._tell(old, new)
         inputs = [n for node in removed for n in node.all_input_nodes]
         for node in removed:
             self._erase(node)
@@ -356,6 +359,13 @@ class Work:
         # What makes ``kept`` had a part in this: a coalesced collective that it came out of stays apart.
         self.touched.update(self.families.get(self._base(movement_behind(self._base(kept)).source), ()))
         self.replace(subject, origin, removed, lambda _: kept, claim=Claim.REMOVE)
+
+    def _tell(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
+        """Exchanges that say what they send of a value say it of the one that stands for it now."""
+        for exchange in self._told.pop(old.name, ()):
+            if exchange not in self._gone:
+                exchange.meta[KEY] = dataclasses.replace(exchange.meta[KEY], source=new.name)
+                self._told.setdefault(new.name, []).append(exchange)
 
     def _erase(self, node: torch.fx.Node) -> None:
         self.visits += 1
@@ -407,6 +417,8 @@ class Work:
                 self._named[name].pop(node, None)
             else:
                 self._named[name][node] = None
+        if not forget and KEY in node.meta:
+            self._told.setdefault(node.meta[KEY].source, []).append(node)
 
     def _take(self, start: torch.fx.Node, waits: tuple[torch.fx.Node, ...]) -> None:
         self._numbered += 1

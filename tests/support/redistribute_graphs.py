@@ -18,7 +18,9 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine.compilation import Known, phase_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.redistribute.noted import note_layouts
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 
 
@@ -36,11 +38,12 @@ def capture(
     function: Callable[..., Any],
     inputs: list[Any],
     joint: Callable[[torch.fx.Graph], None] = lambda graph: None,
+    dynamo: Callable[[torch.fx.Graph], None] = note_layouts,
     **options: Any,
 ) -> Captured:
     """Graphs of one call (and of the backward of its sum), under the current process group; nothing is generated.
 
-    ``joint`` may change the joint graph, which is recorded as it was before.
+    ``joint`` may change the joint graph, which is recorded as it was before; ``dynamo`` may annotate Dynamo's.
     """
     import torch._inductor.config as inductor_config
 
@@ -73,7 +76,7 @@ def capture(
         joint(graph)
 
     torch._dynamo.reset()
-    with inductor_config.patch(joint_custom_post_pass=grab_joint):
+    with inductor_config.patch(joint_custom_post_pass=grab_joint, pre_grad_custom_pass=dynamo):
         result = torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs)
         if isinstance(result, torch.Tensor) and result.requires_grad:
             result.sum().backward()
@@ -94,9 +97,11 @@ def rewritten(
     settings: tuple[PassConfig, CostProfile],
     exactness: str = "exact",
     only: tuple[str, ...] = (),
+    agreed: bool = True,
 ) -> Any:
     """Rewrite a graph in place; the report. The verifier must be content."""
-    report = run_passes(gm.graph, [RewriteCollectives(exactness, only)], *settings).report.passes[0]
+    known = Known(phase_of(gm.graph, is_inference=False), agreed=agreed)
+    report = run_passes(gm.graph, [RewriteCollectives(exactness, only)], *settings, known=known).report.passes[0]
     gm.graph.lint()
     gm.recompile()
     return report

@@ -4,7 +4,8 @@ For every pair of placements a DTensor program is compiled on a fake process gro
 of a replicated mesh dimension arrives as a pending sum, as data parallelism has it), and the rewrites run on its graph.
 Counted are collectives, bytes of the busiest rank and copies (``cat``, ``clone``, padding) of DTensor's graph, of the
 rewritten one and of the plan under the same cost profile. A pair is worse than its plan when it sends more bytes or
-issues more collectives. Pairs without a pending sum run in the tier ``exact``, the others in ``reassociate``.
+issues more collectives or copies more often. Pairs without a pending sum run in the tier ``exact``, the others in
+``reassociate``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +45,8 @@ from tools.shared.record import RESULTS, markdown_table, write
 CASES: tuple[tuple[tuple[int, ...], tuple[int, int]], ...] = tuple(
     (mesh, shape) for mesh in ((2, 4), (4, 4), (2, 3), (2, 2, 2)) for shape in ((3072, 1536), (3071, 1535))
 )
+#: What copies a part of a pack before a ``cat`` puts it in its place.
+PARTS = ("aten::clone", "aten::constant_pad_nd")
 #: Pairs that are taken of a mesh with more than that many; drawn with a fixed seed.
 MOST_PAIRS = 80
 
@@ -60,8 +63,8 @@ class Cost:
         return f"{self.bytes:,} / {self.collectives} / {self.copies}"
 
     def worse_than(self, other: Cost) -> bool:
-        """Whether it sends or issues more."""
-        return self.bytes > other.bytes or self.collectives > other.collectives
+        """Whether it sends, issues or copies more."""
+        return any(a > b for a, b in zip(astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,19 @@ class Row:
 def counted(gm: torch.fx.GraphModule) -> Cost:
     """Of a graph. An exchange that says what all ranks send counts for the busiest of them."""
     view = GraphView(gm.graph)
-    copies = sum(_torch.op_name(n.target) in COPIES for n in gm.graph.nodes if n.op == "call_function")
+    copies = sum(_is_copied(n) for n in gm.graph.nodes if n.op == "call_function")
     return Cost(sum(_bytes(c) for c in view.collectives), len(view.collectives), copies)
+
+
+def _is_copied(node: torch.fx.Node) -> bool:
+    """Whether a node copies. What a ``cat`` alone reads is written to its place there: that is one copy, the cat's."""
+    if _torch.op_name(node.target) not in COPIES:
+        return False
+    reader = node
+    while len(reader.users) == 1 and _torch.op_name(next(iter(reader.users)).target) in ("aten::view", *PARTS):
+        reader = next(iter(reader.users))
+    joined = len(reader.users) == 1 and _torch.op_name(next(iter(reader.users)).target) == "aten::cat"
+    return not joined or _torch.op_name(node.target) == "aten::cat"
 
 
 def _bytes(collective: Collective) -> int:

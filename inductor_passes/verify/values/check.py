@@ -47,6 +47,7 @@ def changed_values(
     replicas: Replicated = "proven",
     rounds: Mapping[str, Narrowed] | None = None,
     own: Mapping[str, Narrowed] | None = None,
+    replaced: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """Everything in ``after`` whose value is not shown to be that of ``before``; empty when all is proven.
 
@@ -56,7 +57,9 @@ def changed_values(
         replicas: ``"implied"``: operands are taken to be equal on ranks as ``implied`` says.
         rounds: names of nodes that may arrive rounded -> by how much at most, and over which group, see ``narrowed``.
         own: the same of nodes that may be read in the place of ``sent`` only, see ``kept``.
+        replaced: names of new values -> the value in whose place others read it.
     """
+    replaced = replaced or {}
     proof = Proof(before, after, numerics, replicas, rounds, own)
     found: list[Finding] = []
     for record in after.records.values():
@@ -64,6 +67,9 @@ def changed_values(
             found += _statement(proof, record)
         if OWN_KEY in record.meta:
             found += _own_piece(proof, record)
+        stands_for = before.records.get(replaced.get(record.name, ""))
+        if stands_for is not None and record.name not in before.records:
+            proof.stand(record, stands_for)
         old = before.records.get(record.name)
         if old is not None and old.op == record.op:
             found += _kept(proof, old, record, record.name in edited)
@@ -87,7 +93,8 @@ def compared(
     found = list(_excessive(certificates, rounding))
     named = [one for certificate in certificates for one in certificate.narrowed]
     rounds, own = ({one.read: one for one in named if one.own is kept} for kept in (False, True))
-    return found or changed_values(before, after, numerics, edited, replicas, rounds, own)
+    replaced = {new: was for certificate in certificates for was, new in certificate.replaced}
+    return found or changed_values(before, after, numerics, edited, replicas, rounds, own, replaced)
 
 
 def _excessive(certificates: Sequence[Certificate], rounding: Fraction | None) -> Iterator[Finding]:

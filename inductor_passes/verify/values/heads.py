@@ -59,6 +59,9 @@ class Resolver:
     """Follows reads of one program.
 
     Attributes:
+        stands: names of values -> the value of the other program that they were shown to be on this rank. Every rank
+            shows that of its own, so they are followed there, on whatever rank they are read.
+        other: the resolver of the other program.
         rounds: names of nodes that arrive rounded -> what is said of them. They are followed to what they are a
             rounding of, which has to be in one of the forms that ``narrowed`` knows.
         roundings: how many such nodes have been followed.
@@ -70,6 +73,8 @@ class Resolver:
         self.space, self.groups, self.memory, self.own = space, groups, memory, own
         self.rounds = rounds or {}
         self.roundings = 0
+        self.stands: dict[str, Record] = {}
+        self.other: Resolver | None = None
 
     def head(self, a: Access) -> Head:
         """See the module's docstring.
@@ -78,6 +83,8 @@ class Resolver:
             NeedsCut, NeedsBytes: the question has to be asked for parts.
             NoHintError, NotRegularError: it cannot be answered.
         """
+        if self.other is not None and a.record.program is not self.own.program:
+            return self.other.head(a)
         try:
             return self._followed(a)
         except NeedsBytes:
@@ -100,6 +107,8 @@ class Resolver:
 
     def _followed(self, a: Access) -> Head:
         while True:
+            if self.other is not None and a.record.name in self.stands:
+                return self.other.head(a._replace(record=self.stands[a.record.name], reader=None))
             if self.is_overwritten(a):
                 return a
             step = self._step(a)

@@ -19,7 +19,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from inductor_passes import _torch
+from inductor_passes.ir.groups import resolve
 from inductor_passes.verify.messages import OWN_KEY
+from inductor_passes.verify.values.layouts import Layouts
 from inductor_passes.verify.values.moves import MOVES
 from inductor_passes.verify.values.program import Program, Record, operands
 from inductor_passes.verify.values.replicas import Replicas, replicas
@@ -33,10 +35,13 @@ _GATHERS = frozenset(
 
 
 class Own:
-    """The own pieces of one program."""
+    """The own pieces of one program.
 
-    def __init__(self, program: Program, here: int) -> None:
-        self.program, self.here = program, here
+    ``layouts``: those of the program as it came.
+    """
+
+    def __init__(self, program: Program, here: int, layouts: Layouts) -> None:
+        self.program, self.here, self.layouts = program, here, layouts
         self._by_size: dict[int, Replicas | None] | None = None
         self._pieces: dict[str, Replicas | None] = {}
 
@@ -63,6 +68,9 @@ class Own:
         shapes = {split.shape((i,)) for i in range(len(split.value))}
         if len(shapes) != 1 or self.program.used_pieces(split) != [piece]:
             return None
+        said = self.layouts.group(split)
+        if said is not None:
+            return replicas(said) if len(said) == len(split.value) and said.index(self.here) == piece else None
         group = self._groups().get(len(split.value))
         return group if group is not None and group.ranks.index(self.here) == piece else None
 
@@ -84,11 +92,19 @@ class Own:
                 if group is not None:
                     for leaf in _leaves(split.first, group):
                         found.setdefault(leaf.name, set()).add(group)
+        if self.program is self.layouts.program:
+            for source, ranks in self.layouts.replicated():
+                if (group := replicas(ranks)) is not None:
+                    for leaf in _leaves(source, group):
+                        found.setdefault(leaf.name, set()).add(group)
         return found
 
 
 def _leaves(record: Record, group: Replicas) -> list[Record]:
-    """Where the elements of a value come from, through movement and gathers over other groups."""
+    """Where the elements of a value come from, through movement and gathers over other groups.
+
+    What a gather over ranks of the group brings together is alike on them whatever each of them sends.
+    """
     seen: dict[str, Record] = {}
     found, todo = [], [record]
     while todo:
@@ -96,11 +112,18 @@ def _leaves(record: Record, group: Replicas) -> list[Record]:
         if one.name in seen:
             continue
         seen[one.name] = one
+        if one.called in _GATHERS and len(_ranks(one) & {*group.ranks}) != 1:
+            continue
         if one.called in MOVES or one.called in _GATHERS:
             todo += operands(one.arguments)
         elif hasattr(one.value, "dtype"):
             found.append(one)
     return found
+
+
+def _ranks(gather: Record) -> set[int]:
+    argument = gather.arguments["group_name"]
+    return {*resolve(argument.value if isinstance(argument, Record) else argument).ranks}
 
 
 def converted(meta: Mapping[str, Any]) -> bool:

@@ -17,18 +17,19 @@ from typing import Literal
 from inductor_passes.verify.certificate import Narrowed
 from inductor_passes.verify.values import freely
 from inductor_passes.verify.values.access import Access, Constant
-from inductor_passes.verify.values.affine import Affine, NeedsCut, Space, TooManyPiecesError
+from inductor_passes.verify.values.affine import ZERO, Affine, NeedsCut, Space, TooManyPiecesError
 from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.communication import Groups, NewCoordinateError, Reduction
 from inductor_passes.verify.values.definitions import ROUND_FREELY
 from inductor_passes.verify.values.differences import Unequal, changed, different, value
 from inductor_passes.verify.values.heads import Cast, Head, Resolver, position_of
 from inductor_passes.verify.values.implied import alike, computed, implied
+from inductor_passes.verify.values.layouts import Layouts
 from inductor_passes.verify.values.matching import Side, matched
 from inductor_passes.verify.values.memory import Root
 from inductor_passes.verify.values.operators import signature
 from inductor_passes.verify.values.own import Own
-from inductor_passes.verify.values.program import Program
+from inductor_passes.verify.values.program import Program, Record
 from inductor_passes.verify.values.questions import Question
 from inductor_passes.verify.values.replicas import Replicas
 from inductor_passes.verify.values.signatures import Signature
@@ -65,11 +66,13 @@ class Proof:
         self._kept: dict[str, str] = {}
         self.memories = old.memory, new.memory
         here = self.groups.here.const
-        self._own = Own(old, here)
+        layouts = Layouts(old, here)
+        self._own = Own(old, here, layouts)
         self.old = Resolver(self.space, self.groups, self.memories[0], self._own)
-        self.own_pieces = Own(new, here)
+        self.own_pieces = Own(new, here, layouts)
         self._implied = replicas == "implied"
         self.new = Resolver(self.space, self.groups, self.memories[1], self.own_pieces, rounds)
+        self.new.other = self.old
         self._own_rounds = own or {}
         self._sides = (
             Side(self.space, self.old, self._kept, self._place),
@@ -85,6 +88,21 @@ class Proof:
         """A value of the new graph is one of the old graph's."""
         self.same[new] = old
         self._kept[old] = old
+
+    def stand(self, new: Record, old: Record) -> None:
+        """A value of the new graph is from now on read as the old graph's, if this rank can show that it is that.
+
+        What other ranks made of it need not be in this rank's graph: each of them shows the same of its own value.
+        Not where anything arrives rounded, which is counted, or where memory is written to later.
+        """
+        written = any(m.is_written(r.name) for m, r in zip(self.memories, (old, new)))
+        if written or self.new.rounds or self._own_rounds or not hasattr(old.value, "dtype"):
+            return
+        try:
+            self.show(Access(old, (), ZERO, ()), Access(new, (), ZERO, ()))
+        except (Unequal, *_NOT_UNDERSTOOD):
+            return
+        self.new.stands[new.name] = old
 
     @contextlib.contextmanager
     def own_roundings(self) -> Iterator[None]:
@@ -190,7 +208,9 @@ class Proof:
             return repr(old) == repr(new)
         if not isinstance(old, Access) or not isinstance(new, Access):
             return False
-        versions = [m.version(a.record.name, position_of(a.reader)) for m, a in zip(self.memories, (old, new))]
+        # What stands for a value of the old graph is read there.
+        memories = (self.memories[0], self.memories[new.record.program is not self._own.program])
+        versions = [m.version(a.record.name, position_of(a.reader)) for m, a in zip(memories, (old, new))]
         same = (
             self.same.get(new.record.name) == old.record.name
             and (old.path, old.indices, old.byte) == (new.path, new.indices, new.byte)

@@ -37,9 +37,12 @@ def arrived(space: Space, group: Replicas, a: Access) -> Access | None:
     said, source = found
     if a.rank.terms:
         raise space.points(a.rank.terms[0][0])
-    here = _member(space, group, a.rank)
+    here, peers = _ends(space, group, a.rank)
     unit = unit_of(source, a.record)
-    parts = [(peer, part) for peer in group.ranks for part in said.parts(peer, here)]
+    try:
+        parts = [(peer, part) for peer in peers for part in said.parts(peer, here)]
+    except ValueError as why:
+        raise NoHintError(f"{a.record.name} does not say what rank {here} gets: {why}") from why
     edges = [0, *itertools.accumulate((part.end - part.begin) * unit for _, part in parts)]
     place, inner = space.locate(a.indices[0], edges)
     if not 0 <= place < len(parts):
@@ -50,13 +53,16 @@ def arrived(space: Space, group: Replicas, a: Access) -> Access | None:
     return Access(source, (), rank, inside(space, part, element), byte if unit > 1 else a.byte, a.reader)
 
 
-def _member(space: Space, group: Replicas, rank: Affine) -> int:
-    """The member of this process's group in the place of ``rank``, which may be in a group parallel to it.
+def _ends(space: Space, group: Replicas, rank: Affine) -> tuple[int, tuple[int, ...]]:
+    """A rank, and the ranks that send to it: this process's group, or one parallel to it.
 
-    The ranks of a parallel group send each other what their counterparts here do, as everywhere in a proof.
+    What travels is stated for any two ranks. In a parallel group it may be something else than here: which piece of a
+    tensor is sent depends on where the ranks stand along the other dimensions of a mesh, too.
     """
     here = rank.const % FAR
-    return here if here in group.ranks else group.ranks[group.position(space, rank).const]
+    if here in group.ranks:
+        return here, group.ranks
+    return here, tuple(group.member(space, rank, Affine(position)).const % FAR for position in range(group.size))
 
 
 def unit_of(source: Record, sent: Record) -> int:
