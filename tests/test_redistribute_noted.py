@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,11 +11,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from inductor_passes.agreement.lines import describe
+from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.layouts import LAYOUTS_KEY, noted
 from inductor_passes.ir.view import GraphView
 from inductor_passes.redistribute.noted import note_layouts
 from inductor_passes.redistribute.prepare import prepare_groups
-from inductor_passes.report import Verdict
+from inductor_passes.report import Reason, Verdict
 from inductor_passes.rewrites.redistributed import UNEVEN
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.values.check import changed_values
@@ -222,6 +225,62 @@ def test_the_gradient_goes_the_same_way():
             assert "R17" in applied(rewritten(after[rank], settings_for()))
     assert sent(ops_of(after[0])) == ["all_to_all_single"]
     assert_equal_on_all_ranks(before, after, groups)
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("dynamo", [note_layouts, unnoted], ids=["noted", "unnoted"])
+def test_a_result_is_no_view_of_the_operand(mesh_shape, dynamo):
+    """A rank that keeps what it has returned a view of the caller's tensor, and a write to the one was one to both."""
+    shape, planned = (12, 12), 0
+    for layouts in (([S(1), S(0)], [S(0), S(1)]), ([R, S(0)], [S(0), S(0)]), ([S(0), R], [R, S(0)])):
+        for rank in range(math.prod(mesh_shape)):
+            with mesh_world(mesh_shape, rank) as mesh:
+
+                def run(x, mesh=mesh, layouts=layouts):
+                    d = DTensor.from_local(
+                        x, mesh, layouts[0], run_check=False, shape=torch.Size(shape), stride=(12, 1)
+                    )
+                    return d.redistribute(placements=layouts[1]).to_local()
+
+                (gm,) = capture(run, [torch.zeros(local_shape(mesh, shape, layouts[0]))], dynamo=dynamo).graphs
+                planned += bool({"R11", "R17"} & {*applied(rewritten(gm, settings_for()))})
+                view = GraphView(gm.graph)
+                (result,) = gm.graph.output_node().args[0]
+                assert all(s.producer.op != "placeholder" for s in view.storages.of(result)), (rank, layouts)
+    # Without a note nobody knows which of two equal dimensions a slice is along.
+    assert planned >= 6 or (mesh_shape, dynamo) == ((2, 2), unnoted)
+
+
+def test_all_ranks_see_that_an_exchange_is_unequal():
+    """Found from outside: a rank that keeps what it has exchanges nothing, and took that for equal pieces."""
+    seen = set()
+    for rank in range(4):
+        with mesh_world((2, 2), rank) as mesh:
+            (gm,) = capture(redistribution(mesh, (8, 12), [S(1), S(0)], [S(0), S(1)]), [torch.zeros(4, 6)]).graphs
+            assert shards(GraphView(gm.graph)).ranks_agree
+            assert applied(rewritten(gm, settings_for())) == ["R17"]
+            seen.add(shards(GraphView(gm.graph)).ranks_agree)
+    assert seen == {False}
+
+
+@pytest.mark.parametrize("target, equal", [([S(1), S(1)], True), ([S(0), S(1)], False)], ids=["equal", "unequal"])
+def test_an_unequal_exchange_leaves_other_collectives_their_plan(target, equal):
+    """Beside an exchange of unequal pieces nothing could be merged or moved."""
+    source = [S(0), S(0)] if equal else [S(1), S(0)]
+    for rank in range(4):
+        with mesh_world((2, 2), rank) as mesh:
+            calls = redistribution(mesh, (8, 12), source, target)
+            everybody = torch.distributed.group.WORLD.group_name
+
+            def run(x, calls=calls, everybody=everybody):
+                y = torch.ops._c10d_functional.all_reduce(x * 3.0, "sum", everybody)
+                return calls(x), torch.ops._c10d_functional.wait_tensor(y)
+
+            (gm,) = capture(run, [torch.zeros(local_shape(mesh, (8, 12), source))]).graphs
+            report = rewritten(gm, settings_for(), only=("R17",))
+            assert ("R17" in applied(report)) == equal
+            reasons = {d.reason for d in report.decisions if d.subject == "R17" and d.verdict is Verdict.REFUSED}
+            assert equal or reasons == {Reason.RANKS_DIFFER}
 
 
 def test_chains_of_nothing_are_left_alone():

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from inductor_passes._torch import strided_shard
 from inductor_passes.agreement.lines import describe
 from inductor_passes.agreement.roles import IncomparableError
 from inductor_passes.ir.view import GraphView
@@ -48,6 +49,7 @@ class Drawn:
     Attributes:
         between: per hop what happens before it: ``""`` nothing, ``"*"`` arithmetic, ``"read"`` the result so far is
             read by others too, ``"local"`` the local tensor is worked on and becomes a DTensor again.
+        branches: where the tensor is brought besides, each for a result of its own.
         last: how the result leaves: ``to_local`` or ``full_tensor``.
         cast: whether the last hop casts on the way.
         tier: what rewrites may do to sums.
@@ -57,6 +59,7 @@ class Drawn:
     shape: tuple[int, ...]
     layouts: tuple[tuple[Placement, ...], ...]
     between: tuple[str, ...]
+    branches: tuple[tuple[Placement, ...], ...]
     last: str
     cast: bool
     grad: bool
@@ -78,11 +81,15 @@ def drawn(seed: int) -> Drawn:
         kinds += [Partial(r.choice(("sum", "sum", "max")))] * 3 if pending else []
         return tuple(r.choice(kinds) for _ in mesh)
 
+    first = layout(r.random() < 0.4)
+    if len(mesh) == 2 and r.random() < 0.15:
+        first = (strided_shard(0, mesh[1]), Shard(0))
     return Drawn(
         mesh,
         shape,
-        (layout(r.random() < 0.4), *(layout(False) for _ in range(hops))),
+        (first, *(layout(False) for _ in range(hops))),
         ("", *(r.choice(("", "", "*", "read", "local")) for _ in range(hops - 1))),
+        tuple(layout(False) for _ in range(r.choice((0, 0, 0, 1, 3)))),
         r.choice(("to_local", "to_local", "full_tensor")),
         r.random() < 0.1,
         r.random() < 0.5,
@@ -101,6 +108,7 @@ def program(what: Drawn, mesh):
 
     def run(x):
         d, more, here = placed(x * 1.0, what.layouts[0]), [], what.layouts[0]
+        branches = [d.redistribute(placements=target).to_local() for target in what.branches]
         for number, (target, between) in enumerate(zip(what.layouts[1:], what.between)):
             if between == "*":
                 d = d * 2.0
@@ -114,16 +122,23 @@ def program(what: Drawn, mesh):
         out = getattr(d, what.last)() * 2.0
         for one in more:
             out = out + one
-        return out
+        return (out, *branches)
 
     x = torch.zeros(local_shape(mesh, what.shape, what.layouts[0]), dtype=what.dtype)
     return run, [x.requires_grad_(what.grad and not what.dtype.is_complex)]
 
 
-def _copy(what: Drawn, layout: tuple[Placement, ...], rank: int) -> int:
-    """Equal for ranks that hold the same of a tensor of this layout; () is replicated on all."""
-    at = Mesh(what.mesh).coordinates(rank)
-    return sum(1009**m * (c + 1) for m, (c, p) in enumerate(zip(at, layout)) if not p.is_replicate())
+def _given(
+    what: Drawn, layouts: tuple[tuple[Placement, ...], ...], gm: torch.fx.GraphModule, rank: int
+) -> list[torch.Tensor]:
+    """Inputs of a graph: ranks that hold the same of a tensor are given the same; () is replicated on all."""
+    values = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    at, found = Mesh(what.mesh).coordinates(rank), []
+    for value, layout in zip((v for v in values if isinstance(v, torch.Tensor)), layouts, strict=True):
+        copy = sum(1009**m * (c + 1) for m, (c, p) in enumerate(zip(at, layout)) if not p.is_replicate())
+        generator = torch.Generator().manual_seed(copy)
+        found.append(torch.randint(-2, 3, tuple(value.shape), generator=generator).to(value.dtype))
+    return found
 
 
 def agreed(graphs: dict[int, torch.fx.GraphModule], mesh: tuple[int, ...]) -> bool:
@@ -153,8 +168,13 @@ def checked(seed: int, counts: collections.Counter[str]) -> None:
     for phase, graphs in before.items():
         if len(graphs) < size or not any(GraphView(gm.graph).collectives for gm in graphs.values()):
             continue
-        layout = what.layouts[0] if phase == "forward" else what.layouts[-1] if what.last == "to_local" else ()
-        inputs = {rank: integers(gm, _copy(what, layout, rank)) for rank, gm in graphs.items()}
+        last = what.layouts[-1] if what.last == "to_local" else ()
+        given = (what.layouts[0],) if phase == "forward" else (last, *what.branches)
+        if any(len(integers(gm, 0)) != len(given) for gm in graphs.values()):
+            # Some rank saves what it holds nothing of.
+            counts["other inputs"] += 1
+            continue
+        inputs = {rank: _given(what, given, gm, rank) for rank, gm in graphs.items()}
         try:
             run_in_lockstep(graphs, inputs, groups)
         except LockstepError:

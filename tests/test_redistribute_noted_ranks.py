@@ -133,3 +133,61 @@ def summed(rank: int, world: int) -> list[str]:
 @pytest.mark.ranks
 def test_sums_on_the_way(four_ranks: Ranks) -> None:
     four_ranks.run(summed)
+
+
+def multiplied(rank: int, world: int) -> list[str]:
+    """A matmul between redistributions, which async TP cuts: slices that it copies stay each rank's own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    prepare_groups(mesh)
+
+    def run(x: DTensor, w: DTensor) -> DTensor:
+        y = x.redistribute(placements=[Shard(0), Replicate()]) @ w.redistribute(placements=[Replicate(), Shard(1)])
+        return y.redistribute(placements=[Shard(0), Shard(0)])
+
+    def made(seed: int, placements: list[object]) -> DTensor:
+        whole = torch.randint(-3, 4, (8, 8), generator=torch.Generator().manual_seed(seed)).float()
+        return distribute_tensor(whole, mesh, placements, src_data_rank=None).detach().requires_grad_()
+
+    def results(function: object) -> list[torch.Tensor]:
+        x, w = made(0, [Shard(0), Shard(0)]), made(1, [Shard(0), Shard(1)])
+        y = function(x, w)  # type: ignore[operator]
+        y.backward(made(2, [Shard(0), Shard(0)]).detach())
+        return [one.full_tensor() for one in (y, x.grad, w.grad)]
+
+    wanted, found = results(run), []
+    for redistribute in ("numerics", "off"):
+        torch._dynamo.reset()
+        settings = dotted(
+            numerics="reassociate", async_tp="force", redistribute=redistribute, verify="strict", codegen="aot_eager",
+            memory_budget="unlimited",
+        )  # fmt: skip
+        with collect(what_if=False) as reports:
+            got = results(torch.compile(run, backend="inductor_passes", options=settings))
+        assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True)), redistribute
+        cut = [
+            d for r in reports for p in r.passes if p.name == "async_tp"
+            for d in p.decisions if d.verdict is Verdict.APPLIED
+        ]  # fmt: skip
+        found.append(f"{redistribute}: {len(cut) > 0}")
+    return found
+
+
+@pytest.mark.ranks
+def test_async_tp_beside_exchanges(four_ranks: Ranks) -> None:
+    assert four_ranks.run(multiplied)[0][1] == "off: True"
+
+
+def sliced(rank: int, world: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Every rank prepares the groups of another slice of one mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    made = [prepare_groups(mesh["a"]), prepare_groups(mesh["b"]), prepare_groups(mesh), prepare_groups(mesh["a", "b"])]
+    x = distribute_tensor(torch.arange(8.0), mesh["a"], [Shard(0)], src_data_rank=None)
+    assert torch.equal(x.full_tensor(), torch.arange(8.0))
+    return made
+
+
+@pytest.mark.ranks
+def test_groups_of_a_slice_of_a_mesh() -> None:
+    """Found from outside: it hung, since each rank created groups that the others did not."""
+    with Ranks(4) as ranks:
+        assert {str(made) for made in ranks.run(sliced)} == {str([(), (), (), ()])}

@@ -78,6 +78,7 @@ from inductor_passes._torch.groups import (
     register_work,
     resolve_group_ranks,
     sends_at_once,
+    sliced_from,
 )
 from inductor_passes._torch.inductor import (
     SIMPLE_OVERLAP,
@@ -430,6 +431,7 @@ __all__ = [
     "size_expression",
     "size_hint",
     "size_range",
+    "sliced_from",
     "snode_buffers",
     "snode_bytes",
     "snode_call",

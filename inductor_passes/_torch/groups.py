@@ -262,6 +262,19 @@ def exchange(name: str, key: str, value: str) -> list[str]:
     return [bytes(store.get(f"{key}/{rank}")).decode() for rank in ranks]
 
 
+def sliced_from(mesh: object) -> tuple[Any, tuple[int, ...]] | None:
+    """(the mesh that a device mesh is a slice of, its dimensions in the slice's order); None for others.
+
+    Ranks see different slices and the same whole mesh.
+    """
+    root_of = getattr(mesh, "_get_root_mesh", None)
+    root = root_of() if callable(root_of) else None
+    names, all_names = (tuple(getattr(one, "mesh_dim_names", None) or ()) for one in (mesh, root))
+    if root is None or root is mesh or not names or not set(names) <= set(all_names):
+        return None
+    return root, tuple(all_names.index(name) for name in names)
+
+
 def mesh_layout(value: object) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]] | None:
     """(shape, names of the dimensions, names of this rank's groups along them) of a device mesh, None for others."""
     import torch.distributed as dist

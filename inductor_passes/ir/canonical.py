@@ -170,7 +170,9 @@ def shards(view: GraphView) -> Shards:
 
 def _has_unequal_splits(start: torch.fx.Node) -> bool:
     lists = [a for a in (*start.args, *start.kwargs.values()) if isinstance(a, (list, tuple))]
-    return any(len({str(size) for size in sizes}) > 1 for sizes in lists)
+    found = [{str(size) for size in sizes} for sizes in lists]
+    # Where this rank sends and gets nothing at all, others do.
+    return any(len(sizes) > 1 for sizes in found) or any(sizes == {"0"} for sizes in found)
 
 
 def _is_uneven(view: GraphView, collective: Collective) -> bool:

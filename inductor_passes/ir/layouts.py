@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 #: Annotation (in ``meta["custom"]``) of all that was traced from a call that redistributes.
 LAYOUTS_KEY = "inductor_passes_layouts"
+#: The same of a node that a pass made in the place of one of these, or as a copy of one: it is not of the call.
+COPY_KEY = "inductor_passes_layouts_of_copy"
 
 
 class Noted(NamedTuple):
@@ -35,7 +37,12 @@ class Noted(NamedTuple):
     orders: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = ((), ())
 
 
-def noted(meta: Mapping[str, Any]) -> Noted | None:
+def noted(meta: Mapping[str, Any], key: str = LAYOUTS_KEY) -> Noted | None:
     """The note of the call that a node was traced from; None where there is none."""
-    found = (meta.get("custom") or {}).get(LAYOUTS_KEY)
+    found = (meta.get("custom") or {}).get(key)
     return found if isinstance(found, Noted) else None
+
+
+def as_copy(custom: Mapping[str, Any]) -> dict[str, Any]:
+    """The annotations of a node made for one with these."""
+    return {COPY_KEY if name == LAYOUTS_KEY else name: value for name, value in custom.items()}

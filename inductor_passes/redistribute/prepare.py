@@ -70,7 +70,7 @@ def prepare_groups(
     can do together (see :class:`~inductor_passes.groups.availability.Availability`); compilation looks that up.
 
     Args:
-        mesh: a ``DeviceMesh`` or a :class:`Mesh`; None for ``groups`` only.
+        mesh: a ``DeviceMesh``, or a slice of one by names, or a :class:`Mesh`; None for ``groups`` only.
         dims: sub-meshes as tuples of mesh dims, e.g. ``plan.groups``; None for all combinations of dims of size > 1.
         groups: process groups, or their names, that belong to no mesh; all members of each must name it.
 
@@ -88,7 +88,12 @@ def prepare_groups(
     if mesh is not None:
         plain = mesh_of(mesh)
         wanted = _wanted(plain, dims)
-        created = _create(plain, wanted)
+        # Each rank has another slice of a mesh: what all ranks create alike is the whole mesh's.
+        sliced = _torch.sliced_from(mesh)
+        plain, whole = (plain, wanted) if sliced is None else (mesh_of(sliced[0]), _within(sliced[1], wanted))
+        made = {*_create(plain, whole)}
+        created = [asked for asked, one in zip(wanted, whole) if one in made]
+        wanted = whole
         if _torch.process_rank() in plain.ranks:
             for combination in wanted:
                 establish(group_name(plain, combination))
@@ -105,6 +110,10 @@ def _wanted(plain: Mesh, dims: Iterable[Iterable[int]] | None) -> list[tuple[int
         return sorted({tuple(sorted(plain.check_dims(d))) for d in dims}, key=lambda d: (len(d), d))
     used = [m for m, size in enumerate(plain.shape) if size > 1]
     return [c for k in range(1, len(used) + 1) for c in itertools.combinations(used, k)]
+
+
+def _within(dims: tuple[int, ...], wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [tuple(sorted(dims[m] for m in combination)) for combination in wanted]
 
 
 def _create(plain: Mesh, wanted: list[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -14,7 +14,9 @@ has no such note, since an operator redistributes its operands by itself, is lef
 
 Without reductions bit-exact: only data moves. Reductions keep their order with ``exact``, as the planner's tier of that
 name has it; with ``reassociate`` they may be merged, moved and split.
-Saves what the plan saves, and is refused where its copies cost more than its collectives gain.
+Saves what the plan saves, and is refused where its copies cost more than its collectives gain, and where its exchange
+has pieces of unequal size beside collectives of another kind: those are planned by their durations, which ranks then
+see differently.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.ir.layouts import noted
+from inductor_passes.ir.layouts import COPY_KEY, noted
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.plan import Exactness, RedistributionPlan, plan_redistribution
 from inductor_passes.redistribute.spec import Spec, SpecError
@@ -35,10 +37,15 @@ from inductor_passes.redistribute.steps import Step
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.movement import name_of
 from inductor_passes.rewrites.redistributed import EXCHANGE, Redistributed, redistributed
-from inductor_passes.rewrites.unroll import Unroller, group_names
+from inductor_passes.rewrites.unroll import Unroller, exchanges_equally, group_names
 from inductor_passes.rewrites.work import Match, Refusal, Work, refuse
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense
+
+_OTHERS = (
+    "ranks would exchange pieces of unequal size, and the graph's other collectives, which no call of redistribute "
+    "causes, would be neither merged nor moved"
+)
 
 
 class PlanRedistributions:
@@ -95,6 +102,9 @@ class PlanRedistributions:
             work.may_stand_for(found.source, found.result)
         if any(step.kind == "all_reduce" for step in steps):
             work.not_in_flight(found.source, inner, found.result)
+        unequal = any(s.kind == "all_to_all" and not exchanges_equally(before.mesh, s) for s in steps)
+        if unequal and not all(_is_of_a_call(start) for start in work.starts()):
+            refuse(Reason.RANKS_DIFFER, _OTHERS)
         copies = work.copy_ns(found.copied_bytes)
         gain = found.link_ns + copies - cost_ns
         # A plan of as many collectives has to save more than rounding does.
@@ -146,6 +156,10 @@ def _longer(work: Work, found: Redistributed) -> Redistributed | None:
         if (following.before.mesh, following.before.layout) == (found.after.mesh, found.after.layout):
             return found.followed_by(following)
     return None
+
+
+def _is_of_a_call(start: torch.fx.Node) -> bool:
+    return noted(start.meta) is not None or noted(start.meta, COPY_KEY) is not None
 
 
 def _is_root(work: Work, node: torch.fx.Node) -> bool:

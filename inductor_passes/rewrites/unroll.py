@@ -140,7 +140,7 @@ class Unroller:
         members, traffic_of = self._members(step), _Traffic(self.mesh, step)
         ranges = traffic_of.ranges
         have, want = self._block(step, self.rank), self._block(step, self.rank, after=True)
-        regular = self._is_regular(step, members, ranges)
+        regular = _is_regular(self.mesh, step, members, ranges)
         sides = moved_cuts(step)
         everywhere = list(range(len(step.mesh_dims)))
         if regular and sides is not None and all(sorted(itertools.chain(*side)) == everywhere for side in sides):
@@ -177,6 +177,9 @@ class Unroller:
         own = common(have, want)
         if numel(own) and not regular:
             pieces.append(Piece(_cut(emit, tensor, have, own), _place(own, want)))
+        if pieces and not arrived:
+            # Memory of its own, as on the ranks to which something arrives: what reads it may write to it.
+            return emit.call(torch.ops.aten.clone.default, pieces[0].tensor, memory_format=torch.contiguous_format)
         for block, found in arrived.items():
             flats = [flat for _, flat in sorted(found, key=lambda f: f[0])]
             flat = flats[0] if len(flats) == 1 else emit.call(torch.ops.aten.cat.default, flats)
@@ -200,17 +203,32 @@ class Unroller:
     def _sizes(self, step: Step) -> tuple[int, ...]:
         return tuple(self.mesh.shape[m] for m in step.mesh_dims)
 
-    def _is_regular(
-        self, step: Step, members: tuple[int, ...], ranges: Callable[[int, int], list[tuple[int, int]]]
-    ) -> bool:
-        """Whether every rank has equally much for every rank, itself included.
 
-        Then its own part goes along: nothing more is sent, and equal splits leave bucketing and scheduling free to
-        treat the exchange as any other collective.
-        """
-        own = {numel(common(self._block(step, m), self._block(step, m, after=True))) for m in members}
-        others = {tuple(hi - lo for lo, hi in ranges(p, q)) for p in members for q in members if p != q}
-        return len(own) == 1 and others == {tuple(own)} and 0 not in own
+def exchanges_equally(mesh: Mesh, step: Step) -> bool:
+    """Whether in an exchange every rank has equally much for every rank, itself included: the same answer on all ranks.
+
+    Looked at are all ranks of a mesh of up to 64, and of a larger one the groups of its first and of its last rank.
+    """
+    ranks = mesh.ranks if len(mesh.ranks) <= 64 else (mesh.ranks[0], mesh.ranks[-1])
+    ranges = _Traffic(mesh, step).ranges
+    return all(_is_regular(mesh, step, members, ranges) for members in {mesh.group(r, step.mesh_dims) for r in ranks})
+
+
+def _is_regular(
+    mesh: Mesh, step: Step, members: tuple[int, ...], ranges: Callable[[int, int], list[tuple[int, int]]]
+) -> bool:
+    """Whether every rank has equally much for every rank, itself included.
+
+    Then its own part goes along: nothing more is sent, and equal splits leave bucketing and scheduling free to
+    treat the exchange as any other collective.
+    """
+
+    def block(rank: int, after: bool = False) -> Block:
+        return (step.after if after else step.before).block(mesh.coordinates(rank))
+
+    own = {numel(common(block(m), block(m, after=True))) for m in members}
+    others = {tuple(hi - lo for lo, hi in ranges(p, q)) for p in members for q in members if p != q}
+    return len(own) == 1 and others == {tuple(own)} and 0 not in own
 
 
 @dataclass(frozen=True)

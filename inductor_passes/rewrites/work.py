@@ -158,6 +158,10 @@ class Work:
             if self.collective(start, *kinds) is not None:
                 yield start
 
+    def starts(self) -> Iterator[torch.fx.Node]:
+        """Starts of all collectives, as the graph is now."""
+        return iter(list(self._by_start))
+
     def named(self, name: str) -> Iterator[torch.fx.Node]:
         """Calls of an operator of :data:`INDEXED`, as the graph is now."""
         return iter(list(self._named[name]))

@@ -11,7 +11,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.ir import parameters
-from inductor_passes.ir.layouts import LAYOUTS_KEY
+from inductor_passes.ir.layouts import as_copy
 from inductor_passes.rewriting.numbers import Numbers
 
 #: Dtypes whose sums are taken in float32.
@@ -72,7 +72,10 @@ class Emitter:
         if self._origin is not None:
             for key in INHERITED_META:
                 if key in self._origin.meta:
-                    node.meta[key] = _inherited(self._origin.meta[key])
+                    node.meta[key] = self._origin.meta[key]
+            if node.meta.get("custom"):
+                # What is made anew does not do step by step what a call of the program does.
+                node.meta["custom"] = as_copy(node.meta["custom"])
         self.cursor = node
         self.made.append(node)
         return node
@@ -123,13 +126,6 @@ class Emitter:
         if self._origin is None:
             raise ValueError("an operator without tensor arguments needs an origin to take its fake mode from")
         return self._origin.meta["val"]
-
-
-def _inherited(value: Any) -> Any:
-    """Without the note of a redistribution: what is made anew does not do step by step what the call does."""
-    if isinstance(value, dict) and LAYOUTS_KEY in value:
-        return {name: one for name, one in value.items() if name != LAYOUTS_KEY}
-    return value
 
 
 def _first_tensor(values: Sequence[Any]) -> torch.Tensor:

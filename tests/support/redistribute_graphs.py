@@ -78,8 +78,9 @@ def capture(
     torch._dynamo.reset()
     with inductor_config.patch(joint_custom_post_pass=grab_joint, pre_grad_custom_pass=dynamo):
         result = torch.compile(function, backend=backend, fullgraph=True, **options)(*inputs)
-        if isinstance(result, torch.Tensor) and result.requires_grad:
-            result.sum().backward()
+        results = [r for r in (result if isinstance(result, tuple) else (result,)) if isinstance(r, torch.Tensor)]
+        if any(r.requires_grad for r in results):
+            torch.autograd.backward([r.sum() for r in results if r.requires_grad])
     captured.groups = group_ranks()
     return captured
 

@@ -15,17 +15,18 @@ reduce_scatter put one on, a reduction ends a pending sum.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inductor_passes.ir.groups import resolve
-from inductor_passes.ir.layouts import Noted, noted
+from inductor_passes.ir.layouts import COPY_KEY, Noted, noted
 from inductor_passes.verify.values.access import dim_of
 from inductor_passes.verify.values.communication import COLLECTIVES, reduce_op
 from inductor_passes.verify.values.program import Program, Record
 
-_PLACEMENT = re.compile(r"S\((\d+)\)|P\((\w+)\)|R")
+_PLACEMENT = re.compile(r"S\((\d+)\)|P\((\w+)\)|_S\((\d+), (\d+)\)|R")
 _SPLITS = ("aten::split", "aten::split_with_sizes")
 _REDUCES = ("_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor")
 _WAIT = "_c10d_functional::wait_tensors"
@@ -96,18 +97,25 @@ class Layouts:
     def group(self, split: Record) -> tuple[int, ...] | None:
         """Global ranks, each of which takes the piece of ``split`` at its own position; None where that is not said.
 
-        ``split`` may be of a program that was made of this one: what a pass makes carries no note.
+        ``split`` may be of a program that was made of this one. What a pass makes says which call it was made for: a
+        slice of the same piece along the same dimension is taken for a copy of that call's.
         """
-        note = noted(split.meta)
-        if note is None or self._here not in note.ranks or any(note.orders):
+        copied = noted(split.meta, COPY_KEY)
+        note = copied or noted(split.meta)
+        if note is None or self._here not in note.ranks:
             return None
-        m = self._read(note, _is_forward(split)).slices.get(split.name)
+        if copied is None:
+            m = self._read(note, _is_forward(split)).slices.get(split.name)
+        else:
+            calls = ((self._read(note, way).slices, self._noted.get((note, way), ())) for way in (True, False))
+            found = {slices.get(one.name) for slices, nodes in calls for one in nodes if _alike(one, split)}
+            m = found.pop() if len(found) == 1 else None
         return None if m is None else tuple(_rank(note, at) for at in _along(note, _coordinates(note, self._here), [m]))
 
     def replicated(self) -> Iterator[tuple[Record, tuple[int, ...]]]:
         """(what a call redistributes, global ranks that hold the same of it), for every mesh dimension along which."""
         for (note, forward), nodes in self._noted.items():
-            if self._here not in note.ranks or any(note.orders):
+            if self._here not in note.ranks:
                 continue
             inside = {record.name for record in nodes}
             sources = {o.name: o for record in nodes for o in record.raw_operands if o.name not in inside}
@@ -123,7 +131,9 @@ class Layouts:
         return self._found[key]
 
     def _call(self, note: Noted, nodes: list[Record], forward: bool) -> _Call:
-        at, first, last = _coordinates(note, self._here), _placed(note.before, note), _placed(note.after, note)
+        at = _coordinates(note, self._here)
+        first = _placed(note.before, note, note.orders[0])
+        last = _placed(note.after, note, note.orders[1])
         if first is None or last is None:
             return _Call()
         steps = [(record, dims) for record in nodes if (dims := _dims(record, note, at)) is not None]
@@ -153,6 +163,14 @@ class Layouts:
         )
 
 
+def _alike(one: Record, other: Record) -> bool:
+    """Whether two splits cut the same dimension into as many pieces, and the same one is read."""
+    if {one.called, other.called} - {*_SPLITS} or len(one.value) != len(other.value):
+        return False
+    dims = [dim_of(s.arguments.get("dim", 0), len(s.first.shape())) for s in (one, other)]
+    return dims[0] == dims[1] and one.program.used_pieces(one) == other.program.used_pieces(other)
+
+
 def _is_forward(record: Record) -> bool:
     return "source_fn_stack" in record.meta
 
@@ -177,26 +195,43 @@ def _along(note: Noted, at: Sequence[int], dims: Sequence[int]) -> Iterator[tupl
     yield from itertools.product(*(range(n) if m in dims else (at[m],) for m, n in enumerate(note.mesh)))
 
 
-def _placed(placements: tuple[str, ...], note: Noted) -> _Placed | None:
-    """Placements that cut from left to right; None for others."""
+def _placed(
+    placements: tuple[str, ...], note: Noted, orders: tuple[tuple[int, tuple[int, ...]], ...]
+) -> _Placed | None:
+    """Which mesh dimensions cut which tensor dimension; None where it cannot be told.
+
+    Cuts nest from left to right, but for what ``orders`` says, and for strided shards: their cut is inside of those
+    that come later and make ``split factor`` parts.
+    """
     cuts: list[tuple[int, ...]] = [() for _ in note.shape]
     pending = []
-    for m, text in enumerate(placements):
+    for m, text in reversed([*enumerate(placements)]):
         found = _PLACEMENT.fullmatch(text)
         if found is None:
             return None
         if found[1] is not None:
-            cuts[int(found[1])] += (m,)
+            cuts[int(found[1])] = (m, *cuts[int(found[1])])
         elif found[2] is not None:
             pending.append((m, found[2]))
-    return _Placed(tuple(cuts), tuple(pending))
+        elif found[3] is not None:
+            later, parts = cuts[int(found[3])], [1]
+            parts += itertools.accumulate((note.mesh[other] for other in later), operator.mul)
+            if int(found[4]) not in parts:
+                return None
+            place = parts.index(int(found[4]))
+            cuts[int(found[3])] = (*later[:place], m, *later[place:])
+    for dim, order in orders:
+        if sorted(order) != sorted(cuts[dim]):
+            return None
+        cuts[dim] = order
+    return _Placed(tuple(cuts), tuple(pending[::-1]))
 
 
 def _beginnings(steps: list[tuple[Record, tuple[int, ...]]], note: Noted) -> Iterator[_Placed]:
     ops = {reduce_op(record) for record, _ in steps if record.called in _REDUCES}
     kinds = ["R", *(f"S({d})" for d in range(len(note.shape))), *(f"P({op})" for op in sorted(ops))]
     for placements in itertools.product(kinds, repeat=len(note.mesh)):
-        placed = _placed(placements, note)
+        placed = _placed(placements, note, ())
         assert placed is not None
         yield placed
 

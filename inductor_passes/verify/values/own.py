@@ -20,6 +20,7 @@ from typing import Any
 
 from inductor_passes import _torch
 from inductor_passes.ir.groups import resolve
+from inductor_passes.ir.layouts import COPY_KEY, noted
 from inductor_passes.verify.messages import OWN_KEY
 from inductor_passes.verify.values.layouts import Layouts
 from inductor_passes.verify.values.moves import MOVES
@@ -49,7 +50,7 @@ class Own:
         """The group along which a piece of a split is the rank's own; None when it is not known to be."""
         if OWN_KEY in split.meta:
             return self.stated(split)
-        if split.called not in _SPLITS or not converted(split.meta):
+        if split.called not in _SPLITS or not (converted(split.meta) or noted(split.meta, COPY_KEY)):
             return None
         if split.name not in self._pieces:
             self._pieces[split.name] = self._found(split, piece)
