@@ -83,7 +83,7 @@ class Resolver:
             NeedsCut, NeedsBytes: the question has to be asked for parts.
             NoHintError, NotRegularError: it cannot be answered.
         """
-        if self.other is not None and a.record.program is not self.own.program:
+        if self.other is not None and a.record.program is self.other.own.program is not self.own.program:
             return self.other.head(a)
         try:
             return self._followed(a)
