@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +18,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.redistribute.boxes import common, numel, offsets, shape_of
 from inductor_passes.redistribute.mesh import Mesh
-from inductor_passes.redistribute.spec import Block
+from inductor_passes.redistribute.spec import Block, Layout
 from inductor_passes.redistribute.steps import Step
 from inductor_passes.redistribute.traffic import suppliers, traffic
 from inductor_passes.report import Reason
@@ -140,7 +139,7 @@ class Unroller:
         members, traffic_of = self._members(step), _Traffic(self.mesh, step)
         ranges = traffic_of.ranges
         have, want = self._block(step, self.rank), self._block(step, self.rank, after=True)
-        regular = _is_regular(self.mesh, step, members, ranges)
+        regular = _is_regular(traffic_of, members)
         sides = moved_cuts(step)
         everywhere = list(range(len(step.mesh_dims)))
         if regular and sides is not None and all(sorted(itertools.chain(*side)) == everywhere for side in sides):
@@ -210,25 +209,40 @@ def exchanges_equally(mesh: Mesh, step: Step) -> bool:
     Looked at are all ranks of a mesh of up to 64, and of a larger one the groups of its first and of its last rank.
     """
     ranks = mesh.ranks if len(mesh.ranks) <= 64 else (mesh.ranks[0], mesh.ranks[-1])
-    ranges = _Traffic(mesh, step).ranges
-    return all(_is_regular(mesh, step, members, ranges) for members in {mesh.group(r, step.mesh_dims) for r in ranks})
+    traffic_of = _Traffic(mesh, step)
+    return all(_is_regular(traffic_of, members) for members in {mesh.group(r, step.mesh_dims) for r in ranks})
 
 
-def _is_regular(
-    mesh: Mesh, step: Step, members: tuple[int, ...], ranges: Callable[[int, int], list[tuple[int, int]]]
-) -> bool:
-    """Whether every rank has equally much for every rank, itself included.
+def _is_regular(traffic_of: _Traffic, members: tuple[int, ...]) -> bool:
+    """Whether every rank has equally much for every rank, itself included; O(messages).
 
     Then its own part goes along: nothing more is sent, and equal splits leave bucketing and scheduling free to
     treat the exchange as any other collective.
     """
+    mesh, step = traffic_of.mesh, traffic_of.step
+    places = {traffic_of.position(m): mesh.coordinates(m) for m in members}
+    own = {numel(common(step.before.block(at), step.after.block(at))) for at in places.values()}
+    if len(own) != 1 or 0 in own or len(places) != len(members):
+        return False
+    (size,) = own
+    for receiver in places:
+        sent = [(p, lens) for p, lens in traffic_of.sent_to(receiver).items() if p != receiver]
+        if len(sent) != len(places) - 1 or any(p not in places for p, _ in sent):
+            return False
+        if any(len(runs) != 1 or runs[0][1] - runs[0][0] != size for _, runs in sent):
+            return False
+    return True
 
-    def block(rank: int, after: bool = False) -> Block:
-        return (step.after if after else step.before).block(mesh.coordinates(rank))
 
-    own = {numel(common(block(m), block(m, after=True))) for m in members}
-    others = {tuple(hi - lo for lo, hi in ranges(p, q)) for p in members for q in members if p != q}
-    return len(own) == 1 and others == {tuple(own)} and 0 not in own
+@functools.lru_cache(maxsize=64)
+def _sent(before: Layout, after: Layout) -> tuple[dict[int, list[tuple[int, int]]], ...]:
+    """By receiver, by sender: the elements of the common block that travel. Places among the active dimensions."""
+    found: list[dict[int, list[tuple[int, int]]]] = []
+    for served in suppliers(before, after):
+        found.append({})
+        for p, lo, hi in served:
+            found[-1].setdefault(p, []).append((lo, hi))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -255,18 +269,18 @@ class _Traffic:
 
     def ranges(self, sender: int, receiver: int) -> list[tuple[int, int]]:
         """Elements of the common block that ``sender`` sends to ``receiver``."""
-        p = self._position(sender)
-        return [(lo, hi) for q, lo, hi in self._served[self._position(receiver)] if q == p]
+        return self.sent_to(self.position(receiver)).get(self.position(sender), [])
 
-    @functools.cached_property
-    def _served(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        return suppliers(self.step.before, self.step.after)
+    def sent_to(self, place: int) -> dict[int, list[tuple[int, int]]]:
+        """By sender's place what the rank at a place gets."""
+        return _sent(self.step.before, self.step.after)[place]
 
     @functools.cached_property
     def _active(self) -> tuple[int, ...]:
         return tuple(traffic(self.step.before, self.step.after).active)
 
-    def _position(self, rank: int) -> int:
+    def position(self, rank: int) -> int:
+        """A rank's place among the dimensions along which something travels."""
         index, c = 0, self.mesh.coordinates(rank)
         for m in self._active:
             index = index * self.mesh.shape[m] + c[m]

@@ -6,6 +6,7 @@ statement nothing is known about what arrives.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 from inductor_passes.verify.messages import KEY, Messages, Part
@@ -40,10 +41,10 @@ def arrived(space: Space, group: Replicas, a: Access) -> Access | None:
     here, peers = _ends(space, group, a.rank)
     unit = unit_of(source, a.record)
     try:
-        parts = [(peer, part) for peer in peers for part in said.parts(peer, here)]
+        parts, ends = _told(said, peers, here)
     except ValueError as why:
         raise NoHintError(f"{a.record.name} does not say what rank {here} gets: {why}") from why
-    edges = [0, *itertools.accumulate((part.end - part.begin) * unit for _, part in parts)]
+    edges = [0, *ends] if unit == 1 else [0, *(end * unit for end in ends)]
     place, inner = space.locate(a.indices[0], edges)
     if not 0 <= place < len(parts):
         raise NoHintError(f"{a.record.name} holds more than the peers send")
@@ -51,6 +52,13 @@ def arrived(space: Space, group: Replicas, a: Access) -> Access | None:
     element, byte = space.divide(inner, unit)
     rank = a.rank.shifted(peer - here)
     return Access(source, (), rank, inside(space, part, element), byte if unit > 1 else a.byte, a.reader)
+
+
+@functools.lru_cache(maxsize=4096)
+def _told(said: Messages, peers: tuple[int, ...], here: int) -> tuple[list[tuple[int, Part]], list[int]]:
+    """What arrives at a rank, and how many elements up to the end of each part: asked for every element."""
+    parts = [(peer, part) for peer in peers for part in said.parts(peer, here)]
+    return parts, list(itertools.accumulate(part.end - part.begin for _, part in parts))
 
 
 def _ends(space: Space, group: Replicas, rank: Affine) -> tuple[int, tuple[int, ...]]:
