@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.checkpoint import checkpoint
 
 from inductor_passes.agreement.lines import describe
 from inductor_passes.ir.canonical import shards
@@ -115,6 +116,33 @@ def test_what_is_sent_on_is_proven(layouts, cast):
         copy = sum(10**m * (1 + c) for m, (c, p) in enumerate(zip(coordinates, layouts[0])) if p != R)
         inputs[rank] = integers(before[rank], copy)
     assert_equal_on_all_ranks(before, after, groups, inputs)
+
+
+def test_calls_in_a_checkpoint_are_planned_each_time():
+    """Forward, computed again, and backward."""
+    shape, rows, columns = (8, 12), [S(0), S(0)], [S(1), S(1)]
+    before, after, groups = {False: {}, True: {}}, {False: {}, True: {}}, {}
+    for rank in range(4):
+        with mesh_world((2, 2), rank) as mesh:
+
+            def moved(x, source, target, mesh=mesh):
+                d = DTensor.from_local(x, mesh, source, run_check=False, shape=torch.Size(shape), stride=(12, 1))
+                return d.redistribute(placements=target).to_local()
+
+            def inner(x, moved=moved):
+                return moved(moved(x, rows, columns).sin(), columns, rows).cos()
+
+            def run(x, inner=inner):
+                return checkpoint(inner, x, use_reentrant=False) * 2.0
+
+            captured = capture(run, [torch.zeros(2, 12, requires_grad=True)])
+            groups[rank] = captured.groups
+            for gm, backward in zip(captured.graphs, captured.backward):
+                before[backward][rank], after[backward][rank] = gm, duplicate(gm)
+                report = rewritten(after[backward][rank], settings_for())
+                assert applied(report) == ["R17"] * (4 if backward else 2)
+    for backward in (False, True):
+        assert_equal_on_all_ranks(before[backward], after[backward], groups)
 
 
 def test_a_slice_along_the_other_dimension_is_found(monkeypatch):

@@ -13,7 +13,7 @@ from inductor_passes.redistribute.spec import Placement, placement
 from tools.benchmarks.reach import measured
 
 FLAT = (
-    "S0,S0 S1,S1", "S0,S1 S1,S0", "R,S0 R,S1", "R,S0 S0,S0", "S0,S0 R,R", "P,S1 S0,S0", "S1,S0 R,S0",
+    "S0,S0 S1,S1", "S0,S1 S1,S0", "R,S0 R,S1", "R,S0 S0,S0", "S0,S0 R,R", "P,S1 S0,S0", "S1,S0 R,S0", "P,R R,S0",
 )  # fmt: skip
 CUBE = ("S0,S0,S0 S1,S1,S1", "R,S0,S1 S0,S1,R", "S0,P,S1 S0,S1,R")
 SHAPE = (3072, 1536)

@@ -39,6 +39,7 @@ from inductor_passes._torch.caches import (
 )
 from inductor_passes._torch.clocks import accelerator, callable_kind, device_name, event_times_ns, timing_events
 from inductor_passes._torch.contents import (
+    called_name,
     expression,
     input_description,
     kernel_constants,
@@ -294,6 +295,7 @@ __all__ = [
     "broadcast_in",
     "call_collective",
     "callable_kind",
+    "called_name",
     "changes_metadata",
     "collective_op",
     "compilation",

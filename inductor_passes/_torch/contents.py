@@ -70,6 +70,13 @@ def traced_call(node: torch.fx.Node) -> str:
     return _named(str(sources[-1].target)) if sources else ""
 
 
+def called_name(call: object) -> str:
+    """The name of what a node calls in Dynamo's graph: torch 2.11 may trace a method of DTensor as a local function."""
+    name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
+    method = re.search(r"method_(\w+)\.<locals>", call if isinstance(call, str) else getattr(call, "__qualname__", ""))
+    return method[1] if method else name.removeprefix("prim_")
+
+
 def _named(call: object) -> str:
     text = call if isinstance(call, str) else getattr(call, "__qualname__", "") or type(call).__name__
     return re.sub(r" at 0x[0-9a-f]+", "", text)

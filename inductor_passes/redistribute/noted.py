@@ -11,10 +11,9 @@ A note is a statement of the program, not of a pass; it is no proof either. The 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.ir.layouts import LAYOUTS_KEY, Noted
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.spec import Replicate, Spec, SpecError
@@ -28,7 +27,7 @@ def note_layouts(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if node.op not in ("call_function", "call_method"):
             continue
-        called = _called(node.target)
+        called = _torch.called_name(node.target)
         if called not in _CALLS:
             continue
         try:
@@ -74,9 +73,3 @@ def _noted(node: torch.fx.Node, called: str) -> Noted | None:
 def _spec(node: torch.fx.Node) -> Spec | None:
     value = node.meta.get("example_value")
     return None if getattr(value, "_spec", None) is None else Spec.of(value)
-
-
-def _called(target: Any) -> str:
-    """The method's name: a string, DTensor's function, or a function of Dynamo's around it."""
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return str(name).removeprefix("prim_")

@@ -225,6 +225,11 @@ class Layout:
         used = set(self.shard_dims) | set(self.partial_dims)
         return tuple(m for m, size in enumerate(self.mesh_shape) if size > 1 and m not in used)
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks hold equally much."""
+        return _is_even(self)
+
     def block(self, coordinates: Sequence[int]) -> Block:
         """What the rank at ``coordinates`` holds."""
         return tuple(
@@ -286,6 +291,16 @@ def layout_of(
         p.reduce_op if isinstance(p, Partial) and mesh_shape[m] > 1 else "" for m, p in enumerate(placements)
     )
     return Layout(mesh_shape, shape, tuple(normal), partial)
+
+
+@lru_cache(maxsize=16384)
+def _is_even(layout: Layout) -> bool:
+    for size, cuts in zip(layout.shape, layout.cuts):
+        for m, factor in cuts:
+            if size % (layout.mesh_shape[m] * factor):
+                return False
+            size //= layout.mesh_shape[m]
+    return True
 
 
 @lru_cache(maxsize=4096)

@@ -128,7 +128,7 @@ class Pricing:
             copy = 0 if large_in == large_out else 2 * large_out
             return [self._step("local", (), before, after, 0, 0, copy, large_in + large_out)]
         gathered_dims = _extends(after, before)
-        if gathered_dims and not _uneven(before):
+        if gathered_dims and before.is_even:
             return [self._gather(before, after, gathered_dims)]
         moves = traffic(before, after)
         if not moves.crossing:
@@ -156,7 +156,7 @@ class Pricing:
     def _gather(self, before: Layout, after: Layout, dims: tuple[int, ...]) -> Step:
         large_in, large_out = before.max_numel * self.itemsize, after.max_numel * self.itemsize
         group = self.mesh.group_size(dims)
-        packing = large_in if _uneven(before) else 0
+        packing = large_in if not before.is_even else 0
         unpacking = 0 if _gathers_in_order(before, after, dims) else large_out
         ring, gathered = (group - 1) * large_in, group * large_in
         ns = self.link_ns("all_gather", large_in, gathered, ring, dims)
@@ -220,17 +220,6 @@ def _extends(before: Layout, after: Layout) -> tuple[int, ...]:
     return tuple(sorted(added))
 
 
-@lru_cache(maxsize=16384)
-def _uneven(layout: Layout) -> bool:
-    """Whether some rank holds less than another."""
-    for size, cuts in zip(layout.shape, layout.cuts):
-        for m, factor in cuts:
-            if size % (layout.mesh_shape[m] * factor):
-                return True
-            size //= layout.mesh_shape[m]
-    return False
-
-
 def _gathers_in_order(before: Layout, after: Layout, dims: tuple[int, ...]) -> bool:
     """Whether the gathered buffer of ``before`` over ``dims`` already is the local tensor of ``after``.
 
@@ -238,7 +227,7 @@ def _gathers_in_order(before: Layout, after: Layout, dims: tuple[int, ...]) -> b
     disappear, the sizes are even and everything before that dimension has extent 1 (row-major memory).
     """
     changed = [d for d, (a, b) in enumerate(zip(before.cuts, after.cuts)) if a != b]
-    if len(changed) != 1 or _uneven(before):
+    if len(changed) != 1 or not before.is_even:
         return False
     (d,) = changed
     leading = math.prod(after.local_shape((0,) * len(after.mesh_shape))[:d])

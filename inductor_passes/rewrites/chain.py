@@ -32,7 +32,7 @@ from inductor_passes.rewrites.movement import is_split, name_of
 from inductor_passes.rewrites.origin import origin_of
 from inductor_passes.rewrites.packing import Joined, joined_split, static_shape, zero_padded_dims
 from inductor_passes.rewrites.permutation import unpack_ahead
-from inductor_passes.rewrites.work import Work, refuse
+from inductor_passes.rewrites.work import EXCHANGE, Work, refuse
 
 Ranks = tuple[int, ...]
 _REDUCTIONS = (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
@@ -165,7 +165,7 @@ class Chain:
 def chains_from(work: Work, root: torch.fx.Node) -> list[Chain]:
     """The chain that begins at a collective, as it is after each of its steps."""
     first = work.collective(root, CollectiveKind.ALL_GATHER, *_REDUCTIONS)
-    if first is None and name_of(root) != "_dtensor::shard_dim_alltoall":
+    if first is None and name_of(root) != EXCHANGE:
         return []
     source = first.inputs[0] if first is not None else root.all_input_nodes[0]
     step: torch.fx.Node | None = root
@@ -195,7 +195,7 @@ def _extend(work: Work, chain: Chain, step: torch.fx.Node) -> bool:
         return _gathered(work, chain, step)
     if work.collective(step, *_REDUCTIONS) is not None:
         return _reduced(work, chain, step)
-    if name_of(step) == "_dtensor::shard_dim_alltoall":
+    if name_of(step) == EXCHANGE:
         return _exchanged(chain, step)
     if name_of(step) == "aten::clone":
         chain.nodes.append(step)

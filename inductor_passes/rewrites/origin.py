@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.ir.parameters import is_managed
 
 #: Calls that say what layout they want.
@@ -70,11 +71,4 @@ def _traced_from(node: torch.fx.Node) -> Origin:
 
 
 def _origin(name: str, call: object, backward: bool) -> Origin:
-    return Origin(name, DATA_PARALLEL if _UNSHARD.fullmatch(name) else _called(call), backward)
-
-
-def _called(call: object) -> str:
-    """The name of what was called: torch 2.11 traces a method of DTensor as a local function of dynamo's own."""
-    name = call if isinstance(call, str) else getattr(call, "__name__", str(call))
-    method = re.search(r"method_(\w+)\.<locals>", call if isinstance(call, str) else getattr(call, "__qualname__", ""))
-    return method[1] if method else name.removeprefix("prim_")
+    return Origin(name, DATA_PARALLEL if _UNSHARD.fullmatch(name) else _torch.called_name(call), backward)

@@ -31,13 +31,12 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.search import Search
-from inductor_passes.redistribute.steps import Pricing, Step
+from inductor_passes.redistribute.steps import Pricing
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.chain import Chain, chains_from, refuse_ambiguous
+from inductor_passes.rewrites.planned import as_many_or_more, builder, check_replaceable, described
 from inductor_passes.rewrites.unroll import Unroller, group_names
-from inductor_passes.rewrites.work import Match, Refusal, Work, refuse
-from inductor_passes.rewriting.emit import Emitter
-from inductor_passes.rewriting.exchange import dense
+from inductor_passes.rewrites.work import EXCHANGE, Match, Refusal, Work, refuse
 
 
 class PlanChains:
@@ -51,7 +50,7 @@ class PlanChains:
         yield from work.collectives(
             CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER
         )
-        yield from work.named("_dtensor::shard_dim_alltoall")
+        yield from work.named(EXCHANGE)
 
     def match(self, work: Work, root: torch.fx.Node) -> Match | None:
         """The beginning of the chain from here that gains most."""
@@ -85,63 +84,26 @@ class PlanChains:
         mesh = chain.mesh()
         layouts = chain.layouts(mesh)
         source, target = chain.as_pairs(layouts) if value.dtype.is_complex else layouts
-        for layout in (source, target):
-            if not _even(layout.shape, layout.cuts, mesh.shape):
-                refuse(Reason.UNSUPPORTED, "sizes that do not divide")
+        if not (source.is_even and target.is_even):
+            refuse(Reason.UNSUPPORTED, "sizes that do not divide")
         pricing = Pricing(mesh, value.dtype.itemsize // (2 if value.dtype.is_complex else 1), work.facts.profile)
         steps = Search(pricing, target).run(source)
         rank = _torch.process_rank()
         names = group_names(mesh, rank, steps)
-        if not value.is_contiguous() or value.is_conj():
-            refuse(Reason.UNSUPPORTED, "the source is not dense")
-        work.unwritten(chain.source, chain.nodes[0], chain.node)
-        work.never_written(*chain.nodes)
-        if not any(step.kind != "local" for step in steps) and not steps:
-            work.may_stand_for(chain.source, chain.node)
-        if any(step.kind == "all_reduce" for step in steps):
-            work.not_in_flight(chain.source, chain.nodes[0], chain.node)
-        unroller = Unroller(mesh, rank, names)
-
-        def build(emit: Emitter) -> torch.fx.Node:
-            if not value.dtype.is_complex or not steps:
-                return unroller.run(emit, chain.source, steps)
-            pairs = emit.call(torch.ops.aten.view_as_real.default, chain.source)
-            return emit.call(torch.ops.aten.view_as_complex.default, dense(emit, unroller.run(emit, pairs, steps)))
-
+        check_replaceable(work, chain.source, chain.nodes, chain.node, steps)
+        build = builder(Unroller(mesh, rank, names), chain.source, steps)
         gain = chain.link_ns + pricing.copy_ns(2 * chain.copied_bytes) - sum(step.cost_ns for step in steps)
         if gain == 0 and len(steps) >= len(chain.steps):
             return None
         if len(chain.reductions) == len(chain.steps):
             cheapest = Search(Pricing(mesh, pricing.itemsize), target).run(source)
-            if _as_many_or_more(steps, cheapest, len(chain.reductions)):
+            if as_many_or_more(steps, cheapest, len(chain.reductions)):
                 return None
         return Match(
             gain,
-            f"{', '.join(chain.steps)} becomes {_text(steps)}",
+            f"{', '.join(chain.steps)} becomes {described(steps)}",
             lambda: work.replace(
                 self.name, chain.nodes[0], tuple(reversed(chain.nodes)), build, result=chain.node
             ),
             "the cheapest plan is slower",
         )
-
-
-def _as_many_or_more(steps: list[Step], cheapest: list[Step], reductions: int) -> bool:
-    """Whether nothing but reductions would become as many collectives, or send more bytes than they need.
-
-    Latency is shared by those that are bucketed, bytes are not.
-    """
-    least = sum(step.bytes for step in cheapest)
-    return sum(s.communicates for s in steps) >= reductions or sum(s.bytes for s in steps) > least
-
-
-def _even(shape: tuple[int, ...], cuts: tuple[tuple[tuple[int, int], ...], ...], mesh: tuple[int, ...]) -> bool:
-    for size, along in zip(shape, cuts):
-        for m, _ in along:
-            if size % mesh[m]:
-                return False
-            size //= mesh[m]
-    return True
-
-
-def _text(steps: list[Step]) -> str:
-    return ", ".join(f"{s.kind} ({s.bytes} bytes)" if s.communicates else "slice" for s in steps) or "nothing"

@@ -29,7 +29,7 @@ from inductor_passes.ir.view import behind
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.movement import name_of
 from inductor_passes.rewrites.packing import packed, static_shape, unpacked
-from inductor_passes.rewrites.work import Match, Work, refuse
+from inductor_passes.rewrites.work import EXCHANGE, Match, Work, refuse
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense, exchanged
 
@@ -42,11 +42,11 @@ class VisibleExchange:
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
         """Every shard_dim_alltoall."""
-        return work.named("_dtensor::shard_dim_alltoall")
+        return work.named(EXCHANGE)
 
     def match(self, work: Work, root: torch.fx.Node) -> Match | None:
         """The operator's arguments, when they divide."""
-        if name_of(root) != "_dtensor::shard_dim_alltoall":
+        if name_of(root) != EXCHANGE:
             return None
         arguments = _torch.op_arguments(root)
         x, gather_dim, shard_dim = arguments["input"], arguments["gather_dim"], arguments["shard_dim"]

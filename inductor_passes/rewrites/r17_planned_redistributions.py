@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
-import torch
 import torch.fx
 
 from inductor_passes import _torch
@@ -33,14 +32,13 @@ from inductor_passes.ir.layouts import COPY_KEY, noted
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.plan import Exactness, RedistributionPlan, plan_redistribution
 from inductor_passes.redistribute.spec import Spec, SpecError
-from inductor_passes.redistribute.steps import Step
 from inductor_passes.report import Reason
+from inductor_passes.rewrites.audit import sent_bytes
 from inductor_passes.rewrites.movement import name_of
-from inductor_passes.rewrites.redistributed import EXCHANGE, Redistributed, redistributed
+from inductor_passes.rewrites.planned import as_many_or_more, builder, check_replaceable, described
+from inductor_passes.rewrites.redistributed import Redistributed, redistributed
 from inductor_passes.rewrites.unroll import Unroller, exchanges_equally, group_names
-from inductor_passes.rewrites.work import Match, Refusal, Work, refuse
-from inductor_passes.rewriting.emit import Emitter
-from inductor_passes.rewriting.exchange import dense
+from inductor_passes.rewrites.work import EXCHANGE, Match, Refusal, Work, refuse
 
 _OTHERS = (
     "ranks would exchange pieces of unequal size, and the graph's other collectives, which no call of redistribute "
@@ -85,8 +83,6 @@ class PlanRedistributions:
         paired = value.dtype.is_complex
         if paired and found.reductions:
             refuse(Reason.UNSUPPORTED, "sums of complex numbers")
-        if not value.is_contiguous() or value.is_conj():
-            refuse(Reason.UNSUPPORTED, "the source is not dense")
         before, after = (_as_pairs(s) if paired else s for s in (found.before, found.after))
         plan = _plan(work, before, after)
         steps = list(plan.steps)
@@ -95,13 +91,7 @@ class PlanRedistributions:
         if any(step.kind == "partition" for step in steps):
             refuse(Reason.UNSUPPORTED, "the result is pending a reduction that the source is not")
         names = group_names(before.mesh, _torch.process_rank(), steps)
-        inner = found.nodes[0]
-        work.unwritten(found.source, inner, found.result)
-        work.never_written(*found.nodes)
-        if not steps:
-            work.may_stand_for(found.source, found.result)
-        if any(step.kind == "all_reduce" for step in steps):
-            work.not_in_flight(found.source, inner, found.result)
+        check_replaceable(work, found.source, found.nodes, found.result, steps)
         unequal = any(s.kind == "all_to_all" and not exchanges_equally(before.mesh, s) for s in steps)
         if unequal and not all(_is_of_a_call(start) for start in work.starts()):
             refuse(Reason.RANKS_DIFFER, _OTHERS)
@@ -111,26 +101,17 @@ class PlanRedistributions:
         if collectives >= len(found.steps) and gain * 100 <= cost_ns:
             return None
         if len(found.reductions) == len(found.steps):
-            # Nothing but reductions become fewer of least bytes, or are left to R2, R3, R4 and R6: latency is shared by
-            # those that are bucketed, bytes are not.
             least = plan_redistribution(before, after, exactness=plan.exactness)
-            if collectives >= len(found.steps) or sum(step.bytes for step in steps) > least.bytes:
+            sent = sum(sent_bytes(one) for one in found.reductions)
+            # As many of fewer bytes are a gain: what every rank slices anyway is sliced first.
+            smaller = collectives <= len(found.steps) and sum(step.bytes for step in steps) < sent
+            if as_many_or_more(steps, least.steps, len(found.reductions) + smaller):
                 return None
-        unroller = Unroller(before.mesh, _torch.process_rank(), names)
-
-        def build(emit: Emitter) -> torch.fx.Node:
-            tensor = found.source
-            if paired and steps:
-                tensor = emit.call(torch.ops.aten.view_as_real.default, tensor)
-            result = unroller.run(emit, tensor, steps)
-            if paired and steps:
-                result = emit.call(torch.ops.aten.view_as_complex.default, dense(emit, result))
-            return result
-
+        build = builder(Unroller(before.mesh, _torch.process_rank(), names), found.source, steps)
         return Match(
             gain,
-            f"{', '.join(found.steps)} for {found.before} -> {found.after} becomes {_text(steps)}",
-            lambda: work.replace(self.name, inner, found.nodes[::-1], build, result=found.result),
+            f"{', '.join(found.steps)} for {found.before} -> {found.after} becomes {described(steps)}",
+            lambda: work.replace(self.name, found.nodes[0], found.nodes[::-1], build, result=found.result),
             "the plan is slower",
         )
 
@@ -179,8 +160,3 @@ def _as_pairs(spec: Spec) -> Spec:
     """Complex elements read as pairs along one more dimension."""
     real = {"complex64": "float32", "complex128": "float64"}.get(spec.dtype, "float16")
     return replace(spec, shape=(*spec.shape, 2), dtype=real, itemsize=spec.itemsize // 2)
-
-
-def _text(steps: list[Step]) -> str:
-    words = [f"{s.kind} ({s.bytes} bytes)" if s.communicates else "slice" for s in steps]
-    return ", ".join(words) or "nothing"

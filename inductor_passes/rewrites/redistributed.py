@@ -37,9 +37,8 @@ from inductor_passes.rewrites.movement import is_split, is_zero_padding, name_of
 from inductor_passes.rewrites.origin import origin_of
 from inductor_passes.rewrites.packing import static_shape
 from inductor_passes.rewrites.permutation import unpack_ahead
-from inductor_passes.rewrites.work import Work, refuse
+from inductor_passes.rewrites.work import EXCHANGE, Work, refuse
 
-EXCHANGE = "_dtensor::shard_dim_alltoall"
 UNEVEN = "sizes that the mesh does not divide"
 _KINDS = (CollectiveKind.ALL_GATHER, CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER)
 _MOVES = frozenset(
@@ -128,7 +127,7 @@ def redistributed(work: Work, root: torch.fx.Node) -> Redistributed | None:
     even = not begins and all(size % math.prod(mesh.shape) == 0 for size in after.shape)
     if len(begins) != 1 and (backward or not even):
         refuse(Reason.UNSUPPORTED, f"{len(begins)} layouts that its collectives may come from")
-    if not all(_divides(layout) for way in ways for layout in way):
+    if not all(layout.is_even for way in ways for layout in way):
         refuse(Reason.UNSUPPORTED, UNEVEN)
     before = _spec_of(after, begins.pop()) if backward else first
     _fits(before, shape)
@@ -144,16 +143,6 @@ def _fits(spec: Spec, shape: Sequence[int]) -> None:
     here = spec.mesh.coordinates(_torch.process_rank())
     if spec.layout.local_shape(here) != tuple(shape):
         refuse(Reason.UNSUPPORTED, f"a tensor of {list(shape)} where {spec} of {list(spec.shape)} was expected")
-
-
-def _divides(layout: Layout) -> bool:
-    """Whether all ranks hold equally much."""
-    for size, cuts in zip(layout.shape, layout.cuts):
-        for m, factor in cuts:
-            if size % (layout.mesh_shape[m] * factor):
-                return False
-            size //= layout.mesh_shape[m]
-    return True
 
 
 def _traced_from(root: torch.fx.Node, note: Noted) -> tuple[torch.fx.Node, ...]:

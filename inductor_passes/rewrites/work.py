@@ -38,8 +38,10 @@ Exactness = Tier
 
 #: The name under which taking coalesced collectives apart is reported.
 COALESCED = "coalesced"
+#: DTensor's blocking exchange, as CUDA traces it.
+EXCHANGE = "_dtensor::shard_dim_alltoall"
 #: Operators that rewrites start from besides collectives.
-INDEXED = ("aten::cat", "_dtensor::shard_dim_alltoall")
+INDEXED = ("aten::cat", EXCHANGE)
 
 
 def check_exactness(value: str) -> None:
