@@ -34,6 +34,10 @@ BASES: dict[str, tuple[int, Callable[[], Rewritten]]] = {
     "body": (4, made.with_body),
     "async gather": (2, lambda: overlapped("ag0_mm")),
     "async scatter": (2, lambda: overlapped("mm_rs0")),
+    "async bias": (2, lambda: overlapped("ag1_addmm_of_a_row")),
+    "async narrow bias": (2, lambda: overlapped("ag1_addmm_of_a_row_bf16")),
+    "async uneven parts": (2, lambda: overlapped("ag0_prime_rows")),
+    "async two gathers": (2, lambda: overlapped("rows_of_two_gathers")),
     "exchange": (2, made.exchanged),
     "own slice": (6, lambda: planned(lambda: sliced_gather(0, 0, "redistribute"))),
 }
@@ -265,6 +269,25 @@ def subtract_for_add(r: Rewritten) -> None:
     r.calls(aten.add.Tensor)[0].target = aten.sub.Tensor
 
 
+def leave_out_the_bias(r: Rewritten) -> None:
+    last = r.calls(aten.add.Tensor)[-1]
+    last.replace_all_uses_with(last.args[0])
+
+
+def add_the_bias_twice(r: Rewritten) -> None:
+    last = r.calls(aten.add.Tensor)[-1]
+    twice = r.insert(last, aten.add.Tensor, last, last.args[1])
+    last.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
+
+
+def round_every_sum(r: Rewritten) -> None:
+    """The parts are added up in the narrow type."""
+    parts = r.calls(aten.mm.default)
+    total = r.insert(parts[1], aten.add.Tensor, *parts)
+    bias = next(n for n in r.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() == 1)
+    r.calls(cast)[-1].replace_all_uses_with(r.insert(total, aten.add.Tensor, total, bias))
+
+
 def send_other_elements(r: Rewritten) -> None:
     """The slice that this rank keeps for itself goes to a peer."""
     piece = r.calls(aten.slice.Tensor)[0]
@@ -302,6 +325,10 @@ FORGERIES: list[tuple[str, Forge]] = [
     *[("async gather", f) for f in (swap_joined_pieces, join_along_another_dimension, multiply_one_piece_twice)],
     *[("async gather", f) for f in (read_after_another_wait, shift_an_offset)],
     *[("async scatter", f) for f in (swap_joined_pieces, select_the_same_rows_twice, other_reduce_op)],
+    *[("async bias", f) for f in (leave_out_the_bias, add_the_bias_twice, add_one_summand_twice, subtract_for_add)],
+    *[("async narrow bias", f) for f in (leave_out_the_bias, add_the_bias_twice, round_every_sum)],
+    *[("async uneven parts", f) for f in (swap_joined_pieces, shift_an_offset, read_after_another_wait)],
+    *[("async two gathers", f) for f in (swap_joined_pieces, shift_an_offset, read_after_another_wait)],
     *[("exchange", f) for f in (add_one_summand_twice, subtract_for_add, shift_an_offset, another_function)],
     *[("own slice", f) for f in (send_other_elements, keep_another_ranks_rows, say_something_else)],
 ]

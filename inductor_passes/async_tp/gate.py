@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.fx
@@ -26,7 +27,7 @@ from inductor_passes.cost.compute import ComputeCosts, flops, library_shape
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name, value_bytes
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.view import GraphView
+from inductor_passes.ir.view import Collective, GraphView
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,20 +66,30 @@ class Pricer:
         self._view, self._profile, self._costs, self._exposed = view, profile, costs, exposed_ns
         self._kernel_ns = profile.compute_ns(0, 0, "float32", 1)
 
-    def link_ns(self, start: torch.fx.Node, parts: int = 1) -> int:
-        """Time on the link of a collective, or of one of its parts."""
+    def link_ns(self, start: torch.fx.Node, width: int = 1, units: int = 1) -> int:
+        """Time on the link of a collective, or of a part of it."""
         one = self._view.by_start[start]
-        given, received = one.input_bytes or 0, one.output_bytes or 0
-        return self._profile.communication_ns(one.kind, given // parts, received // parts, one.group.ranks)
+        given, received = _share(one.input_bytes or 0, width, units), _share(one.output_bytes or 0, width, units)
+        return self._profile.communication_ns(one.kind, given, received, one.group.ranks)
+
+    def is_hidden(self, collective: Collective) -> bool:
+        """Whether nothing of it is exposed in the graph as it is, so that parts of it hide nothing."""
+        return self._exposed is not None and not self._exposed.get(collective.start, 0)
 
     def price(self, region: Region) -> Priced:
         """See :class:`Priced`."""
-        whole = run(region, self._view, 1, Costs(lambda n, _: self._whole_ns(n), self.link_ns))
+        widths, units = region.widths, region.units
+        # Parts of one width cost the same.
+        part_ns = cache(lambda n, width: self._part_ns(region, n, width))
+        whole = run(region, self._view, 1, Costs(lambda n, _: self._whole_ns(n), lambda n, _: self.link_ns(n)))
         split = run(
             region,
             self._view,
             region.parts,
-            Costs(lambda n, part: self._part_ns(region, n, part), lambda n: self.link_ns(n, region.parts)),
+            Costs(
+                lambda n, part: part_ns(n, widths[part]),
+                lambda n, part: self.link_ns(n, widths[part], units),
+            ),
         )
         joining = self._joining_ns(region)
         after = split.makespan_ns + joining
@@ -89,10 +100,10 @@ class Pricer:
             gain = min(gain, exposed - max(0, overhead))
         return Priced(region, whole.makespan_ns, after, overhead, gain, split)
 
-    def _issue_ns(self, start: torch.fx.Node, parts: int) -> int:
+    def _issue_ns(self, start: torch.fx.Node, width: int = 1, units: int = 1) -> int:
         one = self._view.by_start[start]
-        given, received = one.input_bytes or 0, one.output_bytes or 0
-        return self._profile.issue_ns(one.kind, given // parts, received // parts, one.group.ranks)
+        given, received = _share(one.input_bytes or 0, width, units), _share(one.output_bytes or 0, width, units)
+        return self._profile.issue_ns(one.kind, given, received, one.group.ranks)
 
     def _copy_ns(self, size_bytes: int) -> int:
         return self._profile.compute_ns(0, 2 * size_bytes, "float32", 1)
@@ -100,47 +111,47 @@ class Pricer:
     def _whole_ns(self, node: torch.fx.Node) -> int:
         role = self._view.role(node)
         if role is Role.START:
-            return self._issue_ns(node, 1)
+            return self._issue_ns(node)
         return 0 if role is Role.WAIT else self._costs.duration_ns(node)
 
-    def _part_ns(self, region: Region, node: torch.fx.Node, part: int) -> int:
-        role, parts = self._view.role(node), region.parts
+    def _part_ns(self, region: Region, node: torch.fx.Node, width: int) -> int:
+        role, units = self._view.role(node), region.units
         if role is Role.WAIT:
             return 0
         copies = 0
         for operand, wanted in region.needs[node].items():
             if wanted is None or operand in region.cuts:
                 continue
-            multiplies = matmul.canonical(node) is not None and scattered(operand.meta["val"], wanted)
+            multiplies = matmul.canonical(node) is not None and scattered(operand.meta["val"], wanted, width)
             if wanted.outer > 1 or multiplies or (role is Role.START and not _leading(operand, wanted)):
-                copies += self._copy_ns(value_bytes(operand.meta.get("val")) // parts)
+                copies += self._copy_ns(_share(value_bytes(operand.meta.get("val")), width, units))
         if role is Role.START:
-            return self._issue_ns(node, parts) + copies
+            return self._issue_ns(node, width, units) + copies
         if matmul.canonical(node) is not None:
-            return self._matmul_ns(region, node) + copies
+            return self._matmul_ns(region, node, width) + copies
         whole = self._costs.duration_ns(node)
         if not whole:
             return copies
-        return max(whole // parts, min(whole, self._kernel_ns)) + copies
+        return max(_share(whole, width, units), min(whole, self._kernel_ns)) + copies
 
-    def _matmul_ns(self, region: Region, node: torch.fx.Node) -> int:
-        count = flops(node) or 0
+    def _matmul_ns(self, region: Region, node: torch.fx.Node, width: int) -> int:
+        count, units = flops(node) or 0, region.units
         moved = 0
         for operand in node.all_input_nodes:
             size = value_bytes(operand.meta.get("val"))
-            moved += size if region.needs[node].get(operand) is None else size // region.parts
+            moved += size if region.needs[node].get(operand) is None else _share(size, width, units)
         out = value_bytes(node.meta["val"])
-        moved += out if isinstance(region.cuts[node], Partial) else out // region.parts
+        moved += out if isinstance(region.cuts[node], Partial) else _share(out, width, units)
         dtype = dtype_name(next(iter(node.all_input_nodes)).meta.get("val"))
-        return self._profile.compute_ns(count / region.parts, moved, dtype, 1, self._part_shape(region, node))
+        return self._profile.compute_ns(count * width / units, moved, dtype, 1, self._part_shape(region, node, width))
 
-    def _part_shape(self, region: Region, node: torch.fx.Node) -> tuple[str, int] | None:
+    def _part_shape(self, region: Region, node: torch.fx.Node, width: int) -> tuple[str, int] | None:
         """The shape of a part of a matmul, for its price."""
         whole, cut = library_shape(node), region.cuts[node]
         form = matmul.canonical(node)
         if whole is None or form is None or not isinstance(cut, Slab) or form.dot_dim(cut) is matmul.DotDim.BATCH:
             return whole
-        return whole[0], min(whole[1], cut.outer * (_torch.size_hint(cut.inner) or 1))
+        return whole[0], min(whole[1], cut.outer * width * (_torch.size_hint(cut.inner) or 1))
 
     def _joining_ns(self, region: Region) -> int:
         total = 0
@@ -153,6 +164,10 @@ class Pricer:
                 # A matmul writes its part of the result in place where parts are blocks of rows.
                 total += self._copy_ns(size)
         return total
+
+
+def _share(whole: int, width: int, units: int) -> int:
+    return whole * width // units
 
 
 def _leading(node: torch.fx.Node, cut: Slab) -> bool:

@@ -13,7 +13,8 @@ after, for two parts::
 
 Correct because every member maps over the axis that is cut (``rules``): part ``j`` of its result needs part ``j`` of
 its operands, and the parts put together are the result, element by element, with the layout of before. Only a summed
-axis adds up parts; those sums run in float32 for narrower types and are rounded once. Works on any backend; the planner
+axis adds up parts; those sums, with a bias, run in float32 for narrower types and are rounded once, but each part has
+been rounded by its matmul. Works on any backend; the planner
 schedules the pieces like all other nodes, and Inductor fuses epilogues into them.
 """
 
@@ -132,10 +133,11 @@ class _Lowering:
         rule = rule_of(node)
         assert rule is not None
         cut = self.region.cuts[node]
-        args, kwargs = rule.call(node, cut, self.region.parts)
+        width = self.region.widths[part]
+        args, kwargs = rule.call(node, cut, self.region.units, width)
         needs = self.needs[node]
         send = ops.role(node) is Role.START
-        multiplies = matmul.canonical(node) is not None
+        form = matmul.canonical(node)
 
         def operand(source: torch.fx.Node) -> torch.fx.Node:
             wanted = needs.get(source)
@@ -146,8 +148,8 @@ class _Lowering:
             else:
                 key = (source, wanted, part)
                 if key not in self.taken:
-                    found = take(emit, source, wanted, self.region.parts, part)
-                    if multiplies and scattered(source.meta["val"], wanted):
+                    found = take(emit, source, wanted, self.region.widths, part)
+                    if form is not None and scattered(source.meta["val"], wanted, width):
                         found = emit.call(aten.clone.default, found)
                     self.taken[key] = found
                 found = self.taken[key]
@@ -155,8 +157,11 @@ class _Lowering:
                 found = emit.call(aten.clone.default, found, memory_format=torch.contiguous_format)
             return found
 
+        target = node.target
+        if isinstance(cut, Partial) and form is not None and form.product is not None:
+            target, args, kwargs = form.product, (form.left, form.right), {}
         args, kwargs = torch.fx.node.map_arg((args, kwargs), operand)
-        made = emit.call(node.target, *args, **kwargs)
+        made = emit.call(target, *args, **kwargs)
         if isinstance(cut, Partial) and made.meta["val"].dtype in NARROW:
             made = emit.call(prims.convert_element_type.default, made, torch.float32)
         return made
@@ -168,10 +173,16 @@ class _Lowering:
         if isinstance(cut, Uniform):
             return pieces[0]
         if isinstance(cut, Slab):
-            return assemble(emit, pieces, cut, value)
+            return assemble(emit, pieces, cut, self.region.widths, value)
         total = pieces[0]
         for piece in pieces[1:]:
             total = emit.call(aten.add.Tensor, total, piece)
+        form = matmul.canonical(node)
+        if form is not None and form.added is not None:
+            added = self.wholes.get(form.added, form.added)
+            if added.meta["val"].dtype in NARROW:
+                added = emit.call(prims.convert_element_type.default, added, torch.float32)
+            total = emit.call(aten.add.Tensor, total, added)
         if value.dtype in NARROW:
             total = emit.call(prims.convert_element_type.default, total, value.dtype)
         return total

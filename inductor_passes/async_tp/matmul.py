@@ -1,15 +1,17 @@
 """Matmuls in canonical form, and what a cut of one dimension means for them.
 
-``mm``, ``addmm``, ``bmm``, ``baddbmm``, ``_scaled_mm`` and ``_grouped_mm`` all compute ``out[b, m, n] = sum_k
-left[b, m, k] * right[b, k, n]`` plus what is added or scaled afterwards. Which of the four dimensions of the dot a cut
-falls on decides everything: on ``m`` (free-left) or ``n`` (free-right) the parts of the output are independent and the
-other operand is used whole; on ``b`` (batch) both operands are cut; on ``k`` (contracting) the parts are summed.
+``mm``, ``addmm``, ``bmm``, ``baddbmm``, ``_int_mm``, ``_scaled_mm`` and ``_grouped_mm`` all compute
+``out[b, m, n] = sum_k left[b, m, k] * right[b, k, n]`` plus what is added or scaled afterwards. Which of the four
+dimensions of the dot a cut falls on decides everything: on ``m`` (free-left) or ``n`` (free-right) the parts of the
+output are independent and the other operand is used whole; on ``b`` (batch) both operands are cut; on ``k``
+(contracting) the parts are summed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.fx
@@ -79,7 +81,7 @@ class Matmul:
         """Per operand the part (None: the whole) that one part of the result needs; None: not computable so."""
         left, right, out = self.dims
         if isinstance(cut, Partial):
-            if self.scales or self.added is not None or "k" not in left:
+            if self.scales or "k" not in left or (self.added is not None and self.product is None):
                 return None
             letter, part = "k", cut.source
         else:
@@ -91,15 +93,25 @@ class Matmul:
             (factor, part.on(dims.index(letter)) if letter in dims else None)
             for factor, dims in ((self.left, left), (self.right, right))
         ]
+        if self.added is not None:
+            # The sum of the parts gets it once.
+            part_of_added = broadcast_part(self.added, cut, self.node) if isinstance(cut, Slab) else None
+            wanted.append((self.added, part_of_added))
         if isinstance(cut, Slab):
-            if self.added is not None:
-                wanted.append((self.added, broadcast_part(self.added, cut, self.node)))
             for scale, own in zip(self.scales, "mn"):
                 whole = _torch.same_size(scale.meta["val"].numel(), 1) or letter != own
                 wanted.append((scale, None if whole else cut))
         if self.offsets is not None:
             wanted.append((self.offsets, None))
         return merged(wanted)
+
+    @property
+    def product(self) -> Any:
+        """The operator for the product alone, for a matmul that adds something to it once; None for others."""
+        arguments = _torch.op_arguments(self.node)
+        if self.added is None or arguments.get("beta", 1) != 1 or arguments.get("alpha", 1) != 1:
+            return None
+        return _PRODUCT.get(_torch.op_name(self.node.target))
 
     def _aligned(self, part: Slab) -> bool:
         """Kernels for groups want rows that begin at multiples of 16 bytes."""
@@ -162,10 +174,13 @@ _GROUPED = {
     (2, 2): ("mr", "rn", "gmn"),
     (3, 2): ("gmk", "kr", "mr"),
 }
+#: A matmul that adds something to its product -> the product.
+_PRODUCT = {"aten::addmm": torch.ops.aten.mm.default, "aten::baddbmm": torch.ops.aten.bmm.default}
 #: op -> argument names of left, right and what is added
 _FORMS: dict[str, tuple[str, str, str]] = {
     "aten::mm": ("self", "mat2", ""),
     "aten::bmm": ("self", "mat2", ""),
+    "aten::_int_mm": ("self", "mat2", ""),
     "aten::addmm": ("mat1", "mat2", "self"),
     "aten::baddbmm": ("batch1", "batch2", "self"),
     "aten::_scaled_mm": ("self", "mat2", "bias"),

@@ -28,6 +28,7 @@ from inductor_passes.async_tp import norms
 from inductor_passes.async_tp.lower_decompose import Lowered
 from inductor_passes.async_tp.order import OrderKey, legal_order
 from inductor_passes.async_tp.selection import Selection, refused
+from inductor_passes.async_tp.slab import Widths, widths_for
 from inductor_passes.config import AsyncTp, AsyncTpLowering, ConfigError
 from inductor_passes.ir import ops
 from inductor_passes.ir.canonical import UNEQUAL
@@ -54,7 +55,7 @@ class AsyncTpPass:
         mode: ``auto`` applies what the cost gate says pays, ``force`` the best region of every collective whatever
             it costs, ``off`` nothing.
         parts: how many parts may be made; the cost model chooses among them. A dimension that none of them divides
-            is cut into its least divisor up to the largest.
+            is cut into its least divisor up to the largest, and where it has none, into parts of different widths.
         groups: (name or description of a process group, mode) pairs that override ``mode`` for a group.
         sizes: (bytes, mode) pairs: ``mode`` for collectives whose full message has at least so many bytes; the
             largest matching size counts, and a group's override goes first.
@@ -96,13 +97,9 @@ class AsyncTpPass:
         fitting = [entry for entry in self.sizes if entry[0] <= size]
         return max(fitting)[1] if fitting else self.mode
 
-    def parts_of(self, extent: object) -> tuple[int, ...]:
-        """Into how many parts a dimension may be cut: those of ``parts`` that divide it, else its least divisor."""
-        if not isinstance(extent, int):
-            return self.parts[:1]
-        found = tuple(p for p in self.parts if extent % p == 0)
-        least = next((p for p in range(2, max(self.parts) + 1) if extent % p == 0), None)
-        return found or (self.parts[:1] if least is None else (least,))
+    def widths_of(self, extent: object) -> tuple[Widths, ...]:
+        """Into which parts a dimension may be cut."""
+        return widths_for(extent, self.parts)
 
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Rewrite the graph; one decision per collective."""

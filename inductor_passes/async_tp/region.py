@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ import torch.fx
 from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.matmul import DotDim
 from inductor_passes.async_tp.rules import Needs, Rule, carries, is_split, rule_of, shape_of
-from inductor_passes.async_tp.slab import Cut, Partial, Slab, Uniform, cut_evenly, is_dense
+from inductor_passes.async_tp.slab import Cut, Partial, Slab, Uniform, Widths, cut_into, is_dense
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import Collective, GraphView
@@ -44,7 +45,7 @@ class Region:
     """What is computed in parts.
 
     Attributes:
-        parts: how many.
+        widths: units of each part.
         cuts: every member with its cut, in graph order.
         needs: for every member and each tensor operand, the part that it reads (None: the whole).
         collectives: the members that communicate, in graph order.
@@ -52,12 +53,22 @@ class Region:
         axis: (collective's label, dimension of its operand) that was cut.
     """
 
-    parts: int
+    widths: Widths
     cuts: dict[torch.fx.Node, Cut]
     needs: dict[torch.fx.Node, Needs]
     collectives: tuple[Collective, ...]
     matmuls: dict[torch.fx.Node, DotDim]
     axis: tuple[str, int]
+
+    @property
+    def parts(self) -> int:
+        """How many."""
+        return len(self.widths)
+
+    @property
+    def units(self) -> int:
+        """Of all parts together."""
+        return sum(self.widths)
 
     def exits(self) -> list[torch.fx.Node]:
         """Members that somebody outside reads whole, in graph order."""
@@ -108,6 +119,11 @@ def axes(collective: Collective) -> list[int]:
     return list(range(value.dim())) if isinstance(value, torch.Tensor) else []
 
 
+def blocks(collective: Collective, dim: int) -> int:
+    """Into how many blocks a dimension of the collective's operand falls that belong to different ranks."""
+    return collective.group.size if dim == 0 and collective.kind in _BLOCK_PER_RANK else 1
+
+
 def unsupported(collective: Collective, view: GraphView) -> Refusal | None:
     """Why a collective cannot be cut at all, whatever is around it."""
     if len(collective.inputs) != 1:
@@ -129,35 +145,42 @@ def unsupported(collective: Collective, view: GraphView) -> Refusal | None:
     return None
 
 
+#: Regions around one axis, the smallest first, or why there is none.
+Grown = tuple[Region, ...] | Refusal
+
+
 class Grower:
-    """Grows regions in one graph."""
+    """Grows regions in one graph.
+
+    Where members read gathers that nobody else reads, in parts, there is a second region with these in it.
+    """
 
     def __init__(self, view: GraphView) -> None:
         self._view = view
         self._mutable = {n for s in view.storages.all if s.writers for n in s.members}
+        self._gathers = {c.waits[0]: c for c in view.collectives if c.kind == CollectiveKind.ALL_GATHER and c.waits}
 
-    def forward(self, seed: Collective, dim: int, parts: int, reach: Reach) -> Region | Refusal:
+    def forward(self, seed: Collective, dim: int, widths: Widths, reach: Reach) -> Grown:
         """The region downstream of ``seed``: up to the first matmuls, or further to collectives that follow them."""
-        cut = cut_evenly(shape_of(seed.inputs[0]), dim, parts)
+        cut = cut_into(shape_of(seed.inputs[0]), dim, sum(widths), blocks(seed, dim))
         if cut is None:
-            return _indivisible(seed, dim, parts)
-        growth = _Growth(self._view, self._mutable, parts)
+            return _indivisible(seed, dim, len(widths))
+        growth = _Growth(self._view, self._mutable, self._gathers, widths)
         if not growth.add(seed.start, seed.inputs[0], cut):
             return Refusal(Reason.UNSUPPORTED, f"{seed.kind} cannot be cut along dimension {dim}")
         growth.add(seed.waits[0], seed.start, growth.slab(seed.start))
         targets = growth.downstream(seed.waits[0], reach)
         if not targets:
             return _no_matmul(f"no matmul consumes dimension {dim} of it in parts")
-        return growth.region(targets, (seed.start, seed.waits[0]), (seed.label, dim))
+        return growth.regions(targets, (seed.start, seed.waits[0]), (seed.label, dim))
 
-    def backward(self, seed: Collective, dim: int, parts: int, reach: Reach) -> Region | Refusal:
+    def backward(self, seed: Collective, dim: int, widths: Widths, reach: Reach) -> Grown:
         """The region upstream of ``seed``, back to the matmuls that produce what it sends."""
         start, wait = seed.start, seed.waits[0]
-        outer = seed.group.size if dim == 0 and seed.kind in _BLOCK_PER_RANK else 1
-        sent = cut_evenly(shape_of(seed.inputs[0]), dim, parts, outer)
+        sent = cut_into(shape_of(seed.inputs[0]), dim, sum(widths), blocks(seed, dim))
         if sent is None:
-            return _indivisible(seed, dim, parts)
-        growth = _Growth(self._view, self._mutable, parts)
+            return _indivisible(seed, dim, len(widths))
+        growth = _Growth(self._view, self._mutable, self._gathers, widths)
         if not growth.add(start, seed.inputs[0], sent) or not growth.add(wait, start, growth.slab(start)):
             return Refusal(Reason.UNSUPPORTED, f"{seed.kind} cannot be cut along dimension {dim}")
         for loose in (False, True):
@@ -169,7 +192,7 @@ class Grower:
         targets = [wait]
         if reach.further:
             targets += growth.downstream(wait, Reach(reach.contracting, reach.further - 1))
-        return growth.region(targets, (start, wait), (seed.label, dim))
+        return growth.regions(targets, (start, wait), (seed.label, dim))
 
 
 def _indivisible(seed: Collective, dim: int, parts: int) -> Refusal:
@@ -194,10 +217,17 @@ class _State:
 class _Growth:
     """One region under construction: a consistent assignment of cuts to nodes."""
 
-    def __init__(self, view: GraphView, mutable: set[torch.fx.Node], parts: int) -> None:
+    def __init__(
+        self,
+        view: GraphView,
+        mutable: set[torch.fx.Node],
+        gathers: dict[torch.fx.Node, Collective],
+        widths: Widths,
+    ) -> None:
         self._view = view
         self._mutable = mutable
-        self._parts = parts
+        self._gathers = gathers
+        self._widths, self._units = widths, sum(widths)
         self.cuts: dict[torch.fx.Node, Cut] = {}
         self.needs: dict[torch.fx.Node, Needs] = {}
 
@@ -212,7 +242,7 @@ class _Growth:
         rule = rule_of(node)
         if rule is None or not carries(rule, cut):
             return False
-        result = rule.result(node, operand, cut, self._parts)
+        result = rule.result(node, operand, cut, self._units)
         if result is None or (isinstance(result, Partial) and not contracting):
             return False
         return self._admit(node, rule, result)
@@ -229,10 +259,10 @@ class _Growth:
         if (
             isinstance(cut, Slab)
             and isinstance(value, torch.Tensor)
-            and not (cut.fits(value.shape, self._parts) and (is_layout(node) or is_dense(value)))
+            and not (cut.fits(value.shape, self._units) and (is_layout(node) or is_dense(value)))
         ):
             return False
-        needs = rule.needs(node, cut, self._parts)
+        needs = rule.needs(node, cut, self._units)
         if needs is None:
             return False
         for operand, part in needs.items():
@@ -252,7 +282,7 @@ class _Growth:
         if isinstance(value, (list, tuple)):
             # A list is cut by its producer, which must then become a member: see ``region``.
             return True
-        return isinstance(value, torch.Tensor) and part.fits(value.shape, self._parts)
+        return isinstance(value, torch.Tensor) and part.fits(value.shape, self._units)
 
     def downstream(self, root: torch.fx.Node, reach: Reach) -> list[torch.fx.Node]:
         """Admit what follows ``root``; returns the nodes that make it worth while."""
@@ -340,9 +370,65 @@ class _Growth:
             self._keep_descendants(found, kept[0])
         return found
 
-    def _keep_descendants(self, matmuls: list[torch.fx.Node], before: dict[torch.fx.Node, Cut]) -> None:
-        """Drop members that do not lie between a matmul and the collective: they stay outside, read in parts."""
-        fed = set(matmuls)
+    def regions(
+        self, targets: list[torch.fx.Node], seed: tuple[torch.fx.Node, ...], axis: tuple[str, int]
+    ) -> tuple[Region, ...] | Refusal:
+        """The region of the members, and one with the gathers beside them."""
+        first = self.region(targets, seed, axis)
+        if isinstance(first, Refusal):
+            return first
+        # What leads to no target stays outside, also for those who would only read gathers in parts with it.
+        self.cuts, self.needs = dict(first.cuts), dict(first.needs)
+        if not self._beside():
+            return (first,)
+        more = self.region(targets, seed, axis)
+        return (first,) if isinstance(more, Refusal) else (first, more)
+
+    def _beside(self) -> bool:
+        """Admit gathers whose results only members read, in the parts that they need, with what lies between."""
+        kept = {*self.cuts}
+        position = self._view.position
+        wanted: dict[torch.fx.Node, Slab | None] = {}
+        queue: list[tuple[int, torch.fx.Node]] = []
+
+        def ask(node: torch.fx.Node) -> None:
+            for operand, part in self.needs[node].items():
+                if operand not in wanted and operand not in self.cuts:
+                    heapq.heappush(queue, (-position[operand], operand))
+                if wanted.setdefault(operand, part) != part:
+                    wanted[operand] = None
+
+        for node in kept:
+            ask(node)
+        found: list[torch.fx.Node] = []
+        while queue and len(self.cuts) < MAX_NODES:
+            _, node = heapq.heappop(queue)
+            part = wanted[node]
+            if part is None or any(user not in self.cuts or self.needs[user].get(node) != part for user in node.users):
+                continue
+            gather = self._gathers.get(node)
+            if gather is not None:
+                if self._require_gather(gather, part):
+                    found.append(gather.start)
+                continue
+            between = self._view.role(node) in (Role.COMPUTE, Role.FREE) and matmul.canonical(node) is None
+            if between and self.require(node, part):
+                ask(node)
+        self._keep_descendants(found, kept)
+        return bool(found)
+
+    def _require_gather(self, gather: Collective, part: Slab) -> bool:
+        """Admit a gather whose result is needed in parts."""
+        if unsupported(gather, self._view) is not None or not self.require(gather.start, part):
+            return False
+        if self.require(gather.waits[0], part):
+            return True
+        del self.cuts[gather.start], self.needs[gather.start]
+        return False
+
+    def _keep_descendants(self, roots: list[torch.fx.Node], before: Container[torch.fx.Node]) -> None:
+        """Drop new members that do not come after one of these: they stay outside, read in parts."""
+        fed = set(roots)
         for node in sorted((n for n in self.cuts if n not in before), key=self._view.position.__getitem__):
             if node not in fed and any(i in fed for i in self.needs[node]):
                 fed.add(node)
@@ -373,7 +459,7 @@ class _Growth:
             for operand, part in needs[node].items():
                 if part is not None and operand not in cuts and isinstance(operand.meta["val"], (list, tuple)):
                     return Refusal(Reason.UNSUPPORTED, f"{operand.name} has several results and is made outside")
-        region = Region(self._parts, cuts, needs, collectives, matmuls, axis)
+        region = Region(self._widths, cuts, needs, collectives, matmuls, axis)
         for node in region.joined():
             if not isinstance(node.meta["val"], torch.Tensor) and not isinstance(cuts[node], Uniform):
                 return Refusal(Reason.UNSUPPORTED, f"{node.name} has several results and is read outside")

@@ -4,7 +4,7 @@ A rule answers three questions about a node that is computed part by part:
 
 - ``result(node, operand, cut)``: the result's cut when one operand comes in parts;
 - ``needs(node, cut)``: for each tensor operand the part that one part of the result needs (None: all of it);
-- ``call(node, cut)``: arguments of the operator for one part, operands still the whole graph's.
+- ``call(node, cut)``: arguments of the operator for a part of some units, operands still the whole graph's.
 
 An operator without a rule ends a region; nothing is assumed about it.
 """
@@ -29,15 +29,15 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Rule(Protocol):
-    """See the module's docstring. ``parts`` is the number of parts."""
+    """See the module's docstring. ``units`` are those of the whole, ``width`` those of the part."""
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         """Forward."""
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         """Backward."""
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> Call:
         """Arguments for one part."""
 
 
@@ -99,75 +99,82 @@ def _dim(value: int, rank: int) -> int:
 class _Plain:
     """Base: same arguments for every part."""
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> Call:
         return tuple(node.args), dict(node.kwargs)
 
 
 class _Pointwise(_Plain):
     """Elementwise with broadcasting: operands are cut as the result is, where they have that dimension."""
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             return None
         return cut.on(cut.dim + value.dim() - rank_of(operand))
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if not isinstance(cut, Slab) or not isinstance(node.meta.get("val"), torch.Tensor):
             return None
         return {n: matmul.broadcast_part(n, cut, node) for n in _tensor_inputs(node)}
 
 
 class _Matmul(_Plain):
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         form = matmul.canonical(node)
         return None if form is None or not _in_tiles(node, {operand: cut}) else form.result(operand, cut)
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         form = matmul.canonical(node)
         found = None if form is None else form.needs(cut)
         return None if found is None or not _in_tiles(node, found) else found
 
 
-#: Columns and the inner dimension of a scaled matmul are multiples of it; the libraries refuse others.
-SCALED_TILE = 16
+#: Columns and the inner dimension of these matmuls are multiples of it; the libraries refuse others.
+TILES = {"aten::_scaled_mm": 16, "aten::_int_mm": 8}
+#: Rows of a product of whole numbers are more than that, on CUDA.
+FEWEST_ROWS = 16
 
 
 def _in_tiles(node: torch.fx.Node, cuts: Mapping[torch.fx.Node, Cut | None]) -> bool:
-    """Whether the parts of a scaled matmul's operands have sizes that it takes; True for other matmuls."""
-    if _torch.op_name(node.target) != "aten::_scaled_mm":
+    """Whether the parts of a matmul's operands have sizes that the libraries take."""
+    name = _torch.op_name(node.target)
+    if name not in TILES:
         return True
     arguments = _torch.op_arguments(node)
     left, right = arguments["self"], arguments["mat2"]
-    return all(
-        (operand is not right and not (operand is left and cut.dim == 1))
-        or _torch.is_multiple(cut.outer * cut.inner, SCALED_TILE)
-        for operand, cut in cuts.items()
-        if isinstance(cut, Slab)
-    )
+    for operand, cut in cuts.items():
+        if not isinstance(cut, Slab):
+            continue
+        size = cut.outer * cut.inner
+        if operand is left and cut.dim == 0:
+            if name == "aten::_int_mm" and (cut.is_symbolic or size <= FEWEST_ROWS):
+                return False
+        elif operand in (left, right) and not _torch.is_multiple(size, TILES[name]):
+            return False
+    return True
 
 
 class _View:
     """``view``, ``reshape``, ``_unsafe_view``: the cut moves to the dimension that holds its stride."""
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
-        return through_view(cut, shape_of(operand), shape_of(node), parts)
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
+        return through_view(cut, shape_of(operand), shape_of(node), units)
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         source = _first(node)
         if not isinstance(cut, Slab):
             return None
-        before = through_view(cut, shape_of(node), shape_of(source), parts)
+        before = through_view(cut, shape_of(node), shape_of(source), units)
         return None if before is None else {source: before}
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> Call:
         assert isinstance(cut, Slab)
         arguments = _torch.op_arguments(node)
         given = list(arguments["size"] if "size" in arguments else arguments["shape"])
         shape = shape_of(node)
         if all(isinstance(size, int) for size in shape):
             given = list(shape)
-        given[cut.dim] = cut.outer * cut.inner
+        given[cut.dim] = cut.outer * cut.inner * width
         return (_first(node), given), {}
 
 
@@ -200,11 +207,11 @@ class _Moves(_Plain):
         dims.pop(_dim(arguments["dim"], rank))
         return dims
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         origins = self.origins(node)
         return cut.on(origins.index(cut.dim)) if cut.dim in origins else None
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if not isinstance(cut, Slab):
             return None
         origin = self.origins(node)[cut.dim]
@@ -214,22 +221,22 @@ class _Moves(_Plain):
 class _Same(_Plain):
     """Layout-preserving operators with one operand: ``clone``, ``alias``, ``wait_tensor``, reductions over ranks."""
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         return cut
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         return {_first(node): cut} if isinstance(cut, Slab) else None
 
 
 class _ViewDtype(_Same):
     """A reinterpretation of bytes touches only the last dimension's size."""
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         same = node.meta["val"].element_size() == operand.meta["val"].element_size()
         return cut if same or cut.dim < rank_of(node) - 1 else None
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if not isinstance(cut, Slab) or self.result(node, _first(node), cut, parts) is None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
+        if not isinstance(cut, Slab) or self.result(node, _first(node), cut, units) is None:
             return None
         return {_first(node): cut}
 
@@ -242,20 +249,20 @@ class _Expand(_Same):
         at = dim - (rank_of(node) - rank_of(source))
         return at if at >= 0 and str(shape_of(source)[at]) == str(shape_of(node)[dim]) else None
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         dim = cut.dim + rank_of(node) - rank_of(operand)
         return cut.on(dim) if self._kept(node, dim) is not None else None
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if not isinstance(cut, Slab):
             return None
         at = self._kept(node, cut.dim)
         return {_first(node): None if at is None else cut.on(at)}
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> Call:
         assert isinstance(cut, Slab)
         size = list(_torch.op_arguments(node)["size"])
-        size[cut.dim] = cut.outer * cut.inner
+        size[cut.dim] = cut.outer * cut.inner * width
         return (_first(node), size), {}
 
 
@@ -275,35 +282,35 @@ class _Slice(_Same):
             end = min(max(end + extent if end < 0 else end, 0), extent)
         return dim, start, end, arguments.get("step", 1)
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         dim, start, end, step = self._range(node)
         if dim != cut.dim:
             return cut
-        block = cut.inner * parts
+        block = cut.inner * units
         if not (isinstance(start, int) and isinstance(end, int)) or step != 1 or start % block or end % block:
             return None
         return Slab(dim, (end - start) // block, cut.inner) if end > start else None
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if not isinstance(cut, Slab):
             return None
         source = _first(node)
         dim, start, end, step = self._range(node)
         if dim != cut.dim:
             return {source: cut}
-        extent, block = shape_of(source)[dim], cut.inner * parts
+        extent, block = shape_of(source)[dim], cut.inner * units
         if not all(isinstance(v, int) for v in (extent, start, end)) or step != 1:
             return None
         if start % block or end % block or extent % block:
             return None
         return {source: Slab(dim, extent // block, cut.inner)}
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> Call:
         assert isinstance(cut, Slab)
         dim, start, end, _ = self._range(node)
         if dim != cut.dim:
             return tuple(node.args), dict(node.kwargs)
-        return (_first(node), dim, start // parts, end // parts), {}
+        return (_first(node), dim, start // units * width, end // units * width), {}
 
 
 class _Split(_Same):
@@ -316,54 +323,54 @@ class _Split(_Same):
         """Extents of the pieces along the split dimension."""
         return [value.shape[self._dim(node)] for value in node.meta["val"]]
 
-    def piece(self, node: torch.fx.Node, index: int, cut: Slab, parts: int) -> Slab | None:
+    def piece(self, node: torch.fx.Node, index: int, cut: Slab, units: int) -> Slab | None:
         """The cut of one piece of a list cut by ``cut``."""
         if cut.dim != self._dim(node):
             return cut
         size = self.sizes(node)[index]
-        return Slab(cut.dim, size // (cut.inner * parts), cut.inner)
+        return Slab(cut.dim, size // (cut.inner * units), cut.inner)
 
-    def whole(self, node: torch.fx.Node, cut: Slab, parts: int) -> Slab | None:
+    def whole(self, node: torch.fx.Node, cut: Slab, units: int) -> Slab | None:
         """The cut of the list that gives a piece the cut ``cut``."""
         if cut.dim != self._dim(node):
             return cut
         extent = shape_of(_first(node))[cut.dim]
-        if not isinstance(extent, int) or extent % (cut.inner * parts):
+        if not isinstance(extent, int) or extent % (cut.inner * units):
             return None
-        found = Slab(cut.dim, extent // (cut.inner * parts), cut.inner)
-        return found if self._even(node, found, parts) else None
+        found = Slab(cut.dim, extent // (cut.inner * units), cut.inner)
+        return found if self._even(node, found, units) else None
 
-    def _even(self, node: torch.fx.Node, cut: Slab, parts: int) -> bool:
+    def _even(self, node: torch.fx.Node, cut: Slab, units: int) -> bool:
         sizes = self.sizes(node)
-        return all(isinstance(s, int) and s > 0 and s % (cut.inner * parts) == 0 for s in sizes)
+        return all(isinstance(s, int) and s > 0 and s % (cut.inner * units) == 0 for s in sizes)
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
-        return cut if cut.dim != self._dim(node) or self._even(node, cut, parts) else None
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
+        return cut if cut.dim != self._dim(node) or self._even(node, cut, units) else None
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> Call:
         assert isinstance(cut, Slab)
         dim = self._dim(node)
         if dim != cut.dim:
             return tuple(node.args), dict(node.kwargs)
-        sizes = [size // parts for size in self.sizes(node)]
+        sizes = [size // units * width for size in self.sizes(node)]
         if _torch.op_name(node.target) == "aten::split":
             return (_first(node), sizes[0], dim), {}
         return (_first(node), sizes, dim), {}
 
 
 class _Getitem(_Plain):
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         rule = rule_of(operand)
         index = node.args[1]
         if isinstance(rule, _Split) and isinstance(index, int):
-            return rule.piece(operand, index, cut, parts)
+            return rule.piece(operand, index, cut, units)
         if isinstance(rule, Attention) and isinstance(index, int):
             found = rule.output(index, cut)
             if isinstance(found, Uniform):
                 return found
-        return cut if cut.fits(shape_of(node), parts) else None
+        return cut if cut.fits(shape_of(node), units) else None
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         source = node.args[0]
         assert isinstance(source, torch.fx.Node)
         if isinstance(cut, Uniform):
@@ -373,7 +380,7 @@ class _Getitem(_Plain):
         rule = rule_of(source)
         if rule is None:
             return None
-        whole = rule.whole(source, cut, parts) if isinstance(rule, _Split) else cut
+        whole = rule.whole(source, cut, units) if isinstance(rule, _Split) else cut
         return None if whole is None else {source: whole}
 
 
@@ -383,15 +390,15 @@ class _Cat:
     def _dim(self, node: torch.fx.Node) -> int:
         return _dim(_torch.op_arguments(node).get("dim", 0), rank_of(node))
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         if cut.dim != self._dim(node):
             return cut
         extent = shape_of(node)[cut.dim]
-        if not isinstance(extent, int) or extent % (cut.inner * parts):
+        if not isinstance(extent, int) or extent % (cut.inner * units):
             return None
-        return Slab(cut.dim, extent // (cut.inner * parts), cut.inner)
+        return Slab(cut.dim, extent // (cut.inner * units), cut.inner)
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if not isinstance(cut, Slab):
             return None
         wanted: list[tuple[torch.fx.Node, Slab | None]] = []
@@ -399,13 +406,13 @@ class _Cat:
             part = cut
             if cut.dim == self._dim(node):
                 extent = shape_of(operand)[cut.dim]
-                if not isinstance(extent, int) or extent == 0 or extent % (cut.inner * parts):
+                if not isinstance(extent, int) or extent == 0 or extent % (cut.inner * units):
                     return None
-                part = Slab(cut.dim, extent // (cut.inner * parts), cut.inner)
+                part = Slab(cut.dim, extent // (cut.inner * units), cut.inner)
             wanted.append((operand, part))
         return matmul.merged(wanted)
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> Call:
         return (list(_torch.op_arguments(node)["tensors"]), self._dim(node)), {}
 
 
@@ -417,10 +424,10 @@ class _Pad(_Same):
         place = 2 * (rank_of(node) - 1 - dim)
         return any(p != 0 for p in pad[place : place + 2])
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         return None if self._padded(node, cut.dim) else cut
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if not isinstance(cut, Slab) or self._padded(node, cut.dim):
             return None
         return {_first(node): cut}
@@ -442,13 +449,13 @@ class _Reduce(_Plain):
             dims = {_dim(d, rank) for d in ([given] if isinstance(given, int) else given)}
         return dims, bool(arguments.get("keepdim", False))
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         dims, keep = self._dims(node)
         if cut.dim in dims:
             return Partial(cut) if self.sums else None
         return cut if keep else cut.on(cut.dim - sum(d < cut.dim for d in dims))
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if isinstance(cut, Partial):
             return {_first(node): cut.source} if self.sums else None
         assert isinstance(cut, Slab)
@@ -462,12 +469,12 @@ class _Reduce(_Plain):
 class _AlongOthers(_Same):
     """Operators along one dimension (softmax, cumulative sums): any other may be cut."""
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         along = _dim(_torch.op_arguments(node)["dim"], rank_of(node))
         return None if cut.dim == along else cut
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if not isinstance(cut, Slab) or self.result(node, _first(node), cut, parts) is None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
+        if not isinstance(cut, Slab) or self.result(node, _first(node), cut, units) is None:
             return None
         return {_first(node): cut}
 
@@ -478,10 +485,10 @@ class _AllGather(_Same):
     def _world(self, node: torch.fx.Node) -> int:
         return int(_torch.op_arguments(node)["group_size"])
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         return Slab(0, cut.outer * self._world(node), cut.inner) if cut.dim == 0 else cut
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if not isinstance(cut, Slab):
             return None
         if cut.dim:
@@ -493,13 +500,13 @@ class _AllGather(_Same):
 class _ReduceScatter(_AllGather):
     """The inverse on dimension 0."""
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         if cut.dim:
             return cut
         outer, rest = divmod(cut.outer, self._world(node))
         return None if rest else Slab(0, outer, cut.inner)
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
         if not isinstance(cut, Slab):
             return None
         return {_first(node): Slab(0, cut.outer * self._world(node), cut.inner) if cut.dim == 0 else cut}
@@ -512,25 +519,25 @@ class _AllToAll(_Same):
         arguments = _torch.op_arguments(node)
         return list(arguments["output_split_sizes"] or []), list(arguments["input_split_sizes"] or [])
 
-    def _allowed(self, node: torch.fx.Node, cut: Slab, parts: int) -> bool:
+    def _allowed(self, node: torch.fx.Node, cut: Slab, units: int) -> bool:
         if cut.dim:
             return True
         sizes = [*self._splits(node)[0], *self._splits(node)[1]]
-        return bool(sizes) and all(isinstance(s, int) and s == sizes[0] and s % (cut.inner * parts) == 0 for s in sizes)
+        return bool(sizes) and all(isinstance(s, int) and s == sizes[0] and s % (cut.inner * units) == 0 for s in sizes)
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
-        return cut if self._allowed(node, cut, parts) else None
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
+        return cut if self._allowed(node, cut, units) else None
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> Needs | None:
-        if not isinstance(cut, Slab) or not self._allowed(node, cut, parts):
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:
+        if not isinstance(cut, Slab) or not self._allowed(node, cut, units):
             return None
         return {_first(node): cut}
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> Call:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> Call:
         assert isinstance(cut, Slab)
         received, sent = self._splits(node)
         if cut.dim == 0:
-            received, sent = [s // parts for s in received], [s // parts for s in sent]
+            received, sent = [s // units * width for s in received], [s // units * width for s in sent]
         arguments = _torch.op_arguments(node)
         return (_first(node), received, sent, arguments["group_name"]), {}
 
@@ -542,7 +549,7 @@ _MATMUL, _VIEW, _MOVES, _SAME = _Matmul(), _View(), _Moves(), _Same()
 _SUM, _REDUCE, _ALONG, _SPLIT = _Reduce(sums=True), _Reduce(), _AlongOthers(), _Split()
 
 _RULES: dict[str, Rule] = {
-    **{f"aten::{name}": _MATMUL for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm")},
+    **{f"aten::{name}": _MATMUL for name in ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_grouped_mm")},
     **{f"aten::{name}": _VIEW for name in ("reshape", "_unsafe_view")},
     **{f"aten::{name}": _MOVES for name in ("permute", "t", "transpose", "unsqueeze", "squeeze", "select")},
     **{f"aten::{name}": _SAME for name in ("alias", "detach", "clone", "_to_copy", "contiguous", "lift_fresh_copy")},

@@ -36,12 +36,12 @@ class Attention:
         """The cut of one of the results."""
         return cut if index in self._outputs else Uniform(cut)
 
-    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, parts: int) -> Cut | None:
+    def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         """Forward: of the results that are cut."""
-        found = self.needs(node, cut, parts)
+        found = self.needs(node, cut, units)
         return cut if found is not None and found.get(operand) == cut else None
 
-    def needs(self, node: torch.fx.Node, cut: Cut, parts: int) -> dict[torch.fx.Node, Slab | None] | None:
+    def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> dict[torch.fx.Node, Slab | None] | None:
         """Backward."""
         if not isinstance(cut, Slab) or cut.dim > 1:
             return None
@@ -57,19 +57,19 @@ class Attention:
         batches_and_heads = self._shape(arguments[self._alike[0]])
         for name in self._alike:
             operand = arguments[name]
-            if not cut.fits(self._shape(operand), parts):
+            if not cut.fits(self._shape(operand), units):
                 return None
             wanted[operand] = cut
         if mask is not None:
             shape = self._shape(mask)
             dim = cut.dim - (len(batches_and_heads) - len(shape))
             if dim >= 0 and shape[dim] != 1:
-                if not cut.on(dim).fits(shape, parts):
+                if not cut.on(dim).fits(shape, units):
                     return None
                 wanted[mask] = cut.on(dim)
         return wanted
 
-    def call(self, node: torch.fx.Node, cut: Cut, parts: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(self, node: torch.fx.Node, cut: Cut, units: int, width: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The same arguments for every part."""
         assert not isinstance(cut, Partial)
         return tuple(node.args), dict(node.kwargs)

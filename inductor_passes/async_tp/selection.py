@@ -14,8 +14,9 @@ import torch.fx
 
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.lowerings import Graph, LoweringChoice, choose_all, choose_lowering, others_fit_anything
-from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, unsupported
+from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, blocks, unsupported
 from inductor_passes.async_tp.rules import shape_of
+from inductor_passes.async_tp.slab import Widths
 from inductor_passes.config import AsyncTpLowering
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
@@ -49,8 +50,8 @@ class Settings(Protocol):
     def mode_of(self, collective: Collective) -> str:
         """``auto``, ``force`` or ``off``."""
 
-    def parts_of(self, extent: object) -> tuple[int, ...]:
-        """Into how many parts a dimension may be cut."""
+    def widths_of(self, extent: object) -> tuple[Widths, ...]:
+        """Into which parts a dimension may be cut."""
 
 
 @dataclass
@@ -109,6 +110,9 @@ class Selection:
                 refusals[collective] = refusal
             elif pricer is None:
                 refusals[collective] = Refusal(Reason.NO_HINT, "a symbolic size has no hint")
+            elif mode == "auto" and pricer.is_hidden(collective):
+                # Whatever else a region with it would hide, one without it hides too.
+                refusals[collective] = Refusal(Reason.HIDDEN, "other work hides all of it")
             else:
                 found, why = self._options(grower, pricer, collective)
                 options.append((collective, found))
@@ -160,26 +164,28 @@ class Selection:
         why: Refusal | None = None
         seen: set[tuple[object, ...]] = set()
         tries = [
-            (dim, parts, contracting, direction)
+            (dim, widths, contracting, direction)
             for dim in axes(collective)
-            for parts in self.settings.parts_of(shape_of(collective.inputs[0])[dim])
+            for widths in self.settings.widths_of(shape_of(collective.inputs[0])[dim] // blocks(collective, dim))
             for contracting in (True, False)[not self.settings.contracting :]
             for direction in grow
         ]
-        for dim, parts, contracting, direction in tries:
+        for dim, widths, contracting, direction in tries:
             joined = 0
             for further in _FURTHER:
-                region = direction(collective, dim, parts, Reach(contracting, further))
-                if isinstance(region, Refusal):
-                    why = _clearer(why, region)
+                regions = direction(collective, dim, widths, Reach(contracting, further))
+                if isinstance(regions, Refusal):
+                    why = _clearer(why, regions)
                     break
-                key = (parts, tuple(region.cuts.items()))
-                if key not in seen:
-                    seen.add(key)
-                    found.append(self._option(pricer.price(region)))
-                if further > 1 and len(region.collectives) == joined:
+                for region in regions:
+                    key = (widths, tuple(region.cuts.items()))
+                    if key not in seen:
+                        seen.add(key)
+                        found.append(self._option(pricer.price(region)))
+                if len(regions[0].collectives) == joined:
+                    # Whoever reaches further would have met the next one by now.
                     break
-                joined = len(region.collectives)
+                joined = len(regions[0].collectives)
         found.sort(key=lambda p: -p.gain_ns)
         return found, None if found else why
 
@@ -198,10 +204,10 @@ class Selection:
             if self._worth(p)
         ]
 
-        def greedy(gain: Callable[[Priced], float]) -> list[Priced]:
+        def greedy(gain: Callable[[Priced], tuple[float, ...]]) -> list[Priced]:
             taken: set[torch.fx.Node] = set()
             chosen: list[Priced] = []
-            for _, _, priced in sorted(ranked, key=lambda entry: (-gain(entry[2]), *entry[:2])):
+            for _, _, priced in sorted(ranked, key=lambda entry: (*(-g for g in gain(entry[2])), *entry[:2])):
                 if taken.isdisjoint(priced.region.cuts):
                     taken.update(priced.region.cuts)
                     chosen.append(priced)
@@ -212,7 +218,12 @@ class Selection:
             # Where everything loses (``force``), the more collectives are in, the better.
             return max(gain, 0), sum(len(p.region.collectives) for p in chosen), gain
 
-        return max(greedy(lambda p: p.gain_ns / len(p.region.collectives)), greedy(lambda p: p.gain_ns), key=value)
+        orders: tuple[Callable[[Priced], tuple[float, ...]], ...] = (
+            lambda p: (p.gain_ns / len(p.region.collectives),),
+            lambda p: (p.gain_ns,),
+            lambda p: (len(p.region.collectives), p.gain_ns),
+        )
+        return max(map(greedy, orders), key=value)
 
     def _decide(
         self, chosen: list[Priced], options: dict[Collective, list[Priced]], refusals: dict[Collective, Refusal]

@@ -1,9 +1,12 @@
-"""One axis of a tensor cut into ``k`` equal parts, and how that cut looks through layout changes.
+"""One axis of a tensor cut into parts, and how that cut looks through layout changes.
 
-Strip-mining replaces an operation on a whole tensor by ``k`` operations on *slabs*. A slab need not be contiguous: a
-gathered dimension of ``g`` shards, each cut into ``k``, is (``g``, ``k``, ``inner``), and slab ``j`` is ``[:, j, :]``.
-So a cut is (dimension, outer, inner) with ``extent = outer * k * inner``. Views move the cut to another dimension,
+Strip-mining replaces an operation on a whole tensor by operations on *slabs*. A slab need not be contiguous: a
+gathered dimension of ``g`` shards, each of ``u`` units, is (``g``, ``u``, ``inner``), and a slab is ``[:, a:b, :]``.
+So a cut is (dimension, outer, inner) with ``extent = outer * u * inner``. Views move the cut to another dimension,
 split and cat change ``outer``; a view that tears ``inner`` apart has no cut.
+
+How many units each part has (``Widths``) is the same for the whole region. Equal parts have one unit each. A size
+without a small divisor is cut into parts of different widths.
 
 Sizes may be symbolic. A symbolic dimension is cut where it is known to divide for every size of its range; such a cut
 passes through operators that leave the dimension as it is, see ``rules.carries``.
@@ -24,12 +27,15 @@ from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
 
+#: Units of each part; (1, 1) are two equal parts, (7, 6) those of a dimension of 13.
+Widths = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slab:
-    """A cut: ``extent(dim) == outer * k * inner``; part ``j`` is ``[:, j, :]`` of the dimension seen so.
+    """A cut: ``extent(dim) == outer * units * inner``; a part is some units ``[:, a:b, :]`` of the dimension seen so.
 
-    ``inner`` may be symbolic. Cuts are equal when they are equal for every size.
+    ``inner`` may be symbolic, then all parts have one unit. Cuts are equal when they are equal for every size.
     """
 
     dim: int
@@ -54,11 +60,11 @@ class Slab:
         """The same cut of another dimension."""
         return Slab(dim, self.outer, self.inner)
 
-    def fits(self, shape: Sequence[Any], parts: int) -> bool:
-        """Whether a tensor of ``shape`` can be cut so into ``parts``."""
+    def fits(self, shape: Sequence[Any], units: int) -> bool:
+        """Whether a tensor of ``shape`` can be cut so into ``units``."""
         if not 0 <= self.dim < len(shape):
             return False
-        return _torch.same_size(shape[self.dim], self.outer * parts * self.inner)
+        return _torch.same_size(shape[self.dim], self.outer * units * self.inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +90,38 @@ class Uniform:
 Cut = Slab | Partial | Uniform
 
 
-def cut_evenly(shape: Sequence[Any], dim: int, parts: int, outer: int = 1) -> Slab | None:
-    """The cut of ``dim`` into ``parts`` below ``outer`` blocks; None when the size is not known to divide."""
+def cut_into(shape: Sequence[Any], dim: int, units: int, outer: int = 1) -> Slab | None:
+    """The cut of ``dim`` into ``units`` below ``outer`` blocks; None when the size is not known to divide."""
     extent = shape[dim] if dim < len(shape) else 0
-    if _torch.same_size(extent, 0) or not _torch.is_multiple(extent, outer * parts):
+    if _torch.same_size(extent, 0) or not _torch.is_multiple(extent, outer * units):
         return None
-    return Slab(dim, outer, extent // (outer * parts))
+    return Slab(dim, outer, extent // (outer * units))
 
 
-def through_view(cut: Slab, before: Sequence[Any], after: Sequence[Any], parts: int) -> Slab | None:
+def widths_for(extent: object, numbers: Sequence[int]) -> tuple[Widths, ...]:
+    """How a dimension may be cut into one of these numbers of parts.
+
+    Equal parts where a number divides ``extent``. Where none does, as many equal parts as its least divisor says, if
+    that is not above the largest number. Else the least divisor is the number of units, and widths differ by one.
+    Symbolic: the first number.
+    """
+    if not isinstance(extent, int):
+        return (equal(numbers[0]),)
+    found = tuple(equal(n) for n in numbers if extent % n == 0)
+    if found or extent < 2:
+        return found or (equal(numbers[0]),)
+    units = next((d for d in range(2, math.isqrt(extent) + 1) if extent % d == 0), extent)
+    if units <= max(numbers):
+        return (equal(units),)
+    return tuple(tuple(units // n + (part < units % n) for part in range(n)) for n in numbers)
+
+
+def equal(parts: int) -> Widths:
+    """Equal parts."""
+    return (1,) * parts
+
+
+def through_view(cut: Slab, before: Sequence[Any], after: Sequence[Any], units: int) -> Slab | None:
     """The cut of a tensor of shape ``before`` after ``view(after)``; None when the view tears it apart."""
     left = 0
     while left < min(len(before), len(after)) and str(before[left]) == str(after[left]):
@@ -115,37 +144,36 @@ def through_view(cut: Slab, before: Sequence[Any], after: Sequence[Any], parts: 
             if stride % below:
                 return None
             inner = stride // below
-            if size % (inner * parts):
+            if size % (inner * units):
                 return None
-            return Slab(left + place, size // (inner * parts), inner)
+            return Slab(left + place, size // (inner * units), inner)
         below *= size
     return None
 
 
-def part_shape(shape: Sequence[Any], cut: Slab) -> list[Any]:
-    """Shape of one part of a tensor of ``shape``."""
-    sizes = list(shape)
-    sizes[cut.dim] = cut.outer * cut.inner
-    return sizes
-
-
-def take(emit: Emitter, tensor: torch.fx.Node, cut: Slab, parts: int, index: int) -> torch.fx.Node:
+def take(emit: Emitter, tensor: torch.fx.Node, cut: Slab, widths: Widths, index: int) -> torch.fx.Node:
     """Part ``index`` of a tensor; a view when ``outer`` is 1, else a copy."""
-    step = cut.inner
+    step, units, width = cut.inner, sum(widths), widths[index]
+    first = sum(widths[:index])
     if cut.outer == 1:
-        return emit.call(aten.slice.Tensor, tensor, cut.dim, index * step, (index + 1) * step)
+        return emit.call(aten.slice.Tensor, tensor, cut.dim, first * step, (first + width) * step)
     shape = list(tensor.meta["val"].shape)
     if all(isinstance(size, int) for size in shape):
-        split = [*shape[: cut.dim], cut.outer, parts, step, *shape[cut.dim + 1 :]]
-        picked = emit.call(aten.select.int, emit.call(aten.view.default, tensor, split), cut.dim + 1, index)
+        split = [*shape[: cut.dim], cut.outer, units, step, *shape[cut.dim + 1 :]]
+        apart = emit.call(aten.view.default, tensor, split)
+        if width == 1:
+            picked = emit.call(aten.select.int, apart, cut.dim + 1, first)
+        else:
+            picked = emit.call(aten.slice.Tensor, apart, cut.dim + 1, first, first + width)
         copied = emit.call(aten.clone.default, picked, memory_format=torch.contiguous_format)
-        return emit.call(aten.view.default, copied, part_shape(shape, cut))
-    rows = [(block * parts + index) * step for block in range(cut.outer)]
-    pieces = [emit.call(aten.slice.Tensor, tensor, cut.dim, row, row + step) for row in rows]
+        shape[cut.dim] = cut.outer * width * step
+        return emit.call(aten.view.default, copied, shape)
+    rows = [(block * units + first) * step for block in range(cut.outer)]
+    pieces = [emit.call(aten.slice.Tensor, tensor, cut.dim, row, row + width * step) for row in rows]
     return emit.call(aten.cat.default, pieces, cut.dim)
 
 
-def scattered(tensor: torch.Tensor, cut: Slab) -> bool:
+def scattered(tensor: torch.Tensor, cut: Slab, width: int) -> bool:
     """Whether a part that is a view touches so short runs of memory that a matmul had better read a copy of it.
 
     A run below 1 KiB fills a small share of a page: on CPUs, packing such an operand was measured at up to 1.6 times
@@ -153,12 +181,14 @@ def scattered(tensor: torch.Tensor, cut: Slab) -> bool:
     """
     if cut.outer > 1 or not all(isinstance(s, int) for s in (*tensor.shape, *tensor.stride())):
         return False
-    run = cut.inner * int(tensor.stride(cut.dim))
+    run = cut.inner * width * int(tensor.stride(cut.dim))
     outside = [d for d in range(tensor.dim()) if d != cut.dim and tensor.stride(d) > tensor.stride(cut.dim)]
     return math.prod(tensor.shape[d] for d in outside) > 1 and run * tensor.element_size() < 1024
 
 
-def assemble(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, like: torch.Tensor) -> torch.fx.Node:
+def assemble(
+    emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, widths: Widths, like: torch.Tensor
+) -> torch.fx.Node:
     """The whole tensor from its parts, with the shape and the (dense) memory order of ``like``."""
     order = memory_order(like)
     plain = order == list(range(like.dim()))
@@ -168,7 +198,7 @@ def assemble(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, like: to
     if cut.outer == 1:
         whole = emit.call(aten.cat.default, list(pieces), dim)
     else:
-        whole = _interleave(emit, pieces, cut.on(dim), [like.shape[d] for d in order])
+        whole = _interleave(emit, pieces, cut.on(dim), widths, [like.shape[d] for d in order])
     if not plain:
         whole = emit.call(aten.permute.default, whole, [order.index(d) for d in range(like.dim())])
     if any(a is not b and str(a) != str(b) for a, b in zip(whole.meta["val"].stride(), like.stride())):
@@ -177,20 +207,22 @@ def assemble(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, like: to
     return whole
 
 
-def _interleave(emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, shape: list[Any]) -> torch.fx.Node:
+def _interleave(
+    emit: Emitter, pieces: Sequence[torch.fx.Node], cut: Slab, widths: Widths, shape: list[Any]
+) -> torch.fx.Node:
     step = cut.inner
     if all(isinstance(size, int) for size in shape):
-        split = [*shape[: cut.dim], cut.outer, 1, step, *shape[cut.dim + 1 :]]
         apart = []
-        for piece in pieces:
+        for piece, width in zip(pieces, widths):
+            split = [*shape[: cut.dim], cut.outer, width, step, *shape[cut.dim + 1 :]]
             if not piece.meta["val"].is_contiguous():
                 piece = emit.call(aten.clone.default, piece, memory_format=torch.contiguous_format)
             apart.append(emit.call(aten.view.default, piece, split))
         return emit.call(aten.view.default, emit.call(aten.cat.default, apart, cut.dim + 1), shape)
     rows = [
-        emit.call(aten.slice.Tensor, piece, cut.dim, block * step, (block + 1) * step)
+        emit.call(aten.slice.Tensor, piece, cut.dim, block * width * step, (block + 1) * width * step)
         for block in range(cut.outer)
-        for piece in pieces
+        for piece, width in zip(pieces, widths)
     ]
     return emit.call(aten.cat.default, rows, cut.dim)
 

@@ -27,13 +27,14 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import UNPACK
 from inductor_passes.records.limits import Count
 
-#: Attention on CPU has no formula of its own in torch; its arguments are those of the flash kernel.
+#: Operators without a formula of their own in torch, and those that take the same arguments.
 _SAME_FORMULA = {
+    "aten::_int_mm": "mm",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
 }
 
-_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm"})
+_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_int_mm"})
 
 
 def flops(node: torch.fx.Node) -> int | None:

@@ -176,12 +176,46 @@ def _ag_scaled_mm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch._scaled_mm(full, _scaled(w.t().contiguous()).t(), one, one, out_dtype=torch.bfloat16)
 
 
+def _ag_scaled_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Rows and their scales are gathered."""
+    full = ag(_scaled(x).view(torch.uint8)).view(torch.float8_e4m3fn)
+    rows = ag(torch.ones((x.shape[0], 1), device=x.device))
+    columns = torch.ones((1, w.shape[1]), device=x.device)
+    return torch._scaled_mm(full, _scaled(w.t().contiguous()).t(), rows, columns, out_dtype=torch.bfloat16)
+
+
+def _scaled_ag_columns(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A sharded weight and its scales are gathered."""
+    full = ag(_scaled(w).view(torch.uint8)).view(torch.float8_e4m3fn)
+    columns = ag(torch.ones((w.shape[0], 1), device=x.device)).t()
+    rows = torch.ones((x.shape[0], 1), device=x.device)
+    return torch._scaled_mm(_scaled(x), full.t(), rows, columns, out_dtype=torch.bfloat16)
+
+
+def _int_mm_rs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return rs(torch._int_mm(x.to(torch.int8), w.to(torch.int8)))
+
+
+def _scaled_bias(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.addmm(b, ag(x, 1), w, beta=2)
+
+
+def _heads(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """11 heads of 13 columns."""
+    return torch.bmm(ag(x, 1)[:, :143].view(11, 11, 13).permute(1, 0, 2), w)
+
+
+def _one_of_them_read(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Somebody else reads what one of two gathers brings."""
+    other = ag(y)
+    return torch.cat([ag(x), other], 1) @ w, other
+
+
 def _groups(name: str, fn: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> Program:
     return Program(name, fn, shapes, dtype=torch.bfloat16)
 
 
 X, W, B3 = (8, 16), (16, 12), (4, 8, 16)
-TAKEN = ("data dependency",)
 NONE = ("no independent compute left",)
 
 PROGRAMS: list[Program] = [
@@ -229,7 +263,7 @@ PROGRAMS: list[Program] = [
     Program("mm_ag1", lambda x, w: x @ ag(w, 1), (X, (16, 6))),
     Program("mm_ag0_transposed", lambda x, w: x @ ag(w).t(), (X, (6, 16))),
     Program("linear_ag0_bias", lambda x, w, b: F.linear(x, ag(w), b), (X, (6, 16), (12,))),
-    Program("linear_ag0_ag0_bias", lambda x, w, b: F.linear(x, ag(w), ag(b)), (X, (6, 16), (6,)), refused=TAKEN),
+    Program("linear_ag0_ag0_bias", lambda x, w, b: F.linear(x, ag(w), ag(b)), (X, (6, 16), (6,)), fused=2),
     Program("linear_ag0_cast", lambda x, w: F.linear(x.bfloat16(), ag(w).bfloat16()), (X, (6, 16))),
     Program("bmm_ag0", lambda x, w: torch.bmm(x, ag(w)), ((4, 8, 16), (2, 16, 6))),
     Program("flat_parameter", lambda x, w: x @ ag(w).view(2, 96)[:, :].reshape(16, 12), (X, (96,))),
@@ -237,6 +271,38 @@ PROGRAMS: list[Program] = [
     Program("wgrad_right", lambda x, dy: dy.t() @ ag(x), (X, (16, 12))),
     Program("dgrad_and_wgrad", _shared, ((16, 16), (16, 12), (8, 12))),
     Program("wgrad_3d", lambda x, dy: ag(dy, 1).reshape(32, 12).t() @ x, ((32, 16), (4, 4, 12))),
+    # a bias where only the contracted dimension can be cut: the sum of the parts gets it once
+    Program("ag1_addmm_of_a_row", lambda x, w, b: torch.addmm(b, ag(x, 1), w), ((1, 16), (32, 12), (12,))),
+    Program("ag2_baddbmm_of_rows", lambda x, w, b: torch.baddbmm(b, ag(x, 2), w), ((1, 1, 8), (1, 16, 6), (1, 1, 6))),
+    Program("ag1_linear_bias_wide", lambda x, w, b: F.linear(ag(x, 1), w, b), ((1, 17), (12, 34), (12,))),
+    Program(
+        "ag1_addmm_of_a_row_bf16",
+        lambda x, w, b: torch.addmm(b, ag(x, 1), w),
+        ((1, 16), (32, 12), (12,)),
+        dtype=torch.bfloat16,
+    ),
+    Program("ag1_addmm_scaled", _scaled_bias, ((1, 16), (32, 12), (12,)), 0, NONE),
+    # sizes without a small divisor
+    Program("ag0_prime_rows", lambda x, w: ag(x) @ w, ((11, 13), (13, 3))),
+    Program("ag0_prime_rows_bias", lambda x, w, b: torch.addmm(b, ag(x), w), ((13, 17), (17, 11), (11,))),
+    Program("ag1_prime_rows_3d", lambda x, w: ag(x, 1) @ w, ((11, 13, 17), (17, 11))),
+    Program("mm_ag0_prime", lambda x, w: x @ ag(w).t(), ((11, 17), (13, 17))),
+    Program("ag0_prime_heads", _heads, ((11, 143), (11, 13, 11))),
+    Program("ag0_trim_prime", lambda x, w: uneven_ag(x, 0, 13) @ w, ((7, 17), (17, 13))),
+    Program("mm_rs0_prime", lambda x, w: rs(x @ w), ((34, 13), (13, 17))),
+    Program("mm_rs1_prime_batch", lambda x, w: rs(x @ w, 1), ((11, 26, 13), (13, 17))),
+    Program("mm_ar_prime", lambda x, w: ar(x @ w), ((13, 17), (17, 11))),
+    Program("a2a_mm_prime", lambda x, w: a2a(x) @ w, ((26, 17), (17, 11))),
+    # gathers beside each other
+    Program("ag1_ag0", lambda x, w: ag(x, 1) @ ag(w), (X, W), fused=2),
+    Program("ag0_ag1", lambda x, w: ag(x) @ ag(w, 1), (X, (16, 6)), fused=2),
+    Program("ag0_ag0", lambda x, w: ag(x) @ ag(w), (X, (8, 12)), fused=2),
+    Program("columns_of_two_gathers", lambda x, y, w: torch.cat([ag(x), ag(y)], 1) @ w, (X, X, (32, 12)), fused=2),
+    Program("rows_of_two_gathers", lambda x, y, w: torch.cat([ag(x), ag(y)]) @ w, (X, X, W), fused=2),
+    Program("product_of_two_gathers", lambda x, y, w: (ag(x) * ag(y).relu()) @ w, (X, X, W), fused=2),
+    Program("gathers_one_of_them_read", _one_of_them_read, (X, X, (32, 12)), fused=2),
+    Program("gather_of_a_gather", lambda x, w: ag(ag(x, 1)) @ w, (X, (32, 12)), fused=2),
+    Program("gather_twice_along_rows", lambda x, w: ag(ag(x)) @ w, (X, W), fused=2),
     # reduce_scatter
     Program("mm_rs0", lambda x, w: rs(x @ w), (X, W)),
     Program("mm_rs1", lambda x, w: rs(x @ w, 1), (X, W)),
@@ -288,6 +354,9 @@ PROGRAMS: list[Program] = [
     Program("swiglu_batch_1", _swiglu, ((1, 8, 16), W, W, (12, 16)), fused=2),
     # float8
     Program("ag0_scaled_mm", _ag_scaled_mm, ((16, 16), (16, 16)), dtype=torch.bfloat16),
+    Program("ag0_scaled_mm_rows", _ag_scaled_rows, ((16, 16), (16, 16)), fused=2, dtype=torch.bfloat16),
+    Program("scaled_mm_ag0_columns", _scaled_ag_columns, ((16, 16), (16, 16)), fused=2, dtype=torch.bfloat16),
+    Program("int_mm_rs0", _int_mm_rs, ((64, 32), (32, 64)), dtype=torch.float32),
     Program("scaled_mm_rs0", lambda x, w: rs(_scaled_mm(x, w)), ((32, 16), (16, 32)), dtype=torch.bfloat16),
     Program("scaled_mm_rows_rs0", lambda x, w: rs(_scaled_mm(x, w, True)), ((32, 16), (16, 32)), dtype=torch.bfloat16),
     Program(
@@ -301,6 +370,5 @@ PROGRAMS: list[Program] = [
     Program("ar_of_pointwise", lambda x: ar(x.relu()), (X,), 0, NONE),
     Program("ag_softmax_of_cut", lambda x: torch.softmax(ag(x), 0), (X,), 0, NONE),
     Program("rs_of_input_mm_elsewhere", lambda x, w: (rs(x), x @ w), (X, W), 0, NONE),
-    Program("ag_prime", lambda x, w: ag(x) @ w, ((11, 13), (13, 3)), 0, ("unsupported form",)),
 ]
 BY_NAME = {p.name: p for p in PROGRAMS}

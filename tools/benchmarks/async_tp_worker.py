@@ -72,6 +72,10 @@ def ar(x: torch.Tensor) -> torch.Tensor:
     return funcol.all_reduce(x, "sum", dist.group.WORLD)
 
 
+def a2a(x: torch.Tensor) -> torch.Tensor:
+    return funcol.all_to_all_single(x, None, None, dist.group.WORLD)
+
+
 def _norm(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
@@ -104,6 +108,13 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "mm_rs_dim1": (lambda x, w: rs(x @ w, 1), [(2, 1024, 2560), (2560, 1024)]),
     "mm_ar": (lambda x, w: ar(x @ w), [(1024, 5120), (5120, 1024)]),
     "ag_mlp_rs": (_mlp, [(1024, 512), (512, 1536), (1536, 512)]),
+    "ag_mm_prime": (lambda x, w: ag(x, 0) @ w, [(1021, 1009), (1009, 2560)]),
+    "two_gathers_mm": (
+        lambda x, y, w: torch.cat([ag(x, 0), ag(y, 0)], 1) @ w, [(1024, 512), (1024, 512), (1024, 2560)]
+    ),
+    "ag_mm_ag": (lambda x, w: ag(x, 1) @ ag(w, 0), [(2048, 512), (512, 2560)]),
+    "a2a_mm_prime": (lambda x, w: a2a(x) @ w, [(2042, 2048), (2048, 1280)]),
+    "ag_mean_mm": (lambda x, w: ag(x, 0).mean(0, keepdim=True) @ w, [(1024, 1024), (1024, 256)]),
     "ar_blocks": (_blocks, [(1024, 512), *[(512, 1536), (1536, 512)] * 2]),
 }
 

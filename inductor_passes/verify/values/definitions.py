@@ -215,6 +215,33 @@ DEFINED: dict[str, Meaning] = {
 }
 
 
+def product_of(record: Record) -> Record | None:
+    """The product of a matmul that adds something of its own type to it once; None for all others."""
+    if "product" not in record.notes:
+        record.notes["product"] = _unbiased(record)
+    found: Record | None = record.notes["product"]
+    return found
+
+
+def _unbiased(record: Record) -> Record | None:
+    if record.called not in _BIASED:
+        return None
+    target, *names = _BIASED[record.called]
+    given = record.arguments
+    operands = [given[name] for name in names]
+    scaled = given.get("beta", 1) != 1 or given.get("alpha", 1) != 1
+    if scaled or any(one.dtype() != record.dtype() for one in (given["self"], *operands)):
+        return None
+    return Steps(record).call(target, record.shape(), record.dtype(), *operands)
+
+
+#: operator -> (the product alone, names of its operands)
+_BIASED: dict[str, tuple[Any, str, str]] = {
+    "aten::addmm": (aten.mm.default, "mat1", "mat2"),
+    "aten::baddbmm": (aten.bmm.default, "batch1", "batch2"),
+}
+
+
 def meaning(record: Record, path: tuple[int, ...]) -> Record | None:
     """The last step of what one result of a node is; None for a form that is not described."""
     cache: dict[tuple[int, ...], Record | None] = record.notes.setdefault("meaning", {})

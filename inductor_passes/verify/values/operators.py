@@ -253,6 +253,7 @@ def _rank(value: Any) -> int:
 _KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 TABLE: dict[str, Maker] = {
     "aten::mm": _mm,
+    "aten::_int_mm": _mm,
     "aten::bmm": _bmm,
     "aten::addmm": _addmm,
     "aten::baddbmm": _baddbmm,

@@ -1,8 +1,8 @@
 """Sums split into terms: what is added up in the end, over which ranks, rows and columns, with which factor.
 
-``add``, ``sum``, ``mean``, a matrix product, a reduction over ranks, and a sum that is computed in a wider type and
-rounded once, are all sums. Nested ones flatten into terms: a factor, variables that run over everything that is added,
-and what is read for each of their values. ``min`` and ``max`` flatten likewise.
+``add``, ``sum``, ``mean``, a matrix product (and what it adds), a reduction over ranks, and a sum that is computed in a
+wider type and rounded once, are all sums. Nested ones flatten into terms: a factor, variables that run over everything
+that is added, and what is read for each of their values. ``min`` and ``max`` flatten likewise.
 
 A sum that was added up in a narrower type and then widened may count as a sum of widened terms (``widens``). Each of
 its terms then says through which additions of the narrower type it went; the new graph may send it through no more.
@@ -17,6 +17,7 @@ from fractions import Fraction
 
 import torch
 
+from inductor_passes.verify.values import definitions
 from inductor_passes.verify.values.access import Access, Constant
 from inductor_passes.verify.values.affine import ZERO, Affine, NeedsCut, Space
 from inductor_passes.verify.values.bytes import NeedsBytes
@@ -28,7 +29,7 @@ from inductor_passes.verify.values.operators import signature
 MAX_TERMS = 20_000
 #: Reductions in which a term counts once however often it comes.
 IDEMPOTENT = frozenset({"max", "min", "band", "bor"})
-_PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::_grouped_mm"})
+_PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::_grouped_mm", "aten::_int_mm"})
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,10 @@ def sum_op(head: Head) -> str:
     """``sum``, ``max`` ... when the head is a sum, else ""."""
     if isinstance(head, Reduction):
         return "sum" if head.op == "avg" else head.op
-    if isinstance(head, Access) and (head.record.called in _PRODUCTS or _added(head) or _over_dims(head)):
-        return "sum"
-    return ""
+    if not isinstance(head, Access):
+        return ""
+    product = head.record.called in _PRODUCTS or definitions.product_of(head.record) is not None
+    return "sum" if product or _added(head) or _over_dims(head) else ""
 
 
 def _added(a: Access) -> list[tuple[Access, int]] | None:
@@ -119,6 +121,14 @@ def _added(a: Access) -> list[tuple[Access, int]] | None:
     binding = found.binding(a)
     signs = (1, -1 if called == "aten::sub" else 1)
     return [(use.read(a, binding), sign) for use, sign in zip(found.uses, signs)]
+
+
+def _biased(a: Access) -> tuple[Access, Access] | None:
+    """What a matmul adds to its product, and the product."""
+    product, found = definitions.product_of(a.record), signature(a)
+    if product is None or found is None:
+        return None
+    return found.uses[-1].read(a, found.binding(a)), a._replace(record=product)
 
 
 def _over_dims(a: Access) -> bool:
@@ -191,6 +201,9 @@ class Flattener:
             if narrow(head.dtype):
                 into.roundings.add("add")
             return [replace(term, reads=(read,), scale=term.scale * sign) for read, sign in added]
+        if not into.closed and (biased := _biased(head)) is not None:
+            into.steps.add("add")
+            return [replace(term, reads=(read,)) for read in biased]
         if not into.closed and (_over_dims(head) or head.record.called in _PRODUCTS):
             return self._letters(head, term, into)
         return None
