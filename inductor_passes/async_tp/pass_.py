@@ -25,10 +25,12 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.async_tp import norms
+from inductor_passes.async_tp.gate import Priced
 from inductor_passes.async_tp.lower_decompose import Lowered
 from inductor_passes.async_tp.order import OrderKey, legal_order
 from inductor_passes.async_tp.selection import Selection, refused
 from inductor_passes.async_tp.slab import Widths, widths_for
+from inductor_passes.async_tp.trials import Trials
 from inductor_passes.config import AsyncTp, AsyncTpLowering, ConfigError
 from inductor_passes.ir import ops
 from inductor_passes.ir.canonical import UNEQUAL
@@ -37,7 +39,7 @@ from inductor_passes.ir.view import Collective
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewriting.arrange import arrange
-from inductor_passes.rewriting.contract import NOT_AGREED, Facts, GroupOrder, Outcome
+from inductor_passes.rewriting.contract import NOT_AGREED, Facts, GroupOrder, Outcome, Solved
 from inductor_passes.rewriting.split import split, splittable
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.verify.certificate import Certificate
@@ -63,6 +65,7 @@ class AsyncTpPass:
         lowering: how regions are carried out, see ``lowerings``; regions that one does not fit are decomposed.
         least_gain: gain below this share of the region's time is left alone in ``auto``.
         apart: names of the coalesced collectives to take apart; None: to be found out.
+        trials: with how many regions the graph was planned; None: with none yet.
     """
 
     mode: Mode = "auto"
@@ -73,6 +76,7 @@ class AsyncTpPass:
     lowering: AsyncTpLowering = "auto"
     least_gain: float = 0.03
     apart: frozenset[str] | None = None
+    trials: Trials | None = None
     name: str = "async_tp"
     group_order: ClassVar[GroupOrder] = "kept"
     numerics: ClassVar[Numerics] = "reassociate"
@@ -115,8 +119,19 @@ class AsyncTpPass:
         facts = facts.of(graph) if splits else facts
         normed = self._norms(graph, facts)
         facts = facts.of(graph) if normed.count else facts
-        selection = Selection(self, facts)
-        lowered, apart = _lower(graph, selection)
+        selection = Selection(self, facts, self.trials)
+        chosen = selection.choose()
+        lowered, apart = _lower(graph, selection, chosen)
+        before = self._to_beat(selection, whole)
+        after = planned = None
+        if before is not None and (len(chosen) > 1 if self.trials is None else not self.trials.settled):
+            after = facts.of(graph)
+            planned = plan(after.problem.problem, after.limit_bytes, effort=0)
+            tried = self.trials or Trials.of(chosen, selection.decisions)
+            following = tried.with_result(planned)
+            if not (following.settled and following.count == tried.count):
+                report = PassReport(self.name, changed=True)
+                return Outcome(report, again=replace(self, trials=following))
         metrics = {
             "regions": float(len(lowered)),
             "gain_ns": float(sum(choice.priced.gain_ns for choice in selection.choices.values())),
@@ -129,7 +144,9 @@ class AsyncTpPass:
         return Outcome(
             PassReport(self.name, changed=changed, decisions=decisions, metrics=metrics),
             (_certificate(self.name, names_before, graph, tuple(replaced)),) if changed else (),
-            before=self._to_beat(selection, whole) if lowered else None,
+            before=before if lowered else None,
+            solved=None if after is None or planned is None else Solved(after.problem.problem, planned),
+            after=after,
             apart=apart,
             forced=self._is_forced(facts.view.collectives),
             insist='async_tp="force"',
@@ -197,9 +214,10 @@ def _planned(facts: Facts) -> Plan | None:
         return None
 
 
-def _lower(graph: torch.fx.Graph, selection: Selection) -> tuple[list[Lowered], frozenset[str]]:
+def _lower(
+    graph: torch.fx.Graph, selection: Selection, chosen: list[Priced]
+) -> tuple[list[Lowered], frozenset[str]]:
     """Carry out the selected regions, in place; what was done, and the starts that this made."""
-    chosen = selection.choose()
     starts = {n.name for n in graph.nodes if ops.role(n) is Role.START}
     position = dict(selection.view.position)
     keys: dict[torch.fx.Node, OrderKey] = {}

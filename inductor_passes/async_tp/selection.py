@@ -6,7 +6,7 @@ Every collective yields one decision.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from inductor_passes.async_tp.lowerings import Graph, LoweringChoice, choose_all
 from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, blocks, unsupported
 from inductor_passes.async_tp.rules import shape_of
 from inductor_passes.async_tp.slab import Widths
+from inductor_passes.async_tp.trials import Trials
 from inductor_passes.config import AsyncTpLowering
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
@@ -60,6 +61,8 @@ class Selection:
 
     settings: Settings
     facts: Facts
+    trials: Trials | None = None
+    """Which regions may be carried out; None: all."""
     decisions: list[Decision] = field(default_factory=list)
     before: Plan | None = None
     """How the graph as it is was scheduled, where the gate needed to know."""
@@ -102,6 +105,8 @@ class Selection:
         options: list[tuple[Collective, list[Priced]]] = []
         refusals: dict[Collective, Refusal] = {}
         for collective in self.view.collectives:
+            if self.trials is not None and collective.start.name not in self.trials.starts:
+                continue
             mode = self.settings.mode_of(collective)
             refusal = unsupported(collective, self.view)
             if mode == "off":
@@ -236,6 +241,8 @@ class Selection:
                 why = refusals[collective]
                 setting = 'async_tp="auto"' if why.reason is Reason.DISABLED else ""
                 self.decisions.append(refused(collective, why.reason, why.detail, setting))
+            elif self.trials is not None and collective not in options:
+                self.decisions.append(_left_out(self.trials.first[collective.start.name]))
             else:
                 self.decisions.append(self._not_worth(collective, options[collective]))
 
@@ -262,6 +269,20 @@ def refused(c: Collective, reason: Reason, detail: str, setting: str = "") -> De
         source=ops.source_line(c.start),
         group=c.group.name,
         setting=setting,
+    )
+
+
+def _left_out(first: Decision) -> Decision:
+    """The decision about a collective whose region is none of those to carry out."""
+    if first.verdict is not Verdict.APPLIED:
+        return first
+    return replace(
+        first,
+        verdict=Verdict.REFUSED,
+        reason=Reason.NOT_PROFITABLE,
+        detail=f"the whole graph plans no faster with this, too: {first.detail}",
+        gain_ns=0,
+        setting='async_tp="force"',
     )
 
 

@@ -1,0 +1,92 @@
+"""Regions are priced one by one, and so many of the best are carried out as the whole graph plans fastest with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from inductor_passes.async_tp.pass_ import AsyncTpPass
+from inductor_passes.async_tp.trials import Trials
+from inductor_passes.config import PassConfig
+from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.report import Verdict
+from inductor_passes.schedule.plan import plan
+from tests.support.async_tp_programs import Program, ag, inputs, rs, run_ranks, trace
+from tests.support.bucket_graphs import assert_same_bits
+from tests.support.world import fake_world
+from tests.test_async_tp_pass import link
+from tools.capture.graphs import as_problem, copied
+
+BLOCKS = 4
+
+
+def planned(makespan_ns: int, feasible: bool = True) -> Any:
+    return SimpleNamespace(makespan_ns=makespan_ns, feasible=feasible)
+
+
+@pytest.mark.parametrize(
+    ("results", "tried", "best"),
+    [
+        ({7: 70, 3: 60, 1: 65}, [7, 3, 1], 3),
+        ({7: 70, 3: 70, 1: 70}, [7, 3, 1], 1),
+        ({4: 50, 2: 60, 1: 40}, [4, 2, 1], 1),
+        ({2: 50, 1: 60}, [2, 1], 2),
+    ],
+)
+def test_half_as_many_down_to_one(results: dict[int, int], tried: list[int], best: int) -> None:
+    trials = Trials(tuple((f"s{n}",) for n in range(max(results))), {}, count=max(results))
+    seen = []
+    while not trials.settled:
+        seen.append(trials.count)
+        trials = trials.with_result(planned(results[trials.count]))
+    assert (seen, trials.count) == (tried, best)
+    assert trials.starts == {f"s{n}" for n in range(best)}
+
+
+def test_what_is_above_the_cap_loses_to_everything_below() -> None:
+    trials = Trials((("a",), ("b",)), {}, count=2).with_result(planned(10, feasible=False))
+    assert trials.with_result(planned(90)).count == 1
+
+
+def blocks(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    """Sequence-parallel layers, one after the other, of which the later ones are smaller."""
+    for a, b in zip(weights[::2], weights[1::2], strict=True):
+        x = x + rs(torch.relu(ag(x) @ a) @ b)
+    return x
+
+
+def program() -> Program:
+    wide = (256, 192, 128, 64)
+    shapes = ((64, 64), *(shape for n in wide for shape in ((64, n), (n, 64))))
+    return Program("blocks", blocks, shapes)
+
+
+def makespan_ns(gm: torch.fx.GraphModule, profile: Any) -> int:
+    return plan(as_problem(gm, profile, "blocks").problem, None, effort=0).makespan_ns
+
+
+def test_no_other_number_of_regions_plans_faster() -> None:
+    with fake_world(2):
+        whole, profile = trace(program()), link(16.0)
+        per_rank = [inputs(program(), rank) for rank in range(2)]
+        expected = run_ranks(whole, per_rank)
+        settings = PassConfig(verify="strict", memory_budget="unlimited")
+        gm = copied(whole)
+        report = run_passes(gm.graph, [AsyncTpPass(mode="auto")], settings, profile).report.passes[0]
+        applied = [d for d in report.decisions if d.verdict is Verdict.APPLIED]
+        assert applied and len(report.decisions) == 2 * BLOCKS
+        assert report.rolled_back is None
+        ours = makespan_ns(gm, profile)
+        assert ours < makespan_ns(whole, profile)
+        gm.recompile()
+        assert_same_bits(expected, run_ranks(gm, per_rank))
+        ranked = tuple((d.node,) for d in report.decisions)
+        first = {d.node: d for d in report.decisions}
+        for count in (1, 2, 2 * BLOCKS):
+            other = copied(whole)
+            fixed = AsyncTpPass(mode="auto", trials=Trials(ranked, first, count=count, settled=True))
+            run_passes(other.graph, [fixed], settings, profile)
+            assert ours <= makespan_ns(other, profile)
