@@ -32,7 +32,9 @@ class AdoptedShard(Unsharding):
             owner = module._adoption
             if owner.unit.direct:
                 return unshard(stored, shape, *arguments, residuals=buffers(module, residuals))  # type: ignore[misc]
-            return unshard(stored, shape, *arguments, held=owner.held.get(name))  # type: ignore[misc]
+            # What was frozen since the last accumulation still has the place for its gradients.
+            held = owner.held.get(name) if stored.requires_grad else None
+            return unshard(stored, shape, *arguments, held=held)  # type: ignore[misc]
 
         return read
 
