@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 
 from inductor_passes.async_tp.pass_ import AsyncTpPass
+from inductor_passes.async_tp.region import Reach, Recipe
+from inductor_passes.async_tp.selection import Selection
 from inductor_passes.async_tp.trials import Trials
 from inductor_passes.config import PassConfig
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Verdict
+from inductor_passes.rewriting.contract import Facts, Look
 from inductor_passes.schedule.plan import plan
 from tests.support.async_tp_programs import Program, ag, inputs, rs, run_ranks, trace
 from tests.support.bucket_graphs import assert_same_bits
@@ -27,6 +32,10 @@ def planned(makespan_ns: int, feasible: bool = True) -> Any:
     return SimpleNamespace(makespan_ns=makespan_ns, feasible=feasible)
 
 
+def recipe(number: int) -> Recipe:
+    return Recipe(f"s{number}", 0, (1, 1), Reach(), upstream=False, beside=False)
+
+
 @pytest.mark.parametrize(
     ("results", "tried", "best"),
     [
@@ -37,17 +46,17 @@ def planned(makespan_ns: int, feasible: bool = True) -> Any:
     ],
 )
 def test_half_as_many_down_to_one(results: dict[int, int], tried: list[int], best: int) -> None:
-    trials = Trials(tuple((f"s{n}",) for n in range(max(results))), {}, count=max(results))
+    trials = Trials(tuple(recipe(n) for n in range(max(results))), {}, count=max(results))
     seen = []
     while not trials.settled:
         seen.append(trials.count)
         trials = trials.with_result(planned(results[trials.count]))
     assert (seen, trials.count) == (tried, best)
-    assert trials.starts == {f"s{n}" for n in range(best)}
+    assert trials.recipes == tuple(recipe(n) for n in range(best))
 
 
 def test_what_is_above_the_cap_loses_to_everything_below() -> None:
-    trials = Trials((("a",), ("b",)), {}, count=2).with_result(planned(10, feasible=False))
+    trials = Trials((recipe(0), recipe(1)), {}, count=2).with_result(planned(10, feasible=False))
     assert trials.with_result(planned(90)).count == 1
 
 
@@ -83,10 +92,16 @@ def test_no_other_number_of_regions_plans_faster() -> None:
         assert ours < makespan_ns(whole, profile)
         gm.recompile()
         assert_same_bits(expected, run_ranks(gm, per_rank))
-        ranked = tuple((d.node,) for d in report.decisions)
-        first = {d.node: d for d in report.decisions}
-        for count in (1, 2, 2 * BLOCKS):
+        # The same regions, all of them and other numbers of the best.
+        other = copied(whole)
+        facts = Facts(Look(GraphView(other.graph), settings, profile, "forward", agreed=True))
+        selection = Selection(AsyncTpPass(mode="auto"), facts)
+        everything = Trials.of(selection.choose(), selection.recipes, selection.decisions)
+        assert everything.count > 2
+        for count in range(1, everything.count + 1):
             other = copied(whole)
-            fixed = AsyncTpPass(mode="auto", trials=Trials(ranked, first, count=count, settled=True))
-            run_passes(other.graph, [fixed], settings, profile)
-            assert ours <= makespan_ns(other, profile)
+            fixed = AsyncTpPass(mode="auto", trials=replace(everything, count=count, settled=True))
+            report = run_passes(other.graph, [fixed], settings, profile).report.passes[0]
+            assert report.metrics["regions"] == count and len(report.decisions) == 2 * BLOCKS
+            if count in (1, everything.count // 2, everything.count):
+                assert ours <= makespan_ns(other, profile)

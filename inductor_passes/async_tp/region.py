@@ -145,6 +145,24 @@ def unsupported(collective: Collective, view: GraphView) -> Refusal | None:
     return None
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a region was grown: the same graph gives the same region again.
+
+    Attributes:
+        start: name of the collective that it was grown from, ``dim`` the dimension of its operand.
+        upstream: whether it was grown against the flow of data.
+        beside: whether the gathers beside it are in it.
+    """
+
+    start: str
+    dim: int
+    widths: Widths
+    reach: Reach
+    upstream: bool
+    beside: bool
+
+
 #: Regions around one axis, the smallest first, or why there is none.
 Grown = tuple[Region, ...] | Refusal
 

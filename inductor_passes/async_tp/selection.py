@@ -14,7 +14,7 @@ import torch.fx
 
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.lowerings import Graph, LoweringChoice, choose_all, choose_lowering, others_fit_anything
-from inductor_passes.async_tp.region import Grower, Reach, Refusal, Region, axes, blocks, unsupported
+from inductor_passes.async_tp.region import Grower, Reach, Recipe, Refusal, Region, axes, blocks, unsupported
 from inductor_passes.async_tp.rules import shape_of
 from inductor_passes.async_tp.slab import Widths
 from inductor_passes.async_tp.trials import Trials
@@ -70,6 +70,8 @@ class Selection:
     """How each region that is applied is carried out."""
     in_parts: dict[Priced, Priced] = field(default_factory=dict)
     """What options that another lowering makes cheaper cost in parts."""
+    recipes: dict[Region, Recipe] = field(default_factory=dict)
+    """How every region was grown."""
 
     @property
     def view(self) -> GraphView:
@@ -102,11 +104,11 @@ class Selection:
         """The regions to apply, disjoint, in graph order; leaves one decision per collective."""
         grower = Grower(self.view)
         pricer = self._pricer()
+        if self.trials is not None and pricer is not None:
+            return self._again(grower, pricer, self.trials)
         options: list[tuple[Collective, list[Priced]]] = []
         refusals: dict[Collective, Refusal] = {}
         for collective in self.view.collectives:
-            if self.trials is not None and collective.start.name not in self.trials.starts:
-                continue
             mode = self.settings.mode_of(collective)
             refusal = unsupported(collective, self.view)
             if mode == "off":
@@ -123,11 +125,31 @@ class Selection:
                 options.append((collective, found))
                 if why is not None:
                     refusals[collective] = why
-        chosen = [self.in_parts.get(p, p) for p in self._disjoint(options)]
+        return self._carried_out([self.in_parts.get(p, p) for p in self._disjoint(options)], dict(options), refusals)
+
+    def _again(self, grower: Grower, pricer: Pricer, trials: Trials) -> list[Priced]:
+        """The regions of a trial, grown as they were."""
+        by_name = {c.start.name: c for c in self.view.collectives}
+        chosen = []
+        for recipe in trials.recipes:
+            grow = grower.backward if recipe.upstream else grower.forward
+            regions = grow(by_name[recipe.start], recipe.dim, recipe.widths, recipe.reach)
+            assert not isinstance(regions, Refusal)
+            chosen.append(pricer.price(regions[recipe.beside]))
+            self.recipes[chosen[-1].region] = recipe
+        return self._carried_out(chosen, {}, {})
+
+    def _carried_out(
+        self,
+        chosen: list[Priced],
+        options: dict[Collective, list[Priced]],
+        refusals: dict[Collective, Refusal],
+    ) -> list[Priced]:
+        """Chosen regions with a lowering each, in graph order; leaves the decisions."""
         self.choices = choose_all(self.settings.lowering, chosen, self.graph)
         # A matmul between two of them goes to one, and the other may have to come in parts after all.
         chosen = [p for p in chosen if self._asked is None or self._worth(self.choices[p].priced)]
-        self._decide(chosen, dict(options), refusals)
+        self._decide(chosen, options, refusals)
         return sorted(chosen, key=lambda p: self.view.position[next(iter(p.region.cuts))])
 
     def members(self) -> set[torch.fx.Node]:
@@ -182,10 +204,14 @@ class Selection:
                 if isinstance(regions, Refusal):
                     why = _clearer(why, regions)
                     break
-                for region in regions:
+                for number, region in enumerate(regions):
                     key = (widths, tuple(region.cuts.items()))
                     if key not in seen:
                         seen.add(key)
+                        upstream, reach = direction == grower.backward, Reach(contracting, further)
+                        self.recipes[region] = Recipe(
+                            collective.start.name, dim, widths, reach, upstream, beside=number > 0
+                        )
                         found.append(self._option(pricer.price(region)))
                 if len(regions[0].collectives) == joined:
                     # Whoever reaches further would have met the next one by now.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from inductor_passes.async_tp.gate import Priced
+from inductor_passes.async_tp.region import Recipe, Region
 from inductor_passes.report import Decision
 from inductor_passes.schedule.plan import Plan
 
@@ -23,30 +24,29 @@ class Trials:
     """What was tried so far, and what to try next.
 
     Attributes:
-        ranked: names of the starts of every region that was chosen, the region of largest gain first.
+        ranked: how every region that was chosen was grown, the one of largest gain first.
         first: what was decided when all of them were carried out, by collective.
         scores: number of regions -> how the graph planned with the best ones.
         count: number of regions to carry out now.
         settled: that number is final.
     """
 
-    ranked: tuple[tuple[str, ...], ...]
+    ranked: tuple[Recipe, ...]
     first: Mapping[str, Decision]
     scores: Mapping[int, Score] = field(default_factory=dict)
     count: int = 0
     settled: bool = False
 
     @classmethod
-    def of(cls, chosen: Sequence[Priced], decisions: Sequence[Decision]) -> Trials:
+    def of(cls, chosen: Sequence[Priced], recipes: Mapping[Region, Recipe], decisions: Sequence[Decision]) -> Trials:
         """The trial of all regions, which have been carried out."""
         best = sorted(chosen, key=lambda p: -p.gain_ns)
-        ranked = tuple(tuple(c.start.name for c in p.region.collectives) for p in best)
-        return cls(ranked, {d.node: d for d in decisions}, count=len(ranked))
+        return cls(tuple(recipes[p.region] for p in best), {d.node: d for d in decisions}, count=len(best))
 
     @property
-    def starts(self) -> frozenset[str]:
+    def recipes(self) -> tuple[Recipe, ...]:
         """Of the regions to carry out now."""
-        return frozenset(name for region in self.ranked[: self.count] for name in region)
+        return self.ranked[: self.count]
 
     def with_result(self, planned: Plan) -> Trials:
         """Half as many regions next, down to one; then the number that was best, the smaller of equal ones."""
