@@ -14,9 +14,9 @@ import torch.fx
 
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.lowerings import Graph, LoweringChoice, choose_all, choose_lowering, others_fit_anything
-from inductor_passes.async_tp.region import Grower, Reach, Recipe, Refusal, Region, axes, blocks, unsupported
+from inductor_passes.async_tp.region import Grower, Grown, Reach, Recipe, Refusal, Region, axes, blocks, unsupported
 from inductor_passes.async_tp.rules import shape_of
-from inductor_passes.async_tp.slab import Widths
+from inductor_passes.async_tp.slab import Partial, Widths
 from inductor_passes.async_tp.trials import Trials
 from inductor_passes.config import AsyncTpLowering
 from inductor_passes.cost.compute import ComputeCosts
@@ -191,34 +191,49 @@ class Selection:
         why: Refusal | None = None
         seen: set[tuple[object, ...]] = set()
         tries = [
-            (dim, widths, contracting, direction)
+            (dim, widths, direction)
             for dim in axes(collective)
             for widths in self.settings.widths_of(shape_of(collective.inputs[0])[dim] // blocks(collective, dim))
-            for contracting in (True, False)[not self.settings.contracting :]
             for direction in grow
         ]
-        for dim, widths, contracting, direction in tries:
-            joined = 0
-            for further in _FURTHER:
-                regions = direction(collective, dim, widths, Reach(contracting, further))
-                if isinstance(regions, Refusal):
-                    why = _clearer(why, regions)
-                    break
-                for number, region in enumerate(regions):
+        for dim, widths, direction in tries:
+            for contracting in (True, False)[not self.settings.contracting :]:
+                first = Recipe(
+                    collective.start.name, dim, widths, Reach(contracting), direction == grower.backward, beside=False
+                )
+                regions, refusal = self._grown(direction, collective, first)
+                for region in regions:
                     key = (widths, tuple(region.cuts.items()))
                     if key not in seen:
                         seen.add(key)
-                        upstream, reach = direction == grower.backward, Reach(contracting, further)
-                        self.recipes[region] = Recipe(
-                            collective.start.name, dim, widths, reach, upstream, beside=number > 0
-                        )
                         found.append(self._option(pricer.price(region)))
-                if len(regions[0].collectives) == joined:
-                    # Whoever reaches further would have met the next one by now.
+                if refusal is not None:
+                    why = _clearer(why, refusal)
+                elif not any(isinstance(cut, Partial) for region in regions for cut in region.cuts.values()):
+                    # Nothing is contracted: without it the regions are the same.
                     break
-                joined = len(regions[0].collectives)
         found.sort(key=lambda p: -p.gain_ns)
         return found, None if found else why
+
+    def _grown(
+        self, grow: Callable[[Collective, int, Widths, Reach], Grown], collective: Collective, first: Recipe
+    ) -> tuple[list[Region], Refusal | None]:
+        """The regions around one axis, up to the nearest matmuls and beyond, and why there are no more."""
+        found: list[Region] = []
+        joined = 0
+        for further in _FURTHER:
+            recipe = replace(first, reach=replace(first.reach, further=further))
+            regions = grow(collective, recipe.dim, recipe.widths, recipe.reach)
+            if isinstance(regions, Refusal):
+                return found, regions
+            for number, region in enumerate(regions):
+                self.recipes[region] = replace(recipe, beside=number > 0)
+            found += regions
+            if len(regions[0].collectives) == joined:
+                # Whoever reaches further would have met the next one by now.
+                break
+            joined = len(regions[0].collectives)
+        return found, None
 
     def _worth(self, priced: Priced) -> bool:
         modes = [self.settings.mode_of(c) for c in priced.region.collectives]
