@@ -35,7 +35,7 @@ BASES: dict[str, tuple[int, Callable[[], Rewritten]]] = {
     "async gather": (2, lambda: overlapped("ag0_mm")),
     "async scatter": (2, lambda: overlapped("mm_rs0")),
     "async bias": (2, lambda: overlapped("ag1_addmm_of_a_row")),
-    "async narrow bias": (2, lambda: overlapped("ag1_addmm_of_a_row_bf16")),
+    "narrow product": (4, made.narrow_product),
     "async uneven parts": (2, lambda: overlapped("ag0_prime_rows")),
     "async two gathers": (2, lambda: overlapped("rows_of_two_gathers")),
     "exchange": (2, made.exchanged),
@@ -280,12 +280,40 @@ def add_the_bias_twice(r: Rewritten) -> None:
     last.replace_all_uses_with(twice, delete_user_cb=lambda user: user is not twice)
 
 
-def round_every_sum(r: Rewritten) -> None:
-    """The parts are added up in the narrow type."""
-    parts = r.calls(aten.mm.default)
-    total = r.insert(parts[1], aten.add.Tensor, *parts)
-    bias = next(n for n in r.graph.nodes if n.op == "placeholder" and n.meta["val"].dim() == 1)
-    r.calls(cast)[-1].replace_all_uses_with(r.insert(total, aten.add.Tensor, total, bias))
+def round_the_parts_of_a_product(r: Rewritten) -> None:
+    """Two products of halves, each rounded, are added in float32."""
+    (whole,) = r.calls(aten.addmm.default)
+    bias, x, w = whole.args
+    total, last = None, whole
+    for start in (0, 4):
+        left = r.insert(last, aten.slice.Tensor, x, 1, start, start + 4)
+        right = r.insert(left, aten.slice.Tensor, w, 0, start, start + 4)
+        part = r.insert(right, aten.mm.default, left, right)
+        last = r.insert(part, cast, part, torch.float32)
+        total = last = last if total is None else r.insert(last, aten.add.Tensor, total, last)
+    _rounded_for(r, whole, total, bias)
+
+
+def round_the_parts_of_a_sum(r: Rewritten) -> None:
+    (whole,) = r.calls(aten.sum.dim_IntList)
+    total, last = None, whole
+    for start in (0, 4):
+        half = r.insert(last, aten.slice.Tensor, whole.args[0], 1, start, start + 4)
+        part = r.insert(half, aten.sum.dim_IntList, half, [1])
+        last = r.insert(part, cast, part, torch.float32)
+        total = last = last if total is None else r.insert(last, aten.add.Tensor, total, last)
+    _rounded_for(r, whole, total, None)
+
+
+def _rounded_for(r: Rewritten, whole: torch.fx.Node, total: torch.fx.Node, bias: torch.fx.Node | None) -> None:
+    """The total, with a bias, rounded once, in the place of a value."""
+    last = total
+    if bias is not None:
+        wide = r.insert(last, cast, bias, torch.float32)
+        last = r.insert(wide, aten.add.Tensor, total, wide)
+    once = r.insert(last, cast, last, whole.meta["val"].dtype)
+    whole.replace_all_uses_with(once)
+    r.graph.erase_node(whole)
 
 
 def send_other_elements(r: Rewritten) -> None:
@@ -326,7 +354,7 @@ FORGERIES: list[tuple[str, Forge]] = [
     *[("async gather", f) for f in (read_after_another_wait, shift_an_offset)],
     *[("async scatter", f) for f in (swap_joined_pieces, select_the_same_rows_twice, other_reduce_op)],
     *[("async bias", f) for f in (leave_out_the_bias, add_the_bias_twice, add_one_summand_twice, subtract_for_add)],
-    *[("async narrow bias", f) for f in (leave_out_the_bias, add_the_bias_twice, round_every_sum)],
+    *[("narrow product", f) for f in (round_the_parts_of_a_product, round_the_parts_of_a_sum)],
     *[("async uneven parts", f) for f in (swap_joined_pieces, shift_an_offset, read_after_another_wait)],
     *[("async two gathers", f) for f in (swap_joined_pieces, shift_an_offset, read_after_another_wait)],
     *[("exchange", f) for f in (add_one_summand_twice, subtract_for_add, shift_an_offset, another_function)],

@@ -13,8 +13,7 @@ after, for two parts::
 
 Correct because every member maps over the axis that is cut (``rules``): part ``j`` of its result needs part ``j`` of
 its operands, and the parts put together are the result, element by element, with the layout of before. Only a summed
-axis adds up parts; those sums, with a bias, run in float32 for narrower types and are rounded once, but each part has
-been rounded by its matmul. Works on any backend; the planner
+axis adds up parts, in float32 or wider. Works on any backend; the planner
 schedules the pieces like all other nodes, and Inductor fuses epilogues into them.
 """
 
@@ -34,10 +33,9 @@ from inductor_passes.async_tp.slab import Partial, Slab, Uniform, assemble, scat
 from inductor_passes.async_tp.timeline import Instance
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
-from inductor_passes.rewriting.emit import NARROW, Emitter
+from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 
@@ -161,10 +159,7 @@ class _Lowering:
         if isinstance(cut, Partial) and form is not None and form.product is not None:
             target, args, kwargs = form.product, (form.left, form.right), {}
         args, kwargs = torch.fx.node.map_arg((args, kwargs), operand)
-        made = emit.call(target, *args, **kwargs)
-        if isinstance(cut, Partial) and made.meta["val"].dtype in NARROW:
-            made = emit.call(prims.convert_element_type.default, made, torch.float32)
-        return made
+        return emit.call(target, *args, **kwargs)
 
     def _whole(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         cut = self.region.cuts[node]
@@ -179,12 +174,7 @@ class _Lowering:
             total = emit.call(aten.add.Tensor, total, piece)
         form = matmul.canonical(node)
         if form is not None and form.added is not None:
-            added = self.wholes.get(form.added, form.added)
-            if added.meta["val"].dtype in NARROW:
-                added = emit.call(prims.convert_element_type.default, added, torch.float32)
-            total = emit.call(aten.add.Tensor, total, added)
-        if value.dtype in NARROW:
-            total = emit.call(prims.convert_element_type.default, total, value.dtype)
+            total = emit.call(aten.add.Tensor, total, self.wholes.get(form.added, form.added))
         return total
 
     def _redirect(self) -> None:

@@ -18,6 +18,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.async_tp.slab import Cut, Partial, Slab
+from inductor_passes.rewriting.emit import NARROW
 
 
 class DotDim(str, Enum):
@@ -83,6 +84,8 @@ class Matmul:
         if isinstance(cut, Partial):
             if self.scales or "k" not in left or (self.added is not None and self.product is None):
                 return None
+            if rounds_parts(self.node):
+                return None
             letter, part = "k", cut.source
         else:
             assert isinstance(cut, Slab)
@@ -121,6 +124,14 @@ class Matmul:
 
 _DOT_DIMS = {"m": DotDim.FREE_LEFT, "n": DotDim.FREE_RIGHT, "b": DotDim.BATCH, "g": DotDim.BATCH, "r": DotDim.BATCH}
 _CUTTABLE = frozenset("mnkb")
+
+
+def rounds_parts(node: torch.fx.Node) -> bool:
+    """Whether a part of a sum would be rounded to a type narrower than float32.
+
+    The library adds up the whole in float32. Parts that cancel would lose digits, and in float16 they may overflow.
+    """
+    return node.meta["val"].dtype in NARROW
 
 
 def broadcast_part(operand: torch.fx.Node, cut: Slab, result: torch.fx.Node) -> Slab | None:

@@ -452,7 +452,7 @@ class _Reduce(_Plain):
     def result(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, units: int) -> Cut | None:
         dims, keep = self._dims(node)
         if cut.dim in dims:
-            return Partial(cut) if self.sums else None
+            return Partial(cut) if self.sums and not matmul.rounds_parts(node) else None
         return cut if keep else cut.on(cut.dim - sum(d < cut.dim for d in dims))
 
     def needs(self, node: torch.fx.Node, cut: Cut, units: int) -> Needs | None:

@@ -351,7 +351,7 @@ def _applied(c: Collective, choice: LoweringChoice) -> Decision:
         "async_tp",
         c.start.name,
         Verdict.APPLIED,
-        Reason.PROFITABLE,
+        Reason.PROFITABLE if priced.gain_ns > 0 else Reason.ASKED,
         f"{choice.lowering.name}{note}, {region_text(priced)}; region {priced.before_ns} -> {priced.after_ns} ns",
         source=ops.source_line(c.start),
         group=c.group.name,

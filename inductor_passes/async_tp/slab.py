@@ -152,11 +152,17 @@ def through_view(cut: Slab, before: Sequence[Any], after: Sequence[Any], units: 
 
 
 def take(emit: Emitter, tensor: torch.fx.Node, cut: Slab, widths: Widths, index: int) -> torch.fx.Node:
-    """Part ``index`` of a tensor; a view when ``outer`` is 1, else a copy."""
+    """Part ``index`` of a tensor in its memory order; a view when ``outer`` is 1, else a copy."""
     step, units, width = cut.inner, sum(widths), widths[index]
     first = sum(widths[:index])
     if cut.outer == 1:
         return emit.call(aten.slice.Tensor, tensor, cut.dim, first * step, (first + width) * step)
+    order = memory_order(tensor.meta["val"])
+    if order != list(range(len(order))):
+        # Some matmuls take columns that lie one after the other, and no others.
+        plain = emit.call(aten.permute.default, tensor, order)
+        part = take(emit, plain, cut.on(order.index(cut.dim)), widths, index)
+        return emit.call(aten.permute.default, part, [order.index(d) for d in range(len(order))])
     shape = list(tensor.meta["val"].shape)
     if all(isinstance(size, int) for size in shape):
         split = [*shape[: cut.dim], cut.outer, units, step, *shape[cut.dim + 1 :]]

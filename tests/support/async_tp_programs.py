@@ -192,6 +192,11 @@ def _scaled_ag_columns(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch._scaled_mm(_scaled(x), full.t(), rows, columns, out_dtype=torch.bfloat16)
 
 
+def _scaled_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """One row, whose columns are scattered: a part of the weight consists of columns of every rank's block."""
+    return rs(_scaled_mm(x, w), 1)
+
+
 def _int_mm_rs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return rs(torch._int_mm(x.to(torch.int8), w.to(torch.int8)))
 
@@ -279,8 +284,12 @@ PROGRAMS: list[Program] = [
         "ag1_addmm_of_a_row_bf16",
         lambda x, w, b: torch.addmm(b, ag(x, 1), w),
         ((1, 16), (32, 12), (12,)),
+        0,
+        NONE,
         dtype=torch.bfloat16,
     ),
+    Program("ag1_row_fp16", lambda x, w: ag(x, 1) @ w, ((1, 16), (32, 12)), 0, NONE, dtype=torch.float16),
+    Program("ag1_sum_of_columns", lambda x, w: ag(x, 1).sum(1) * (x @ w)[:, 0], (X, W), 0, NONE),
     Program("ag1_addmm_scaled", _scaled_bias, ((1, 16), (32, 12), (12,)), 0, NONE),
     # sizes without a small divisor
     Program("ag0_prime_rows", lambda x, w: ag(x) @ w, ((11, 13), (13, 3))),
@@ -342,7 +351,15 @@ PROGRAMS: list[Program] = [
     _groups("ag_experts_columns", lambda x, w: _grouped(x, ag(w, 2)), ((16, 32), (2, 32, 16))),
     _groups("ag_experts_rows", lambda x, w: _grouped(x, ag(w, 1)), ((16, 32), (2, 16, 16))),
     _groups("ag_experts", lambda x, w: _grouped(x, ag(w, 0)), ((16, 32), (1, 32, 16))),
-    _groups("ag_tokens_grouped_mm", lambda x, w: _grouped(ag(x), w), ((16, 32), (2, 32, 16))),
+    # only the contracted dimension could be cut, and its parts would be rounded
+    Program(
+        "ag_tokens_grouped_mm",
+        lambda x, w: _grouped(ag(x), w),
+        ((16, 32), (2, 32, 16)),
+        0,
+        NONE,
+        dtype=torch.bfloat16,
+    ),
     _groups("grouped_mm_rs_columns", lambda x, w: rs(_grouped(x, w), 1), ((16, 32), (2, 32, 32))),
     _groups("grouped_batches_rs", lambda x, w: rs(_grouped(x, w), 1), ((2, 16, 32), (2, 32, 16))),
     _groups("grouped_wgrad_rs", lambda x, dy: rs(_grouped(dy.t(), x), 1), ((16, 32), (16, 32))),
@@ -357,6 +374,7 @@ PROGRAMS: list[Program] = [
     Program("ag0_scaled_mm_rows", _ag_scaled_rows, ((16, 16), (16, 16)), fused=2, dtype=torch.bfloat16),
     Program("scaled_mm_ag0_columns", _scaled_ag_columns, ((16, 16), (16, 16)), fused=2, dtype=torch.bfloat16),
     Program("int_mm_rs0", _int_mm_rs, ((64, 32), (32, 64)), dtype=torch.float32),
+    Program("scaled_mm_rs1_row", _scaled_row, ((1, 16), (16, 96)), dtype=torch.bfloat16),
     Program("scaled_mm_rs0", lambda x, w: rs(_scaled_mm(x, w)), ((32, 16), (16, 32)), dtype=torch.bfloat16),
     Program("scaled_mm_rows_rs0", lambda x, w: rs(_scaled_mm(x, w, True)), ((32, 16), (16, 32)), dtype=torch.bfloat16),
     Program(

@@ -179,6 +179,16 @@ def overlapped(name: str) -> Rewritten:
     return Rewritten(gm, before, "reassociate")
 
 
+def narrow_product() -> Rewritten:
+    """A bfloat16 product with a bias, on each rank, beside gathers in one message."""
+    p, world = Program(), groups()["world"]
+    x, w, b = (p.input(*shape, dtype=torch.bfloat16) for shape in ((4, 8), (8, 6), (6,)))
+    product = p.call(aten.addmm.default, p.call(aten.neg.default, b), x, w)
+    total = p.call(aten.sum.dim_IntList, x, [1])
+    gathered = [p.collective("all_gather", t, world) for t in (x, b)]
+    return replace(merged(p.done(product, total, *gathered)), numerics="reassociate")
+
+
 def exchanged() -> Rewritten:
     """A reduce_scatter between two ranks after it became an exchange and a sum."""
     gm = trace(Traced("one", lambda x: rs(x * 2).relu(), ((8, 6),), dtype=torch.float32, world=2))

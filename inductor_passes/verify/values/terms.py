@@ -44,6 +44,7 @@ class Term:
         places: functions of variables that run over a whole: which part of it the term is about.
         through: kinds of additions in a narrower type that it goes through before it is widened: (type, kind).
         coarse: how many of them at most.
+        rounded: it was rounded to a narrower type than that in which it is added.
     """
 
     reads: tuple[Access, ...]
@@ -53,6 +54,7 @@ class Term:
     places: tuple[Affine, ...] = ()
     through: frozenset[tuple[torch.dtype, str]] = frozenset()
     coarse: int = 0
+    rounded: bool = False
 
     def put(self, variable: int, value: Affine) -> Term:
         """With a variable of its own replaced."""
@@ -68,7 +70,8 @@ class Sum:
     Attributes:
         op: ``sum``, ``max`` ...; dtype: in which it is added up.
         terms: of it.
-        roundings: which additions round to a type narrower than float32: ``add``, ``rank``.
+        roundings: which additions round to a type narrower than float32: ``add``, ``rank``, and ``part`` of a product
+            or of a sum over a dimension.
         joins: how many sums were flattened into it.
         once: it is carried in a wider type and rounded at the end.
         closed: products and sums over dimensions were not taken apart.
@@ -203,8 +206,12 @@ class Flattener:
             return [replace(term, reads=(read,), scale=term.scale * sign) for read, sign in added]
         if not into.closed and (biased := _biased(head)) is not None:
             into.steps.add("add")
+            if term.rounded:
+                into.roundings.add("part")
             return [replace(term, reads=(read,)) for read in biased]
         if not into.closed and (_over_dims(head) or head.record.called in _PRODUCTS):
+            if term.rounded:
+                into.roundings.add("part")
             return self._letters(head, term, into)
         return None
 
@@ -258,7 +265,7 @@ class Flattener:
             return term
         head = self.resolver.head(term.reads[0])
         widened = isinstance(head, Cast) and head.source.dtype == dtype
-        return replace(term, reads=(head.source,)) if widened and isinstance(head, Cast) else term
+        return replace(term, reads=(head.source,), rounded=True) if widened and isinstance(head, Cast) else term
 
     def _scaled(self, head: Access, term: Term, into: Sum) -> list[Term] | None:
         """A sum times or divided by a number."""
