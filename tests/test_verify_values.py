@@ -284,6 +284,16 @@ def round_the_parts_of_a_product(r: Rewritten) -> None:
     """Two products of halves, each rounded, are added in float32."""
     (whole,) = r.calls(aten.addmm.default)
     bias, x, w = whole.args
+    _rounded_for(r, whole, _in_halves(r, whole, x, w), bias)
+
+
+def round_the_parts_of_a_reduced_product(r: Rewritten) -> None:
+    """Each rank's product was rounded once, before it was reduced."""
+    (whole,) = r.calls(aten.mm.default)
+    _rounded_for(r, whole, _in_halves(r, whole, *whole.args), None)
+
+
+def _in_halves(r: Rewritten, whole: torch.fx.Node, x: torch.fx.Node, w: torch.fx.Node) -> torch.fx.Node:
     total, last = None, whole
     for start in (0, 4):
         left = r.insert(last, aten.slice.Tensor, x, 1, start, start + 4)
@@ -291,7 +301,7 @@ def round_the_parts_of_a_product(r: Rewritten) -> None:
         part = r.insert(right, aten.mm.default, left, right)
         last = r.insert(part, cast, part, torch.float32)
         total = last = last if total is None else r.insert(last, aten.add.Tensor, total, last)
-    _rounded_for(r, whole, total, bias)
+    return total
 
 
 def round_the_parts_of_a_sum(r: Rewritten) -> None:
@@ -355,6 +365,7 @@ FORGERIES: list[tuple[str, Forge]] = [
     *[("async scatter", f) for f in (swap_joined_pieces, select_the_same_rows_twice, other_reduce_op)],
     *[("async bias", f) for f in (leave_out_the_bias, add_the_bias_twice, add_one_summand_twice, subtract_for_add)],
     *[("narrow product", f) for f in (round_the_parts_of_a_product, round_the_parts_of_a_sum)],
+    ("narrow product", round_the_parts_of_a_reduced_product),
     *[("async uneven parts", f) for f in (swap_joined_pieces, shift_an_offset, read_after_another_wait)],
     *[("async two gathers", f) for f in (swap_joined_pieces, shift_an_offset, read_after_another_wait)],
     *[("exchange", f) for f in (add_one_summand_twice, subtract_for_add, shift_an_offset, another_function)],

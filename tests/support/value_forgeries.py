@@ -180,13 +180,14 @@ def overlapped(name: str) -> Rewritten:
 
 
 def narrow_product() -> Rewritten:
-    """A bfloat16 product with a bias, on each rank, beside gathers in one message."""
+    """Products in bfloat16, with a bias and reduced over the ranks, and a sum, beside gathers in one message."""
     p, world = Program(), groups()["world"]
     x, w, b = (p.input(*shape, dtype=torch.bfloat16) for shape in ((4, 8), (8, 6), (6,)))
     product = p.call(aten.addmm.default, p.call(aten.neg.default, b), x, w)
     total = p.call(aten.sum.dim_IntList, x, [1])
     gathered = [p.collective("all_gather", t, world) for t in (x, b)]
-    return replace(merged(p.done(product, total, *gathered)), numerics="reassociate")
+    reduced = p.collective("all_reduce", p.call(aten.mm.default, x, p.call(aten.neg.default, w)), world)
+    return replace(merged(p.done(product, total, reduced, *gathered)), numerics="reassociate")
 
 
 def exchanged() -> Rewritten:

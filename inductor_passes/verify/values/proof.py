@@ -385,7 +385,7 @@ class Proof:
         free = isinstance(old, Reduction) and sent_rounded
         if self.exact and not free and not in_any_order(self.space, was, now):
             raise changed(old, new, "the terms are added up in other steps, which the exact tier does not allow")
-        if not now.roundings <= was.roundings or (was.once and not now.once):
+        if now.is_coarser_than(was):
             raise changed(old, new, f"it adds in {now.dtype} where the reference adds in a wider type")
         try:
             return matched(self.space, (was, self._apart[0]), (now, self._apart[1]))

@@ -44,7 +44,7 @@ class Term:
         places: functions of variables that run over a whole: which part of it the term is about.
         through: kinds of additions in a narrower type that it goes through before it is widened: (type, kind).
         coarse: how many of them at most.
-        rounded: it was rounded to a narrower type than that in which it is added.
+        rounded: it was rounded to a type narrower than float32 before it is added.
     """
 
     reads: tuple[Access, ...]
@@ -70,8 +70,9 @@ class Sum:
     Attributes:
         op: ``sum``, ``max`` ...; dtype: in which it is added up.
         terms: of it.
-        roundings: which additions round to a type narrower than float32: ``add``, ``rank``, and ``part`` of a product
-            or of a sum over a dimension.
+        roundings: which additions round to a type narrower than float32: ``add``, ``rank``.
+        least: how many numbers the shortest of the products and sums over dimensions adds up that are rounded to such a
+            type before they are added; None without any.
         joins: how many sums were flattened into it.
         once: it is carried in a wider type and rounded at the end.
         closed: products and sums over dimensions were not taken apart.
@@ -91,6 +92,16 @@ class Sum:
     widens: bool = False
     steps: set[str] = field(default_factory=set)
     narrower: int = 0
+    least: int | None = None
+
+    def rounds(self, numbers: int) -> None:
+        """A rounded product or sum of so many numbers is added."""
+        self.least = numbers if self.least is None else min(self.least, numbers)
+
+    def is_coarser_than(self, other: Sum) -> bool:
+        """Whether it rounds where the other one does not, or shorter sums."""
+        shorter = self.least is not None and (other.least is None or self.least < other.least)
+        return shorter or not self.roundings <= other.roundings or (other.once and not self.once)
 
 
 def narrow(dtype: torch.dtype) -> bool:
@@ -203,15 +214,14 @@ class Flattener:
             into.steps.add("add")
             if narrow(head.dtype):
                 into.roundings.add("add")
-            return [replace(term, reads=(read,), scale=term.scale * sign) for read, sign in added]
+            rounded = term.rounded or narrow(head.dtype)
+            return [replace(term, reads=(read,), scale=term.scale * sign, rounded=rounded) for read, sign in added]
         if not into.closed and (biased := _biased(head)) is not None:
             into.steps.add("add")
-            if term.rounded:
-                into.roundings.add("part")
-            return [replace(term, reads=(read,)) for read in biased]
+            bias, product = biased
+            rounded = term.rounded or narrow(head.dtype)
+            return [replace(term, reads=(bias,), rounded=rounded), replace(term, reads=(product,))]
         if not into.closed and (_over_dims(head) or head.record.called in _PRODUCTS):
-            if term.rounded:
-                into.roundings.add("part")
             return self._letters(head, term, into)
         return None
 
@@ -224,7 +234,7 @@ class Flattener:
             into.roundings.add("rank")
         digits = self.space.box(n for n, _ in head.group.sorted_digits())
         scale = term.scale / head.group.size if head.op == "avg" else term.scale
-        return [Term((head.on(digits),), (*term.bound, *_variables(digits)), scale)]
+        return [Term((head.on(digits),), (*term.bound, *_variables(digits)), scale, rounded=narrow(head.dtype))]
 
     def _rounded_once(self, head: Cast, term: Term, into: Sum) -> list[Term] | None:
         """``cast(cast(x) + cast(y))`` with casts to a wider type and back is the sum of ``x`` and ``y``."""
@@ -237,6 +247,8 @@ class Flattener:
             wide = self.flattened(head.source, "sum", head.source.dtype)
             into.once = True
             into.roundings |= wide.roundings
+            if wide.least is not None:
+                into.rounds(wide.least)
             into.products += wide.products
             terms = [self._narrowed(one, into.dtype) for one in wide.terms]
             return self._joined_into(term, terms)
@@ -278,7 +290,8 @@ class Flattener:
             return None
         into.steps.add("scale")
         by = Fraction(factor) if head.record.called == "aten::mul" else 1 / Fraction(factor)
-        return [replace(term, reads=(read,), scale=term.scale * by)]
+        rounded = term.rounded or narrow(head.dtype)
+        return [replace(term, reads=(read,), scale=term.scale * by, rounded=rounded)]
 
     def _is_scaled_sum(self, head: Head) -> bool:
         if not isinstance(head, Access) or head.record.called not in ("aten::div", "aten::mul"):
@@ -294,6 +307,8 @@ class Flattener:
         binding = {**found.binding(head), **wholes, **inner}
         reads = tuple(use.read(head, binding) for use in found.uses)
         bound = (*term.bound, *_variables((*wholes.values(), *inner.values())))
+        if term.rounded:
+            into.rounds(math.prod(size for _, size in found.summed))
         if len(reads) > 1:
             into.products += 1
             into.joins += 1
@@ -306,7 +321,7 @@ class Flattener:
         if head.record.called == "aten::mean":
             for _, size in found.summed:
                 count *= size
-        return [Term(reads, bound, term.scale / count)]
+        return [Term(reads, bound, term.scale / count, rounded=narrow(head.dtype))]
 
     def _settled(self, head: Head, term: Term, op: str) -> Term:
         """A term that is no sum. Variables on which it does not depend multiply it."""
