@@ -14,13 +14,15 @@ from inductor_passes import adopt
 from tests.support.ranks import Ranks
 from tests.support.wrapped import Net, batch, sharded, whole
 
-#: A number is a step of so many batches; ``F`` freezes a parameter, ``T`` lets it be trained again.
-SEQUENCES = ("2F221", "21F12", "F2T2", "2FT2", "2F2T21", "3F3F3T3")
+#: A number is a step of so many batches; ``F`` freezes a parameter, ``T`` lets it be trained again. ``f`` and ``t`` do
+#: so in the middle of a step, behind its first of three batches.
+SEQUENCES = ("2F221", "21F12", "F2T2", "2FT2", "2F2T21", "3F3F3T3", "f2t2", "2Ft1f3")
+BATCHES = {"f": 3, "t": 3}
 
 
 def drawn(seed: int) -> str:
     chance = random.Random(seed)
-    return "".join(chance.choice("1223FFT") for _ in range(8)) + "2"
+    return "".join(chance.choice("1223FFTft") for _ in range(8)) + "2"
 
 
 def trained(model: Any, run: Any, sequence: str) -> list[Any]:
@@ -30,17 +32,25 @@ def trained(model: Any, run: Any, sequence: str) -> list[Any]:
     optimizer = torch.optim.SGD(named.values(), lr=0.1)
     chance, frozen = random.Random(sequence), []
     found: list[Any] = []
-    for number, word in enumerate(sequence):
-        if word == "F":
+
+    def switch(word: str) -> None:
+        if word == "f":
             name = chance.choice(names)
             frozen.append(name)
             named[name].requires_grad_(False)
-        elif word == "T" and frozen:
+        elif frozen:
             named[frozen.pop(0)].requires_grad_(True)
-        elif word.isdigit():
-            for k in range(int(word)):
-                model.set_requires_gradient_sync(k + 1 == int(word))
+
+    for number, word in enumerate(sequence):
+        if word.isupper():
+            switch(word.lower())
+        else:
+            batches = BATCHES.get(word) or int(word)
+            for k in range(batches):
+                model.set_requires_gradient_sync(k + 1 == batches)
                 run(batch(number, k)[0]).square().mean().backward()
+                if word in BATCHES and k == 0:
+                    switch(word)
             found.append({n: None if p.grad is None else whole(p.grad).clone() for n, p in named.items()})
             optimizer.step()
             optimizer.zero_grad()
@@ -70,6 +80,6 @@ def test_what_is_frozen_gets_no_gradient(two_ranks: Ranks, sequence: str) -> Non
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sequence", ["2F221", "3F3F3T3"])
+@pytest.mark.parametrize("sequence", ["2F221", "3F3F3T3", "2Ft1f3"])
 def test_what_is_frozen_gets_no_gradient_in_compiled_code(two_ranks: Ranks, sequence: str) -> None:
     two_ranks.run(compared, sequence, True)

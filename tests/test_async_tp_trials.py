@@ -96,7 +96,7 @@ def test_no_other_number_of_regions_plans_faster() -> None:
         other = copied(whole)
         facts = Facts(Look(GraphView(other.graph), settings, profile, "forward", agreed=True))
         selection = Selection(AsyncTpPass(mode="auto"), facts)
-        everything = Trials.of(selection.choose(), selection.recipes, selection.decisions)
+        everything = Trials.of(selection.ranked(selection.choose()), selection.decisions)
         assert everything.count > 2
         for count in range(1, everything.count + 1):
             other = copied(whole)

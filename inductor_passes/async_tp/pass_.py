@@ -127,7 +127,7 @@ class AsyncTpPass:
         if before is not None and (len(chosen) > 1 if self.trials is None else not self.trials.settled):
             after = facts.of(graph)
             planned = plan(after.problem.problem, after.limit_bytes, effort=0)
-            tried = self.trials or Trials.of(chosen, selection.recipes, selection.decisions)
+            tried = self.trials or Trials.of(selection.ranked(chosen), selection.decisions)
             following = tried.with_result(planned)
             if not (following.settled and following.count == tried.count):
                 report = PassReport(self.name, changed=True)

@@ -31,6 +31,8 @@ from inductor_passes.schedule.simulate import simulate
 
 #: How many collectives downstream may join, tried one after the other while more join.
 _FURTHER = (0, 1, 4, 32)
+#: What would change a refusal.
+_SETTINGS = {Reason.DISABLED: 'async_tp="auto"', Reason.HIDDEN: 'async_tp="force"'}
 
 
 class Settings(Protocol):
@@ -151,6 +153,11 @@ class Selection:
         chosen = [p for p in chosen if self._asked is None or self._worth(self.choices[p].priced)]
         self._decide(chosen, options, refusals)
         return sorted(chosen, key=lambda p: self.view.position[next(iter(p.region.cuts))])
+
+    def ranked(self, chosen: list[Priced]) -> list[Recipe]:
+        """How regions that are carried out were grown, the one of largest gain by its lowering first."""
+        best = sorted(chosen, key=lambda p: -self.choices[p].priced.gain_ns)
+        return [self.recipes[p.region] for p in best]
 
     def members(self) -> set[torch.fx.Node]:
         """Starts of the collectives of all regions that would be applied."""
@@ -280,7 +287,7 @@ class Selection:
                 self.decisions.append(_applied(collective, self.choices[of[collective]]))
             elif collective in refusals:
                 why = refusals[collective]
-                setting = 'async_tp="auto"' if why.reason is Reason.DISABLED else ""
+                setting = _SETTINGS.get(why.reason, "")
                 self.decisions.append(refused(collective, why.reason, why.detail, setting))
             elif self.trials is not None and collective not in options:
                 self.decisions.append(_left_out(self.trials.first[collective.start.name]))

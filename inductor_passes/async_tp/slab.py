@@ -167,10 +167,7 @@ def take(emit: Emitter, tensor: torch.fx.Node, cut: Slab, widths: Widths, index:
     if all(isinstance(size, int) for size in shape):
         split = [*shape[: cut.dim], cut.outer, units, step, *shape[cut.dim + 1 :]]
         apart = emit.call(aten.view.default, tensor, split)
-        if width == 1:
-            picked = emit.call(aten.select.int, apart, cut.dim + 1, first)
-        else:
-            picked = emit.call(aten.slice.Tensor, apart, cut.dim + 1, first, first + width)
+        picked = emit.call(aten.slice.Tensor, apart, cut.dim + 1, first, first + width)
         copied = emit.call(aten.clone.default, picked, memory_format=torch.contiguous_format)
         shape[cut.dim] = cut.outer * width * step
         return emit.call(aten.view.default, copied, shape)

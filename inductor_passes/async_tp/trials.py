@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from inductor_passes.async_tp.gate import Priced
-from inductor_passes.async_tp.region import Recipe, Region
+from inductor_passes.async_tp.region import Recipe
 from inductor_passes.report import Decision
 from inductor_passes.schedule.plan import Plan
 
@@ -38,10 +37,9 @@ class Trials:
     settled: bool = False
 
     @classmethod
-    def of(cls, chosen: Sequence[Priced], recipes: Mapping[Region, Recipe], decisions: Sequence[Decision]) -> Trials:
+    def of(cls, ranked: Sequence[Recipe], decisions: Sequence[Decision]) -> Trials:
         """The trial of all regions, which have been carried out."""
-        best = sorted(chosen, key=lambda p: -p.gain_ns)
-        return cls(tuple(recipes[p.region] for p in best), {d.node: d for d in decisions}, count=len(best))
+        return cls(tuple(ranked), {d.node: d for d in decisions}, count=len(ranked))
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:

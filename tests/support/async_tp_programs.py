@@ -289,7 +289,6 @@ PROGRAMS: list[Program] = [
         dtype=torch.bfloat16,
     ),
     Program("ag1_row_fp16", lambda x, w: ag(x, 1) @ w, ((1, 16), (32, 12)), 0, NONE, dtype=torch.float16),
-    Program("ag1_sum_of_columns", lambda x, w: ag(x, 1).sum(1) * (x @ w)[:, 0], (X, W), 0, NONE),
     Program("ag1_addmm_scaled", _scaled_bias, ((1, 16), (32, 12), (12,)), 0, NONE),
     # sizes without a small divisor
     Program("ag0_prime_rows", lambda x, w: ag(x) @ w, ((11, 13), (13, 3))),
