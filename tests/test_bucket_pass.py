@@ -188,6 +188,30 @@ def test_the_chosen_partition_is_never_slower_and_within_the_budget(
         assert len({*members}) == len(members)
 
 
+def test_on_a_large_graph_the_first_partition_that_helps_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs help; everything in one message helps more."""
+
+    def pairs(question: Question) -> list[list[Any]]:
+        return [question.found[:2]]
+
+    def everything(question: Question) -> list[list[Any]]:
+        return [question.found]
+
+    monkeypatch.setattr("inductor_passes.bucket.choose._LARGE_TASKS", 0)
+    with fake_world(8) as world:
+        p = Program()
+        gathered = [p.collective("all_gather", p.input(8), world) for _ in range(12)]
+        view = GraphView(p.done(*gathered).graph)
+        problem = build(view, GPU).problem
+        found, _ = candidates(view)
+        costs = BucketCosts(view, GPU)
+        choice = choose(problem, found, Dependencies(view), costs, (pairs, everything), None)
+        assert [len(bucket) for bucket in choice.buckets] == [12]
+        first = choose(problem, found, Dependencies(view), costs, (pairs,), None)
+        assert choice.plan.makespan_ns < first.plan.makespan_ns < first.before.makespan_ns
+        assert choice.bound_ns <= choice.plan.makespan_ns
+
+
 def test_a_dependent_collective_is_refused_as_such() -> None:
     with fake_world(8) as world:
         p = Program()

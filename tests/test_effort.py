@@ -16,7 +16,9 @@ from inductor_passes.records.words import Effort
 from inductor_passes.reorder import pass_ as reorder_pass
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.replay import ordering
+from inductor_passes.rewriting.contract import Cap
 from inductor_passes.schedule.effort import plan_with_effort
+from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Problem
@@ -48,6 +50,22 @@ def test_high_is_never_worse(seed: int, slack: int | None) -> None:
     normal = plan_with_effort(problem, budget, "normal")
     assert normal == plan(problem, budget)
     assert value(problem, plan_with_effort(problem, budget, "high")) <= value(problem, normal)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_larger_cap_is_no_slower_on_large_graphs(seed: int) -> None:
+    problem = random_problem(seed, 700)
+    needed = least_peak(tables(problem))
+    caps = [needed * (100 + percent) // 100 for percent in (0, 2, 5, 10, 25)]
+    alone = [plan(problem, cap) for cap in caps]
+    for position, cap in enumerate(caps):
+        found = plan_with_effort(problem, cap, "normal", smaller=caps[:position])
+        value(problem, found)
+        assert found.budget_bytes == cap and found.peak_bytes <= cap
+        # Nothing else is tried that close to the bound.
+        near = found.lower_bound_ns * 1.005
+        assert found.makespan_ns <= max(near, min(one.makespan_ns for one in alone[: position + 1]))
+        assert found.lower_bound_ns <= found.makespan_ns
 
 
 @pytest.mark.skipif(not HAS_SOLVER, reason="needs OR-Tools")
@@ -92,6 +110,7 @@ class _Facts:
 
     limit_bytes = None
     solved = None
+    cap = Cap()
 
 
 def test_both_planners_are_asked_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

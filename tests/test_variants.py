@@ -23,12 +23,13 @@ from inductor_passes import _torch, adopt, agreement
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import alike, judge, variants
+from inductor_passes.engine import alike, variants
 from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.variants import About
 from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import GraphReport
+from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.messages import in_any_order, messages
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
@@ -340,7 +341,7 @@ def test_a_variant_with_other_sizes_sends_the_same_in_the_same_order() -> None:
      ("+5% or 1MiB", ["+25% or 1048576B", "+100% or 1048576B", "unlimited"])],
 )
 def test_budgets_are_raised_by_steps(budget: str, larger: list[str]) -> None:
-    assert judge.larger(PassConfig(memory_budget=budget).budget) == larger
+    assert rungs.larger(PassConfig(memory_budget=budget).budget) == larger
 
 
 def test_a_variant_that_cannot_send_the_same_is_left_as_it_was() -> None:

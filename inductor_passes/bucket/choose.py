@@ -42,8 +42,8 @@ PARTITIONS: tuple[Partition, ...] = (
     *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _TIGHT),
     planned,
 )
-#: Above this many tasks the first partition that helps is taken: planning is what takes time.
-FIRST_FIT_TASKS = 6000
+#: Above this many tasks no more partitions are tried once one is within a part of this many of what any could reach.
+_LARGE_TASKS, _NEAR = 6000, 200
 #: Above this many tasks partitions are compared by quick plans.
 QUICK_TASKS = 500
 
@@ -60,6 +60,7 @@ class Choice:
         buckets: to be merged; empty when nothing is.
         tried: the first partition's buckets, for the reasons of a refusal.
         before, after: plans of the graph as it is and of the chosen (or, refused, of the best other) partition.
+        bound_ns: no order of any partition is faster.
         objection: why nothing is merged although ``tried`` is not empty, else None.
         problem, plan: of what was decided, merged or not.
     """
@@ -68,6 +69,7 @@ class Choice:
     tried: list[list[Candidate]]
     before: Plan
     problem: Problem
+    bound_ns: int
     after: Plan | None = None
     objection: Reason | None = None
 
@@ -102,7 +104,8 @@ def choose(
     Raises:
         Beaten: no partition, nor the graph as it is, can be as fast as ``beat_ns``.
     """
-    if beat_ns is not None and bound_ns(problem, found, costs) > beat_ns:
+    least_ns = bound_ns(problem, found, costs)
+    if beat_ns is not None and least_ns > beat_ns:
         raise Beaten
     compared = beat_ns is not None and lower_bound(problem) > beat_ns
     thorough = len(problem) <= QUICK_TASKS
@@ -132,7 +135,7 @@ def choose(
                 refused = after, objection
         elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
             chosen = after, buckets, other
-            if len(problem) > FIRST_FIT_TASKS:
+            if len(problem) > _LARGE_TASKS and after.makespan_ns <= least_ns + least_ns // _NEAR:
                 break
     if chosen is not None and not thorough and len(problem) <= SMALL:
         # A thorough plan goes other ways than a quick one; it can end at a slower order.
@@ -140,16 +143,16 @@ def choose(
         after = min(plan(chosen[2], limit_bytes, effort=effort), chosen[0], key=_standing)
         objection = _objection(before, after)
         if objection is not None:
-            return Choice([], trials[0], before, problem, after, objection)
+            return Choice([], trials[0], before, problem, least_ns, after, objection)
         chosen = after, *chosen[1:]
     if chosen is not None:
-        return Choice(chosen[1], trials[0], before, chosen[2], chosen[0])
+        return Choice(chosen[1], trials[0], before, chosen[2], least_ns, chosen[0])
     if not trials:
-        return Choice([], [], before, problem)
+        return Choice([], [], before, problem, least_ns)
     if compared:
         raise Beaten
     assert refused is not None
-    return Choice([], trials[0], before, problem, *refused)
+    return Choice([], trials[0], before, problem, least_ns, *refused)
 
 
 def _proposed(

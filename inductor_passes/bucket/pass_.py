@@ -23,7 +23,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.bucket.candidates import SUBJECT, Candidate, GroupKey, candidates, refusal
-from inductor_passes.bucket.choose import PARTITIONS, Choice, Proposal, bound_ns, choose, proposal
+from inductor_passes.bucket.choose import PARTITIONS, Choice, Proposal, choose, proposal
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.question import Partition
@@ -127,7 +127,7 @@ class BucketPass:
         room = None if limit is None else Room(fx.problem, limit, other)
         report = PassReport(self.name, decisions=decisions + _decisions(found, choice, dependencies, costs, room))
         report.metrics = _metrics(choice, len(view.collectives))
-        report.metrics["lower_bound_any_buckets_ns"] = bound_ns(fx.problem, found, costs)
+        report.metrics["lower_bound_any_buckets_ns"] = choice.bound_ns
         solved = Solved(choice.problem, choice.plan)
         if not choice.buckets:
             return Outcome(report, solved=solved)

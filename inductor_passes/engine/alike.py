@@ -14,7 +14,7 @@ from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.bucket.unpack_pass import UnpackPass
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, judge, variants
+from inductor_passes.engine import agreeing, variants
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report
@@ -24,6 +24,7 @@ from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.report import PassReport
+from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.messages import in_any_order, messages
 
 _FIRST = "this variant of a function sends what the function's first graph sends"
@@ -98,7 +99,7 @@ class Job:
             above: whether it may take more than the memory budget.
         """
         backup = Backup(self.graph)
-        larger = judge.larger(self.settings.budget) if above else ()
+        larger = rungs.larger(self.settings.budget) if above else ()
         for budget in (self.settings.memory_budget, *larger):
             found = replace(self, settings=replace(self.settings, memory_budget=budget))._run_like(earlier)
             if found is not None:

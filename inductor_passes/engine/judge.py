@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.fx
 
 from inductor_passes import verify
-from inductor_passes.config import MemoryBudget, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.engine.compilation import Compilation
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import NoHintError, kept_by_caller
@@ -23,8 +22,6 @@ from inductor_passes.rewriting.contract import NOT_AGREED, Cap, Facts, Look, Out
 from inductor_passes.rewriting.step_facts import StepFacts
 from inductor_passes.schedule.plan import Plan, plan
 
-#: Budgets that are tried below the user's: planning is a search, and may find more where it may use less.
-RUNGS = ("+100%", "+25%", "+5%", "0")
 #: Objections that another result of the same pass may not meet.
 BY_COST = (Reason.OVER_BUDGET, Reason.SLOWER)
 
@@ -107,28 +104,6 @@ def freed_inputs(graph: torch.fx.Graph, phase: str) -> tuple[str, ...]:
     """Names of the graph's inputs that are freed after their last use."""
     inputs = (node for node in graph.nodes if node.op == "placeholder")
     return tuple(node.name for node in inputs if not kept_by_caller(node, phase == "backward"))
-
-
-def lower(cap: Cap, config: PassConfig) -> Iterator[Cap]:
-    """The caps of :data:`RUNGS` that are below one, the highest first."""
-    if cap.least_peak_bytes is None:
-        return
-    for rung in RUNGS:
-        budget = MemoryBudget.parse(rung)
-        limit = budget.limit_bytes(cap.least_peak_bytes)
-        if limit is not None and (cap.limit_bytes is None or limit < cap.limit_bytes):
-            generated = cap.generated_least_peak_bytes
-            generated_limit = None if generated is None else budget.limit_bytes(generated)
-            yield dataclasses.replace(cap, limit_bytes=limit, generated_limit_bytes=generated_limit)
-
-
-def larger(budget: MemoryBudget) -> list[str]:
-    """The budgets of :data:`RUNGS` above one, the smallest first, then ``unlimited``."""
-    if budget.unlimited:
-        return []
-    own, rungs = budget.fraction or 0, reversed(RUNGS)
-    floor = f" or {budget.floor_bytes}B" if budget.floor_bytes else ""
-    return [*(f"{r}{floor}" for r in rungs if (MemoryBudget.parse(r).fraction or 0) > own), "unlimited"]
 
 
 def fused_limit_bytes(compilation: Compilation, least_peak_bytes: int) -> int | None:

@@ -31,6 +31,7 @@ from inductor_passes.pin.file import PlanFileError
 from inductor_passes.pin.pins import GivenUp
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import GraphReport, PassReport, Reason
+from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.contract import (
     Beaten,
     Cap,
@@ -132,7 +133,7 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
     """Try what else there is: fewer passes, and less memory than is allowed; for as long as that is cheap.
 
     So no pass makes a small graph slower than it is with that pass switched off, and a larger budget does not make it
-    slower than one of ``judge.RUNGS`` below it, passes left out there included. On larger graphs passes are held to
+    slower than one of ``rungs.RUNGS`` below it, passes left out there included. On larger graphs passes are held to
     what is known of the graph before.
 
     Args:
@@ -144,7 +145,7 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
     try:
         best, least, forced = done.tried, done.standing(), done.forced()
         # Buckets that fit into less memory can be the better ones, however close to its own bound the graph is.
-        lower = list(judge.lower(run.cap, run.config))
+        lower = list(rungs.lower(run.cap))
         others = [(cap, frozenset[int]()) for cap in lower]
         others += [(cap, one) for cap in (run.cap, *lower) for one in _combinations(done)]
         for cap, left_out in others[:tries]:

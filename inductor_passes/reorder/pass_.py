@@ -27,6 +27,7 @@ from inductor_passes.problems.fx import NoHintError
 from inductor_passes.problems.record import schedule_report
 from inductor_passes.records.words import Effort
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.arrange import arrange
 from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Scheduled
 from inductor_passes.rewriting.messages import order_like
@@ -103,7 +104,8 @@ class ReorderPass:
         known = _known(facts, problem)
         # On a large problem the known plan is where planning again would begin.
         start = known if len(problem) > SMALL else None
-        found = plan_with_effort(problem, facts.limit_bytes, self.effort, start=start)
+        smaller = [cap.limit_bytes for cap in rungs.lower(facts.cap) if cap.limit_bytes is not None]
+        found = plan_with_effort(problem, facts.limit_bytes, self.effort, start=start, smaller=smaller)
         return found if known is None else min(found, known, key=lambda p: p.value)
 
 

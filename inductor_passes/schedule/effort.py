@@ -7,26 +7,67 @@ one of OR-Tools' version too, so ranks must have the same one.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from inductor_passes.records.words import Effort
+from inductor_passes.schedule.construct import SMALL
+from inductor_passes.schedule.memory_bound import Bound
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Problem
 
+#: Up to this many tasks whoever plans tries smaller caps by itself, with everything that comes before planning.
+_ALONE = 600
+#: Within a part of this many of the bound nothing else is tried.
+_NEAR = 200
 #: Units of effort that ``high`` searches on with, after the one of ``normal``.
 HIGH = 8
 
 
 def plan_with_effort(
-    problem: Problem, budget_bytes: int | None, effort: Effort, *, start: Plan | None = None, slack: bool = True
+    problem: Problem,
+    budget_bytes: int | None,
+    effort: Effort,
+    *,
+    start: Plan | None = None,
+    slack: bool = True,
+    smaller: Sequence[int] = (),
 ) -> Plan:
     """The best order found, see :func:`~inductor_passes.schedule.plan.plan`; a higher level is never worse.
+
+    Args:
+        smaller: caps in bytes below ``budget_bytes``. Where an order found for one of them is faster, the search goes
+            on from there: a larger cap is never slower.
 
     Raises:
         ExactUnavailableError: ``exact`` without OR-Tools.
     """
     found = plan(problem, budget_bytes, start=start, slack=slack)
+    if len(problem) > _ALONE:
+        found = _no_slower_than(problem, found, smaller, slack)
     if effort == "normal":
         return found
     found = plan(problem, budget_bytes, effort=HIGH, start=found, slack=slack)
     if effort == "high":
         return found
     return plan(problem, budget_bytes, effort=0, exact_window=True, start=found, slack=slack)
+
+
+def _no_slower_than(problem: Problem, found: Plan, smaller: Sequence[int], slack: bool) -> Plan:
+    """The best of ``found`` and of what other searches find: for smaller caps, thorough or not.
+
+    Searches under a cap end at local optima, on large graphs often 10% apart, and neither way to search is the better
+    one of all graphs.
+    """
+    for cap in (found.budget_bytes, *smaller):
+        for thorough in (True, False):
+            if found.makespan_ns <= found.lower_bound_ns + found.lower_bound_ns // _NEAR:
+                return found
+            if cap == found.budget_bytes and thorough == (len(problem) <= SMALL):
+                continue  # what ``found`` came from
+            other = plan(problem, cap, thorough=thorough, slack=slack)
+            if (not other.feasible, other.makespan_ns) < (not found.feasible, found.makespan_ns):
+                bound = Bound(found.lower_bound_ns, found.bound_on)
+                other = dataclasses.replace(other, budget_bytes=found.budget_bytes).against(bound)
+                found = plan(problem, found.budget_bytes, start=other, slack=slack)
+    return found
