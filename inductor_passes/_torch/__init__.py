@@ -57,6 +57,7 @@ from inductor_passes._torch.dtensor import (
     strided_shard,
     without_implicit_communication,
 )
+from inductor_passes._torch.fakes import fake_result
 from inductor_passes._torch.groups import (
     copies_messages,
     create_groups,
@@ -331,6 +332,7 @@ __all__ = [
     "expand_mode",
     "expression",
     "fake_mode_of",
+    "fake_result",
     "features",
     "floor_division",
     "forget_cached_entry",

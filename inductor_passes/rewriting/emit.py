@@ -66,9 +66,13 @@ class Emitter:
         with self._graph.inserting_after(self.cursor):
             node = self._graph.call_function(target, args, kwargs)
         fakes = torch.fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        tensors = [n.meta["val"] for n in node.all_input_nodes] or [self._origin_value()]
-        with _torch.without_guards(_first_tensor(tensors)):
-            node.meta["val"] = meaning(*fakes[0], **fakes[1])
+        tensor = _first_tensor([n.meta["val"] for n in node.all_input_nodes] or [self._origin_value()])
+
+        def ask() -> Any:
+            with _torch.without_guards(tensor):
+                return meaning(*fakes[0], **fakes[1])
+
+        node.meta["val"] = _torch.fake_result(tensor, fakes[0], fakes[1], target, ask)
         if self._origin is not None:
             for key in INHERITED_META:
                 if key in self._origin.meta:
