@@ -105,8 +105,9 @@ class ReorderPass:
         # On a large problem the known plan is where planning again would begin.
         start = known if len(problem) > SMALL else None
         smaller = [cap.limit_bytes for cap in rungs.lower(facts.cap) if cap.limit_bytes is not None]
-        found = plan_with_effort(problem, facts.limit_bytes, self.effort, start=start, smaller=smaller)
-        return found if known is None else min(found, known, key=lambda p: p.value)
+        return plan_with_effort(
+            problem, facts.limit_bytes, self.effort, start=start, smaller=smaller, known=known
+        )
 
 
 def _arranged(graph: torch.fx.Graph, facts: Facts, like: tuple[str, ...]) -> Facts | None:

@@ -15,11 +15,16 @@ from inductor_passes.schedule.construct import SMALL
 from inductor_passes.schedule.memory_bound import Bound
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Problem
+from inductor_passes.schedule.renumber import renumbered
+from inductor_passes.schedule.robust import disturbed
+from inductor_passes.schedule.tables import tables
 
 #: Up to this many tasks whoever plans tries smaller caps by itself, with everything that comes before planning.
 _ALONE = 600
 #: Within a part of this many of the bound nothing else is tried.
 _NEAR = 200
+#: How often an order is the input of the next search, at most; it seldom helps more often.
+_ROUNDS = 3
 #: Units of effort that ``high`` searches on with, after the one of ``normal``.
 HIGH = 8
 
@@ -32,19 +37,24 @@ def plan_with_effort(
     start: Plan | None = None,
     slack: bool = True,
     smaller: Sequence[int] = (),
+    known: Plan | None = None,
 ) -> Plan:
     """The best order found, see :func:`~inductor_passes.schedule.plan.plan`; a higher level is never worse.
 
     Args:
         smaller: caps in bytes below ``budget_bytes``. Where an order found for one of them is faster, the search goes
             on from there: a larger cap is never slower.
+        known: a plan of the same problem under the same cap that the result is no worse than.
 
     Raises:
         ExactUnavailableError: ``exact`` without OR-Tools.
     """
     found = plan(problem, budget_bytes, start=start, slack=slack)
+    if known is not None:
+        found = min(found, known, key=lambda p: p.value)
     if len(problem) > _ALONE:
         found = _no_slower_than(problem, found, smaller, slack)
+    found = _once_more(problem, found, slack)
     if effort == "normal":
         return found
     found = plan(problem, budget_bytes, effort=HIGH, start=found, slack=slack)
@@ -61,7 +71,7 @@ def _no_slower_than(problem: Problem, found: Plan, smaller: Sequence[int], slack
     """
     for cap in (found.budget_bytes, *smaller):
         for thorough in (True, False):
-            if found.makespan_ns <= found.lower_bound_ns + found.lower_bound_ns // _NEAR:
+            if _near(found):
                 return found
             if cap == found.budget_bytes and thorough == (len(problem) <= SMALL):
                 continue  # what ``found`` came from
@@ -71,3 +81,27 @@ def _no_slower_than(problem: Problem, found: Plan, smaller: Sequence[int], slack
                 other = dataclasses.replace(other, budget_bytes=found.budget_bytes).against(bound)
                 found = plan(problem, found.budget_bytes, start=other, slack=slack)
     return found
+
+
+def _once_more(problem: Problem, found: Plan, slack: bool) -> Plan:
+    """``found``, or what is found from it as the input: rules that keep close to the input find other orders then."""
+    for _ in range(_ROUNDS):
+        if _near(found) or not found.feasible:
+            return found
+        other = plan(renumbered(problem, found.order), found.budget_bytes, slack=slack)
+        if other.makespan_ns >= found.makespan_ns:
+            return found
+        order = tuple(found.order[i] for i in other.order)
+        found = dataclasses.replace(
+            other,
+            order=order,
+            # What is disturbed follows the numbers of the tasks.
+            disturbed_ns=disturbed(tables(problem), order).mean_ns,
+            input_makespan_ns=found.input_makespan_ns,
+            input_peak_bytes=found.input_peak_bytes,
+        )
+    return found
+
+
+def _near(found: Plan) -> bool:
+    return found.makespan_ns <= found.lower_bound_ns + found.lower_bound_ns // _NEAR
