@@ -12,7 +12,7 @@ import torch
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.async_tp.region import Reach, Recipe
 from inductor_passes.async_tp.selection import Selection
-from inductor_passes.async_tp.trials import Trials
+from inductor_passes.async_tp.trials import Trials, Untouched
 from inductor_passes.config import PassConfig
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
@@ -36,17 +36,32 @@ def recipe(number: int) -> Recipe:
     return Recipe(f"s{number}", 0, (1, 1), Reach(), upstream=False, beside=False)
 
 
+def trials_of(number: int, before: int, feasible: bool = True) -> Trials:
+    untouched = Untouched(planned(before, feasible), {})
+    return Trials(tuple(recipe(n) for n in range(number)), {}, untouched, count=number)
+
+
 @pytest.mark.parametrize(
-    ("results", "tried", "best"),
+    ("before", "results", "tried", "best"),
     [
-        ({7: 70, 3: 60, 1: 65}, [7, 3, 1], 3),
-        ({7: 70, 3: 70, 1: 70}, [7, 3, 1], 1),
-        ({4: 50, 2: 60, 1: 40}, [4, 2, 1], 1),
-        ({2: 50, 1: 60}, [2, 1], 2),
+        (80, {7: 70, 3: 60, 1: 65}, [7, 3, 1], 3),
+        (80, {7: 70, 3: 70, 1: 70}, [7, 3, 1], 1),
+        (80, {2: 50, 1: 60}, [2, 1], 2),
+        # Over one number that is worse, not over two.
+        (80, {4: 50, 2: 60, 1: 40}, [4, 2, 1], 1),
+        (80, {8: 50, 4: 60, 2: 55, 1: 40}, [8, 4, 2], 8),
+        (80, {8: 50, 4: 60, 2: 50, 1: 40}, [8, 4, 2, 1], 1),
+        # All of them are no better than none: from one upwards, and all of them may still be the least bad.
+        (50, {8: 90, 4: 80, 2: 70, 1: 60}, [8, 1, 2], 1),
+        (50, {8: 50, 4: 20, 2: 30, 1: 40}, [8, 1, 2, 4], 4),
+        (50, {8: 55, 4: 20, 2: 60, 1: 60}, [8, 1, 2], 8),
+        (50, {2: 60, 1: 40}, [2, 1], 1),
     ],
 )
-def test_half_as_many_down_to_one(results: dict[int, int], tried: list[int], best: int) -> None:
-    trials = Trials(tuple(recipe(n) for n in range(max(results))), {}, count=max(results))
+def test_from_the_better_end_until_it_gets_worse(
+    before: int, results: dict[int, int], tried: list[int], best: int
+) -> None:
+    trials = trials_of(max(results), before)
     seen = []
     while not trials.settled:
         seen.append(trials.count)
@@ -56,7 +71,7 @@ def test_half_as_many_down_to_one(results: dict[int, int], tried: list[int], bes
 
 
 def test_what_is_above_the_cap_loses_to_everything_below() -> None:
-    trials = Trials((recipe(0), recipe(1)), {}, count=2).with_result(planned(10, feasible=False))
+    trials = trials_of(2, before=80).with_result(planned(10, feasible=False))
     assert trials.with_result(planned(90)).count == 1
 
 
@@ -96,7 +111,10 @@ def test_no_other_number_of_regions_plans_faster() -> None:
         other = copied(whole)
         facts = Facts(Look(GraphView(other.graph), settings, profile, "forward", agreed=True))
         selection = Selection(AsyncTpPass(mode="auto"), facts)
-        everything = Trials.of(selection.ranked(selection.choose()), selection.decisions)
+        ranked = selection.ranked(selection.choose())
+        assert selection.before is not None
+        untouched = Untouched(selection.before, selection.exposed_ns)
+        everything = Trials.of(ranked, selection.decisions, untouched)
         assert everything.count > 2
         for count in range(1, everything.count + 1):
             other = copied(whole)

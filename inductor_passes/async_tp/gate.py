@@ -11,6 +11,7 @@ A pure function of shapes (by hint), group layout, settings and profile: all ran
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -53,7 +54,7 @@ class Pricer:
     """Prices regions of one graph.
 
     Args:
-        exposed_ns: per start, what the schedule of the graph as it is leaves exposed; None: all of it counts.
+        exposed_ns: per start's name, what the schedule of the graph as it is leaves exposed; None: all of it counts.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Pricer:
         view: GraphView,
         profile: CostProfile,
         costs: ComputeCosts,
-        exposed_ns: dict[torch.fx.Node, int] | None = None,
+        exposed_ns: Mapping[str, int] | None = None,
     ) -> None:
         self._view, self._profile, self._costs, self._exposed = view, profile, costs, exposed_ns
         self._kernel_ns = profile.compute_ns(0, 0, "float32", 1)
@@ -74,7 +75,7 @@ class Pricer:
 
     def is_hidden(self, collective: Collective) -> bool:
         """Whether nothing of it is exposed in the graph as it is, so that parts of it hide nothing."""
-        return self._exposed is not None and not self._exposed.get(collective.start, 0)
+        return self._exposed is not None and not self._exposed.get(collective.start.name, 0)
 
     def price(self, region: Region) -> Priced:
         """See :class:`Priced`."""
@@ -96,7 +97,7 @@ class Pricer:
         overhead = split.compute_ns + joining - whole.compute_ns
         gain = whole.makespan_ns - after
         if self._exposed is not None:
-            exposed = sum(self._exposed.get(c.start, 0) for c in region.collectives)
+            exposed = sum(self._exposed.get(c.start.name, 0) for c in region.collectives)
             gain = min(gain, exposed - max(0, overhead))
         return Priced(region, whole.makespan_ns, after, overhead, gain, split)
 

@@ -30,7 +30,7 @@ from inductor_passes.async_tp.lower_decompose import Lowered
 from inductor_passes.async_tp.order import OrderKey, legal_order
 from inductor_passes.async_tp.selection import Selection, refused
 from inductor_passes.async_tp.slab import Widths, widths_for
-from inductor_passes.async_tp.trials import Trials
+from inductor_passes.async_tp.trials import Trials, Untouched
 from inductor_passes.config import AsyncTp, AsyncTpLowering, ConfigError
 from inductor_passes.ir import ops
 from inductor_passes.ir.canonical import UNEQUAL
@@ -114,7 +114,7 @@ class AsyncTpPass:
         if wholes and self.apart is None:
             return self._tried_apart(graph, facts, wholes)
         names_before = {n.name for n in graph.nodes}
-        whole = _planned(facts) if wholes else None
+        whole = _planned(facts) if wholes and self.trials is None else None
         splits = [split(graph, c) for c in wholes if c.start.name in (self.apart or ())]
         facts = facts.of(graph) if splits else facts
         normed = self._norms(graph, facts)
@@ -127,7 +127,9 @@ class AsyncTpPass:
         if before is not None and (len(chosen) > 1 if self.trials is None else not self.trials.settled):
             after = facts.of(graph)
             planned = plan(after.problem.problem, after.limit_bytes, effort=0)
-            tried = self.trials or Trials.of(selection.ranked(chosen), selection.decisions)
+            tried = self.trials or Trials.of(
+                selection.ranked(chosen), selection.decisions, Untouched(before, selection.exposed_ns)
+            )
             following = tried.with_result(planned)
             if not (following.settled and following.count == tried.count):
                 report = PassReport(self.name, changed=True)
@@ -181,6 +183,8 @@ class AsyncTpPass:
 
     def _to_beat(self, selection: Selection, whole: Plan | None) -> Plan | None:
         """The plan of the graph as it came; None where regions are forced, or sizes have no hint."""
+        if self.trials is not None:
+            return self.trials.before.plan
         if self._is_forced(selection.view.collectives) or selection.before is None:
             return None
         if whole is None:

@@ -5,7 +5,7 @@ Every collective yields one decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -68,6 +68,8 @@ class Selection:
     decisions: list[Decision] = field(default_factory=list)
     before: Plan | None = None
     """How the graph as it is was scheduled, where the gate needed to know."""
+    exposed_ns: dict[str, int] = field(default_factory=dict)
+    """What that leaves exposed of every collective, by the name of its start."""
     choices: dict[Priced, LoweringChoice] = field(default_factory=dict)
     """How each region that is applied is carried out."""
     in_parts: dict[Priced, Priced] = field(default_factory=dict)
@@ -164,28 +166,31 @@ class Selection:
         return {c.start for priced in self.choose() for c in priced.region.collectives}
 
     def _pricer(self) -> Pricer | None:
-        costs = ComputeCosts(self.view, self.facts.profile, self.facts.config.estimator)
+        costs = self.graph.costs
         if any(c.input_bytes is None or c.output_bytes is None for c in self.view.collectives):
             return None
-        exposed: dict[torch.fx.Node, int] | None = None
-        if any(self.settings.mode_of(c) == "auto" for c in self.view.collectives):
+        exposed: Mapping[str, int] | None = None
+        if self.trials is not None:
+            exposed = self.trials.before.exposed_ns
+        elif any(self.settings.mode_of(c) == "auto" for c in self.view.collectives):
             try:
                 exposed = self._exposed()
             except NoHintError:
                 return None
         return Pricer(self.view, self.facts.profile, costs, exposed)
 
-    def _exposed(self) -> dict[torch.fx.Node, int]:
+    def _exposed(self) -> Mapping[str, int]:
         """What remains exposed of every collective when the graph as it is has been scheduled."""
         fx = self.facts.problem
         self.before = plan(fx.problem, self.facts.limit_bytes, effort=0)
         timeline = simulate(fx.problem, self.before.order)
-        return {
-            node: timeline.exposed_ns[task]
+        self.exposed_ns = {
+            node.name: timeline.exposed_ns[task]
             for task, members in enumerate(fx.members)
             for node in members
             if node in self.view.by_start
         }
+        return self.exposed_ns
 
     def _options(
         self, grower: Grower, pricer: Pricer, collective: Collective

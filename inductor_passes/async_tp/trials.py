@@ -2,7 +2,8 @@
 
 Regions are priced one by one. What one of them hides may be no gain for the graph, because something else is the
 bottleneck there, or because another region has hidden it already; then each further region costs its overhead. So
-the graph is planned with the best region alone, with the best two, four, ... and with all of them.
+the graph is planned with all of them, and where that is faster than without any, with the better half, a quarter, ...
+until two numbers in a row are slower; else with the best one alone, the best two, ... until more are no faster.
 """
 
 from __future__ import annotations
@@ -13,6 +14,20 @@ from dataclasses import dataclass, field, replace
 from inductor_passes.async_tp.region import Recipe
 from inductor_passes.report import Decision
 from inductor_passes.schedule.plan import Plan
+
+
+@dataclass(frozen=True)
+class Untouched:
+    """How the graph plans as it came. It comes back as it was for every trial, so nobody plans that again.
+
+    Attributes:
+        plan: to be beaten.
+        exposed_ns: of every collective, by the name of its start.
+    """
+
+    plan: Plan
+    exposed_ns: Mapping[str, int]
+
 
 Score = tuple[bool, int]
 """(above the cap, makespan in ns); the least is best."""
@@ -25,6 +40,7 @@ class Trials:
     Attributes:
         ranked: how every region that was chosen was grown, the one of largest gain first.
         first: what was decided when all of them were carried out, by collective.
+        before: how the graph plans without any.
         scores: number of regions -> how the graph planned with the best ones.
         count: number of regions to carry out now.
         settled: that number is final.
@@ -32,14 +48,15 @@ class Trials:
 
     ranked: tuple[Recipe, ...]
     first: Mapping[str, Decision]
+    before: Untouched
     scores: Mapping[int, Score] = field(default_factory=dict)
     count: int = 0
     settled: bool = False
 
     @classmethod
-    def of(cls, ranked: Sequence[Recipe], decisions: Sequence[Decision]) -> Trials:
+    def of(cls, ranked: Sequence[Recipe], decisions: Sequence[Decision], before: Untouched) -> Trials:
         """The trial of all regions, which have been carried out."""
-        return cls(tuple(ranked), {d.node: d for d in decisions}, count=len(ranked))
+        return cls(tuple(ranked), {d.node: d for d in decisions}, before, count=len(ranked))
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
@@ -47,9 +64,30 @@ class Trials:
         return self.ranked[: self.count]
 
     def with_result(self, planned: Plan) -> Trials:
-        """Half as many regions next, down to one; then the number that was best, the smaller of equal ones."""
-        scores = {**self.scores, self.count: (not planned.feasible, planned.makespan_ns)}
-        if self.count > 1:
-            return replace(self, scores=scores, count=self.count // 2)
+        """Another number next; in the end the number that was best, the smaller of equal ones."""
+        scores = {**self.scores, self.count: _score(planned)}
+        following = self._following(scores)
+        if following is not None:
+            return replace(self, scores=scores, count=following)
         best = min(scores, key=lambda count: (scores[count], count))
         return replace(self, scores=scores, count=best, settled=True)
+
+    def _following(self, scores: Mapping[int, Score]) -> int | None:
+        """The number to try behind those tried already, None when there is none.
+
+        Each number takes as long as planning the whole graph. The curve over them is close to having one valley: it is
+        followed from the end that lies lower, from all of them over one number that is worse.
+        """
+        halves = [len(self.ranked)]
+        while halves[-1] > 1:
+            halves.append(halves[-1] // 2)
+        everything, tried = scores[halves[0]], list(scores.values())
+        if everything < _score(self.before.plan):
+            on = len(tried) < 3 or min(tried[-2:]) <= min(tried[:-2])
+            return halves[len(tried)] if on and len(tried) < len(halves) else None
+        on = len(tried) < 3 or tried[-1] < tried[-2]
+        return halves[-len(tried)] if on and len(tried) < len(halves) else None
+
+
+def _score(planned: Plan) -> Score:
+    return not planned.feasible, planned.makespan_ns

@@ -391,7 +391,7 @@ class _Run:
     def _restore(self, snapshot: Snapshot, facts: Facts) -> None:
         """The graph as it was. Its nodes may be other objects now, so everything is looked at anew."""
         snapshot.restore()
-        self.facts = facts.of(self.graph, solved=facts.solved)
+        self.facts = facts.put_back(self.graph)
 
     def _undone(
         self, one: Pass, report: PassReport, snapshot: Snapshot, error: BaseException | None, asked: bool = False

@@ -79,13 +79,17 @@ class Solved:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """One look at a graph as it is: what follows from it is worked out once, at the first use."""
+    """One look at a graph as it is: what follows from it is worked out once, at the first use.
+
+    ``known_peak_bytes``: its peak, when somebody has worked that out already.
+    """
 
     view: GraphView
     config: PassConfig
     profile: CostProfile
     phase: str
     agreed: bool
+    known_peak_bytes: int | None = None
 
     @cached_property
     def problem(self) -> FxProblem:
@@ -103,7 +107,15 @@ class Look:
     @cached_property
     def peak_bytes(self) -> int:
         """See :attr:`Facts.peak_bytes`."""
-        return peak_bytes(self.problem.problem)
+        return peak_bytes(self.problem.problem) if self.known_peak_bytes is None else self.known_peak_bytes
+
+    def of(self, graph: torch.fx.Graph, known_peak_bytes: int | None = None) -> Look:
+        """The same look at another graph."""
+        return dataclasses.replace(self, view=GraphView(graph), known_peak_bytes=known_peak_bytes)
+
+    def put_back(self, graph: torch.fx.Graph) -> Look:
+        """The same look at the same graph, whose nodes may be other objects now: numbers stay what they are."""
+        return self.of(graph, self.__dict__.get("peak_bytes", self.known_peak_bytes))
 
     @property
     def least_peak_bytes(self) -> int:
@@ -202,7 +214,11 @@ class Facts:
 
     def of(self, graph: torch.fx.Graph, *, solved: Solved | None = None) -> Facts:
         """The same facts about a graph that has changed."""
-        return dataclasses.replace(self, look=dataclasses.replace(self.look, view=GraphView(graph)), solved=solved)
+        return dataclasses.replace(self, look=self.look.of(graph), solved=solved)
+
+    def put_back(self, graph: torch.fx.Graph) -> Facts:
+        """The same facts about the same graph, which was changed and is again as it was."""
+        return dataclasses.replace(self, look=self.look.put_back(graph))
 
 
 @dataclass(frozen=True)
