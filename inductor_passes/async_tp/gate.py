@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -23,7 +23,7 @@ from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.rules import shape_of
 from inductor_passes.async_tp.slab import Partial, Slab, scattered
-from inductor_passes.async_tp.timeline import Costs, Run, run
+from inductor_passes.async_tp.timeline import Costs, Instance, Run, run
 from inductor_passes.cost.compute import ComputeCosts, flops, library_shape
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name, value_bytes
@@ -95,11 +95,28 @@ class Pricer:
         joining = self._joining_ns(region)
         after = split.makespan_ns + joining
         overhead = split.compute_ns + joining - whole.compute_ns
-        gain = whole.makespan_ns - after
-        if self._exposed is not None:
-            exposed = sum(self._exposed.get(c.start.name, 0) for c in region.collectives)
-            gain = min(gain, exposed - max(0, overhead))
+        gain = self._gain_ns(region, whole.makespan_ns - after, overhead)
         return Priced(region, whole.makespan_ns, after, overhead, gain, split)
+
+    def like(self, priced: Priced, region: Region, order: tuple[Instance, ...]) -> Priced:
+        """The price of a region that differs from another one in nothing but what is exposed of its collectives.
+
+        Args:
+            order: of the other one's parts, in the nodes of this one.
+        """
+        gain = self._gain_ns(region, priced.before_ns - priced.after_ns, priced.overhead_ns)
+        return replace(priced, region=region, gain_ns=gain, order=replace(priced.order, order=order))
+
+    def duration_ns(self, node: torch.fx.Node) -> int:
+        """Time of a node on the compute lane, where it computes."""
+        return self._costs.duration_ns(node)
+
+    def _gain_ns(self, region: Region, alone_ns: int, overhead_ns: int) -> int:
+        """What the graph gains of what a region gains alone."""
+        if self._exposed is None:
+            return alone_ns
+        exposed = sum(self._exposed.get(c.start.name, 0) for c in region.collectives)
+        return min(alone_ns, exposed - max(0, overhead_ns))
 
     def _issue_ns(self, start: torch.fx.Node, width: int = 1, units: int = 1) -> int:
         one = self._view.by_start[start]

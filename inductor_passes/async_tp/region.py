@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Container
+from collections.abc import Container, Hashable
 from dataclasses import dataclass
 
 import torch
 import torch.fx
 
 from inductor_passes.async_tp import matmul
+from inductor_passes.async_tp.alike import Seen
 from inductor_passes.async_tp.matmul import DotDim
 from inductor_passes.async_tp.rules import Needs, Rule, carries, is_split, rule_of, shape_of
 from inductor_passes.async_tp.slab import Cut, Partial, Slab, Uniform, Widths, cut_into, is_dense
@@ -93,10 +94,16 @@ class Region:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why an axis leads nowhere."""
+    """Why an axis leads nowhere; ``node``: what ``detail`` is about."""
 
     reason: Reason
     detail: str
+    node: torch.fx.Node | None = None
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return self.detail if self.node is None else f"{self.node.name} {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -171,19 +178,29 @@ class Grower:
     """Grows regions in one graph.
 
     Where members read gathers that nobody else reads, in parts, there is a second region with these in it.
+
+    Attributes:
+        seen: what was looked at since somebody put this here.
     """
 
     def __init__(self, view: GraphView) -> None:
         self._view = view
+        self.seen = Seen()
         self._mutable = {n for s in view.storages.all if s.writers for n in s.members}
         self._gathers = {c.waits[0]: c for c in view.collectives if c.kind == CollectiveKind.ALL_GATHER and c.waits}
+
+    def about(self, node: torch.fx.Node) -> Hashable:
+        """What growing asks of a node beyond its operator, operands and users."""
+        collective = self._view.by_start.get(node)
+        refusal = None if collective is None else unsupported(collective, self._view)
+        return node in self._mutable, node in self._gathers, "val" in node.meta, is_layout(node), refusal
 
     def forward(self, seed: Collective, dim: int, widths: Widths, reach: Reach) -> Grown:
         """The region downstream of ``seed``: up to the first matmuls, or further to collectives that follow them."""
         cut = cut_into(shape_of(seed.inputs[0]), dim, sum(widths), blocks(seed, dim))
         if cut is None:
             return _indivisible(seed, dim, len(widths))
-        growth = _Growth(self._view, self._mutable, self._gathers, widths)
+        growth = _Growth(self._view, self._mutable, self._gathers, widths, self.seen)
         if not growth.add(seed.start, seed.inputs[0], cut):
             return Refusal(Reason.UNSUPPORTED, f"{seed.kind} cannot be cut along dimension {dim}")
         growth.add(seed.waits[0], seed.start, growth.slab(seed.start))
@@ -198,7 +215,7 @@ class Grower:
         sent = cut_into(shape_of(seed.inputs[0]), dim, sum(widths), blocks(seed, dim))
         if sent is None:
             return _indivisible(seed, dim, len(widths))
-        growth = _Growth(self._view, self._mutable, self._gathers, widths)
+        growth = _Growth(self._view, self._mutable, self._gathers, widths, self.seen)
         if not growth.add(start, seed.inputs[0], sent) or not growth.add(wait, start, growth.slab(start)):
             return Refusal(Reason.UNSUPPORTED, f"{seed.kind} cannot be cut along dimension {dim}")
         for loose in (False, True):
@@ -241,8 +258,10 @@ class _Growth:
         mutable: set[torch.fx.Node],
         gathers: dict[torch.fx.Node, Collective],
         widths: Widths,
+        seen: Seen,
     ) -> None:
         self._view = view
+        self._seen = seen
         self._mutable = mutable
         self._gathers = gathers
         self._widths, self._units = widths, sum(widths)
@@ -257,6 +276,7 @@ class _Growth:
 
     def add(self, node: torch.fx.Node, operand: torch.fx.Node, cut: Slab, contracting: bool = True) -> bool:
         """Make ``node`` a member because its ``operand`` comes in parts; False when it cannot be."""
+        self._seen.read[node] = None
         rule = rule_of(node)
         if rule is None or not carries(rule, cut):
             return False
@@ -267,6 +287,7 @@ class _Growth:
 
     def require(self, node: torch.fx.Node, cut: Slab) -> bool:
         """Make ``node`` a member because somebody reads it in parts; False when it cannot be."""
+        self._seen.read[node] = None
         rule = rule_of(node)
         return rule is not None and carries(rule, cut) and self._admit(node, rule, cut)
 
@@ -290,6 +311,7 @@ class _Growth:
             elif part is not None and not self._takeable(operand, part):
                 return False
         self.cuts[node], self.needs[node] = cut, needs
+        self._seen.admitted[node] = None
         return True
 
     def _takeable(self, operand: torch.fx.Node, part: Slab) -> bool:
@@ -301,6 +323,14 @@ class _Growth:
             # A list is cut by its producer, which must then become a member: see ``region``.
             return True
         return isinstance(value, torch.Tensor) and part.fits(value.shape, self._units)
+
+    def _look(self, node: torch.fx.Node) -> None:
+        """Note that it matters who reads a node, and what it reads."""
+        self._seen.read[node] = self._seen.admitted[node] = None
+
+    def _leave(self, node: torch.fx.Node) -> None:
+        """Note that a node is left alone for one of its users."""
+        self._seen.left[node] = None
 
     def downstream(self, root: torch.fx.Node, reach: Reach) -> list[torch.fx.Node]:
         """Admit what follows ``root``; returns the nodes that make it worth while."""
@@ -319,8 +349,11 @@ class _Growth:
         targets: list[torch.fx.Node] = []
         while queue and len(self.cuts) < MAX_NODES:
             _, node = heapq.heappop(queue)
+            if self._view.role(node) is Role.OUTPUT:
+                continue
+            self._seen.read[node] = None
             sources = [i for i in node.all_input_nodes if i in state and isinstance(self.cuts.get(i), Slab)]
-            if not sources or self._view.role(node) in (Role.OUTPUT, Role.FENCE, Role.WAIT):
+            if not sources or self._view.role(node) in (Role.FENCE, Role.WAIT):
                 continue
             now = _State(max(state[i].matmuls for i in sources), max(state[i].sinks for i in sources))
             collective = self._view.by_start.get(node)
@@ -368,7 +401,9 @@ class _Growth:
             free = is_layout(node)
             shared = any(user not in self.cuts for user in node.users)
             if shared and not (loose or free or is_matmul):
+                self._leave(node)
                 continue
+            self._look(node)
             if any(user in self.cuts and self.needs[user].get(node) != part for user in node.users):
                 continue
             if not self.require(node, part):
@@ -422,8 +457,12 @@ class _Growth:
         while queue and len(self.cuts) < MAX_NODES:
             _, node = heapq.heappop(queue)
             part = wanted[node]
-            if part is None or any(user not in self.cuts or self.needs[user].get(node) != part for user in node.users):
+            if part is None:
                 continue
+            if any(user not in self.cuts or self.needs[user].get(node) != part for user in node.users):
+                self._leave(node)
+                continue
+            self._look(node)
             gather = self._gathers.get(node)
             if gather is not None:
                 if self._require_gather(gather, part):
@@ -476,11 +515,11 @@ class _Growth:
         for node in members:
             for operand, part in needs[node].items():
                 if part is not None and operand not in cuts and isinstance(operand.meta["val"], (list, tuple)):
-                    return Refusal(Reason.UNSUPPORTED, f"{operand.name} has several results and is made outside")
+                    return Refusal(Reason.UNSUPPORTED, "has several results and is made outside", operand)
         region = Region(self._widths, cuts, needs, collectives, matmuls, axis)
         for node in region.joined():
             if not isinstance(node.meta["val"], torch.Tensor) and not isinstance(cuts[node], Uniform):
-                return Refusal(Reason.UNSUPPORTED, f"{node.name} has several results and is read outside")
+                return Refusal(Reason.UNSUPPORTED, "has several results and is read outside", node)
         return region
 
 

@@ -14,33 +14,25 @@ import torch.fx
 
 from inductor_passes.async_tp.gate import Priced, Pricer
 from inductor_passes.async_tp.lowerings import Graph, LoweringChoice, choose_all, choose_lowering, others_fit_anything
-from inductor_passes.async_tp.region import Grower, Grown, Reach, Recipe, Refusal, Region, axes, blocks, unsupported
-from inductor_passes.async_tp.rules import shape_of
-from inductor_passes.async_tp.slab import Partial, Widths
+from inductor_passes.async_tp.region import Recipe, Refusal, Region, unsupported
+from inductor_passes.async_tp.search import Cutting, Search
 from inductor_passes.async_tp.trials import Trials
 from inductor_passes.config import AsyncTpLowering
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, GraphView
-from inductor_passes.operators import CollectiveKind
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import Decision, Reason, Verdict
 from inductor_passes.rewriting.contract import Facts
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.simulate import simulate
 
-#: How many collectives downstream may join, tried one after the other while more join.
-_FURTHER = (0, 1, 4, 32)
 #: What would change a refusal.
 _SETTINGS = {Reason.DISABLED: 'async_tp="auto"', Reason.HIDDEN: 'async_tp="force"'}
 
 
-class Settings(Protocol):
+class Settings(Cutting, Protocol):
     """What the selection asks of the pass's options."""
-
-    @property
-    def contracting(self) -> bool:
-        """Whether sums over a cut axis may be computed as sums of parts."""
 
     @property
     def lowering(self) -> AsyncTpLowering:
@@ -52,9 +44,6 @@ class Settings(Protocol):
 
     def mode_of(self, collective: Collective) -> str:
         """``auto``, ``force`` or ``off``."""
-
-    def widths_of(self, extent: object) -> tuple[Widths, ...]:
-        """Into which parts a dimension may be cut."""
 
 
 @dataclass
@@ -106,10 +95,10 @@ class Selection:
 
     def choose(self) -> list[Priced]:
         """The regions to apply, disjoint, in graph order; leaves one decision per collective."""
-        grower = Grower(self.view)
         pricer = self._pricer()
-        if self.trials is not None and pricer is not None:
-            return self._again(grower, pricer, self.trials)
+        search = None if pricer is None else Search(self.settings, self.view, pricer)
+        if self.trials is not None and search is not None:
+            return self._again(search, self.trials)
         options: list[tuple[Collective, list[Priced]]] = []
         refusals: dict[Collective, Refusal] = {}
         for collective in self.view.collectives:
@@ -119,27 +108,24 @@ class Selection:
                 refusals[collective] = Refusal(Reason.DISABLED, "")
             elif refusal is not None:
                 refusals[collective] = refusal
-            elif pricer is None:
+            elif pricer is None or search is None:
                 refusals[collective] = Refusal(Reason.NO_HINT, "a symbolic size has no hint")
             elif mode == "auto" and pricer.is_hidden(collective):
                 # Whatever else a region with it would hide, one without it hides too.
                 refusals[collective] = Refusal(Reason.HIDDEN, "other work hides all of it")
             else:
-                found, why = self._options(grower, pricer, collective)
+                found, why = self._options(search, collective)
                 options.append((collective, found))
                 if why is not None:
                     refusals[collective] = why
         return self._carried_out([self.in_parts.get(p, p) for p in self._disjoint(options)], dict(options), refusals)
 
-    def _again(self, grower: Grower, pricer: Pricer, trials: Trials) -> list[Priced]:
+    def _again(self, search: Search, trials: Trials) -> list[Priced]:
         """The regions of a trial, grown as they were."""
         by_name = {c.start.name: c for c in self.view.collectives}
         chosen = []
         for recipe in trials.recipes:
-            grow = grower.backward if recipe.upstream else grower.forward
-            regions = grow(by_name[recipe.start], recipe.dim, recipe.widths, recipe.reach)
-            assert not isinstance(regions, Refusal)
-            chosen.append(pricer.price(regions[recipe.beside]))
+            chosen.append(search.again(recipe, by_name[recipe.start]))
             self.recipes[chosen[-1].region] = recipe
         return self._carried_out(chosen, {}, {})
 
@@ -192,60 +178,12 @@ class Selection:
         }
         return self.exposed_ns
 
-    def _options(
-        self, grower: Grower, pricer: Pricer, collective: Collective
-    ) -> tuple[list[Priced], Refusal | None]:
+    def _options(self, search: Search, collective: Collective) -> tuple[list[Priced], Refusal | None]:
         """All regions around a collective, the best first, and why there is none."""
-        grow = [grower.forward] if collective.kind == CollectiveKind.ALL_GATHER else [grower.backward]
-        if collective.kind == CollectiveKind.ALL_TO_ALL:
-            grow.append(grower.forward)
-        found: list[Priced] = []
-        why: Refusal | None = None
-        seen: set[tuple[object, ...]] = set()
-        tries = [
-            (dim, widths, direction)
-            for dim in axes(collective)
-            for widths in self.settings.widths_of(shape_of(collective.inputs[0])[dim] // blocks(collective, dim))
-            for direction in grow
-        ]
-        for dim, widths, direction in tries:
-            for contracting in (True, False)[not self.settings.contracting :]:
-                first = Recipe(
-                    collective.start.name, dim, widths, Reach(contracting), direction == grower.backward, beside=False
-                )
-                regions, refusal = self._grown(direction, collective, first)
-                for region in regions:
-                    key = (widths, tuple(region.cuts.items()))
-                    if key not in seen:
-                        seen.add(key)
-                        found.append(self._option(pricer.price(region)))
-                if refusal is not None:
-                    why = _clearer(why, refusal)
-                elif not any(isinstance(cut, Partial) for region in regions for cut in region.cuts.values()):
-                    # Nothing is contracted: without it the regions are the same.
-                    break
-        found.sort(key=lambda p: -p.gain_ns)
-        return found, None if found else why
-
-    def _grown(
-        self, grow: Callable[[Collective, int, Widths, Reach], Grown], collective: Collective, first: Recipe
-    ) -> tuple[list[Region], Refusal | None]:
-        """The regions around one axis, up to the nearest matmuls and beyond, and why there are no more."""
-        found: list[Region] = []
-        joined = 0
-        for further in _FURTHER:
-            recipe = replace(first, reach=replace(first.reach, further=further))
-            regions = grow(collective, recipe.dim, recipe.widths, recipe.reach)
-            if isinstance(regions, Refusal):
-                return found, regions
-            for number, region in enumerate(regions):
-                self.recipes[region] = replace(recipe, beside=number > 0)
-            found += regions
-            if len(regions[0].collectives) == joined:
-                # Whoever reaches further would have met the next one by now.
-                break
-            joined = len(regions[0].collectives)
-        return found, None
+        around = search.around(collective)
+        self.recipes.update((priced.region, recipe) for recipe, priced in around.options)
+        found = [self._option(priced) for _, priced in around.options]
+        return sorted(found, key=lambda p: -p.gain_ns), around.refusal
 
     def _worth(self, priced: Priced) -> bool:
         modes = [self.settings.mode_of(c) for c in priced.region.collectives]
@@ -293,7 +231,7 @@ class Selection:
             elif collective in refusals:
                 why = refusals[collective]
                 setting = _SETTINGS.get(why.reason, "")
-                self.decisions.append(refused(collective, why.reason, why.detail, setting))
+                self.decisions.append(refused(collective, why.reason, why.text, setting))
             elif self.trials is not None and collective not in options:
                 self.decisions.append(_left_out(self.trials.first[collective.start.name]))
             else:
@@ -337,13 +275,6 @@ def _left_out(first: Decision) -> Decision:
         gain_ns=0,
         setting='async_tp="force"',
     )
-
-
-def _clearer(old: Refusal | None, new: Refusal) -> Refusal:
-    """The refusal that says more: about the surroundings rather than about one axis."""
-    if old is None or (old.reason is not Reason.NO_INDEPENDENT_COMPUTE and new.reason is Reason.NO_INDEPENDENT_COMPUTE):
-        return new
-    return old
 
 
 def region_text(priced: Priced) -> str:
