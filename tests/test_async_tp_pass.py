@@ -441,3 +441,20 @@ def test_a_coalesced_gather_stays_whole_when_no_member_gains(ns_per_byte: float)
     assert not report.changed and [n.name for n in gm.graph.nodes] == names
     (decision,) = report.decisions
     assert decision.detail.endswith("coalesced collective")
+
+
+def test_a_second_wait_costs_its_own_region_only() -> None:
+    """``wait_tensor(reduce_scatter_tensor(...))`` waits twice where it is compiled."""
+    wait = torch.ops._c10d_functional.wait_tensor.default
+
+    def twice(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        once = rs(torch.relu(x @ a))
+        return rs(torch.flip(wait(once), (0, 1)) @ b)
+
+    with fake_world(2):
+        gm = trace(Program("twice", twice, ((64, 64), (64, 64), (64, 64))))
+        found = run_passes(gm.graph, [AsyncTpPass(mode="force")], PassConfig(verify="strict"), link(16.0))
+    (report,) = found.report.passes
+    assert report.rolled_back is None and report.changed
+    assert [d.verdict for d in report.decisions] == [Verdict.REFUSED, Verdict.APPLIED]
+    assert "waited for again" in report.decisions[0].detail
