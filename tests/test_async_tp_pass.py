@@ -443,13 +443,15 @@ def test_a_coalesced_gather_stays_whole_when_no_member_gains(ns_per_byte: float)
     assert decision.detail.endswith("coalesced collective")
 
 
-def test_a_second_wait_costs_its_own_region_only() -> None:
+@pytest.mark.parametrize("form", ["wait", "view"])
+def test_a_second_wait_costs_its_own_region_only(form: str) -> None:
     """``wait_tensor(reduce_scatter_tensor(...))`` waits twice where it is compiled."""
     wait = torch.ops._c10d_functional.wait_tensor.default
 
     def twice(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         once = rs(torch.relu(x @ a))
-        return rs(torch.flip(wait(once), (0, 1)) @ b)
+        again = wait(once) if form == "wait" else wait(once.view(16, 2, 64)).view(32, 64)
+        return rs(torch.flip(again, (0, 1)) @ b)
 
     with fake_world(2):
         gm = trace(Program("twice", twice, ((64, 64), (64, 64), (64, 64))))

@@ -104,6 +104,17 @@ def test_literals_sizes_dtypes_and_offsets_are_told_apart() -> None:
             assert asked and seen(found, [*args[:1]]) == seen(target(*args), [*args[:1]])
 
 
+def test_whose_memory_a_result_has_is_not_taken_from_arguments_that_share_theirs() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        x, other = torch.empty(8, 6), torch.empty(8, 6)
+    target = aten.expand_as.default
+    _, first = remembered(x, target, (x, x.detach()), {})
+    found, second = remembered(x, target, (x, other), {})
+    assert first and seen(found, [x, other])[-2] == (0, 8 * 6 * 4, [0])
+    assert second
+
+
 def test_what_depends_on_more_is_asked_for_every_time() -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     size = mode.shape_env.create_unbacked_symint() if mode.shape_env is not None else 0

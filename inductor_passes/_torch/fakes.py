@@ -121,6 +121,8 @@ def _form(mode: Any, found: Any, tensors: list[torch.Tensor]) -> _Form | None:
         return None
     offset, storage = found.storage_offset(), found.untyped_storage()
     owners = [k for k, t in enumerate(tensors) if t.untyped_storage()._cdata == storage._cdata]
+    if len(owners) > 1:
+        return None  # another call's arguments need not share memory
     form = _Form(sizes[0], sizes[1], sizes[2], offset, found.device, owners[0] if owners else None)
     try:
         again = _made(mode, form, tensors)

@@ -147,7 +147,8 @@ def unsupported(collective: Collective, view: GraphView) -> Refusal | None:
         return Refusal(Reason.UNSUPPORTED, f"{len(collective.waits)} waits")
     if any(user is not collective.waits[0] for user in collective.start.users):
         return Refusal(Reason.UNSUPPORTED, "its result is used before the wait")
-    if any(view.role(user) is Role.WAIT for user in collective.waits[0].users):
+    members = [node for storage in view.storages.of(collective.start) for node in storage.members]
+    if any(view.role(user) is Role.WAIT and user not in collective.waits for node in members for user in node.users):
         return Refusal(Reason.UNSUPPORTED, "what was waited for is waited for again")
     if any(s.writers for s in view.storages.of(collective.start)):
         return Refusal(Reason.UNSUPPORTED, "its result is written to in place")

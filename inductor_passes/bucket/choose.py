@@ -24,7 +24,7 @@ from inductor_passes.bucket.room import Capped, Room
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import Beaten, Solved
 from inductor_passes.schedule.bounds import lower_bound
-from inductor_passes.schedule.construct import SMALL
+from inductor_passes.schedule.construct import SMALL, near
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.merge import Bucket
 from inductor_passes.schedule.merge import merge as merged_problem
@@ -42,8 +42,8 @@ PARTITIONS: tuple[Partition, ...] = (
     *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _TIGHT),
     planned,
 )
-#: Above this many tasks no more partitions are tried once one is within a part of this many of what any could reach.
-_LARGE_TASKS, _NEAR = 6000, 200
+#: Above this many tasks no more partitions are tried once one is near what any could reach.
+_LARGE_TASKS = 6000
 #: Above this many tasks partitions are compared by quick plans.
 QUICK_TASKS = 500
 
@@ -135,7 +135,7 @@ def choose(
                 refused = after, objection
         elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
             chosen = after, buckets, other
-            if len(problem) > _LARGE_TASKS and after.makespan_ns <= least_ns + least_ns // _NEAR:
+            if len(problem) > _LARGE_TASKS and near(after.makespan_ns, least_ns):
                 break
     if chosen is not None and not thorough and len(problem) <= SMALL:
         # A thorough plan goes other ways than a quick one; it can end at a slower order.

@@ -27,6 +27,11 @@ def close_enough(bound: int, thorough: bool) -> int:
     return bound if thorough else bound + bound // 1000
 
 
+def near(makespan_ns: int, bound_ns: int) -> bool:
+    """Whether so little is left to gain that no other search is begun: half a percent."""
+    return makespan_ns <= bound_ns + bound_ns // 200
+
+
 def rules(t: Tables, thorough: bool) -> list[PriorityRule]:
     """The list-scheduling rules, in the order in which they are tried."""
     position = range(t.n)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from inductor_passes.records.words import Effort
-from inductor_passes.schedule.construct import SMALL
+from inductor_passes.schedule.construct import SMALL, near
 from inductor_passes.schedule.memory_bound import Bound
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Problem
@@ -21,8 +21,6 @@ from inductor_passes.schedule.tables import tables
 
 #: Up to this many tasks whoever plans tries smaller caps by itself, with everything that comes before planning.
 _ALONE = 600
-#: Within a part of this many of the bound nothing else is tried.
-_NEAR = 200
 #: How often an order is the input of the next search, at most; it seldom helps more often.
 _ROUNDS = 3
 #: Units of effort that ``high`` searches on with, after the one of ``normal``.
@@ -71,7 +69,7 @@ def _no_slower_than(problem: Problem, found: Plan, smaller: Sequence[int], slack
     """
     for cap in (found.budget_bytes, *smaller):
         for thorough in (True, False):
-            if _near(found):
+            if near(found.makespan_ns, found.lower_bound_ns):
                 return found
             if cap == found.budget_bytes and thorough == (len(problem) <= SMALL):
                 continue  # what ``found`` came from
@@ -86,7 +84,7 @@ def _no_slower_than(problem: Problem, found: Plan, smaller: Sequence[int], slack
 def _once_more(problem: Problem, found: Plan, slack: bool) -> Plan:
     """``found``, or what is found from it as the input: rules that keep close to the input find other orders then."""
     for _ in range(_ROUNDS):
-        if _near(found) or not found.feasible:
+        if near(found.makespan_ns, found.lower_bound_ns) or not found.feasible:
             return found
         other = plan(renumbered(problem, found.order), found.budget_bytes, slack=slack)
         if other.makespan_ns >= found.makespan_ns:
@@ -101,7 +99,3 @@ def _once_more(problem: Problem, found: Plan, slack: bool) -> Plan:
             input_peak_bytes=found.input_peak_bytes,
         )
     return found
-
-
-def _near(found: Plan) -> bool:
-    return found.makespan_ns <= found.lower_bound_ns + found.lower_bound_ns // _NEAR
