@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +25,16 @@ _OWN_CACHE = "PASSES_TEST_CACHE"
 settings.register_profile("suite", derandomize=True)
 settings.register_profile("search", settings.get_profile("default"), deadline=None)
 settings.load_profile("suite")
+
+
+#: Tests that the suite leaves out unless it is asked for them, one to a line behind their seconds. Written by
+#: `tools/gen slow_tests`.
+_SLOW = Path(__file__).with_name("slow.txt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--slow``."""
+    parser.addoption("--slow", action="store_true", help="run what is marked slow, and what tests/slow.txt lists, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,8 +62,17 @@ _LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files first; slow tests only where they are asked for: with ``--slow``, ``-m``, or their file."""
+    listed = {line.split(maxsplit=1)[1] for line in _SLOW.read_text(encoding="utf-8").splitlines() if line}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("slow")
+    whole = all(Path(argument.split("::")[0]).is_dir() for argument in config.args)
+    if whole and not config.getoption("slow") and not config.getoption("markexpr"):
+        left_out = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=left_out)
     places = {f"test_{name}": place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(_LONG)))
 
