@@ -6,8 +6,12 @@ allocates anything.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +39,24 @@ c10d = torch.ops._c10d_functional
 KIB = 1024
 
 
+@contextlib.contextmanager
+def _pausing() -> Iterator[list[int]]:
+    """Generated code pauses after each wait: on a busy machine gloo's thread is late to let go of the message.
+
+    Yields the sizes of what was waited for.
+    """
+    wait, sizes = c10d.wait_tensor.default, list[int]()
+
+    def paused(message: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = wait(message)
+        time.sleep(0.003)
+        sizes.append(message.numel())
+        return result
+
+    with mock.patch.object(c10d.wait_tensor, "default", paused):
+        yield sizes
+
+
 def _peaks(rank: int, world: int, folder: str, budget: str, bucket: str) -> tuple[int, int, int]:
     """A training step's planned peak, and the least and the highest of four measured ones, in bytes."""
     torch._dynamo.reset()
@@ -53,9 +75,11 @@ def _peaks(rank: int, world: int, folder: str, budget: str, bucket: str) -> tupl
     for parameter in model.parameters():
         parameter.grad = None
     measured = []
+    cpu = [torch.profiler.ProfilerActivity.CPU]
     for _ in range(4):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with _pausing() as waits, torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
             step(x).backward()
+        assert waits
         for parameter in model.parameters():
             parameter.grad = None
         path = Path(folder, f"trace{rank}.json")
