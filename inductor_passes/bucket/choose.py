@@ -21,6 +21,7 @@ from inductor_passes.bucket.greedy import greedy
 from inductor_passes.bucket.planned import planned
 from inductor_passes.bucket.question import Partition, Question
 from inductor_passes.bucket.room import Capped, Room
+from inductor_passes.bucket.sized import sized
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import Beaten, Solved
 from inductor_passes.schedule.bounds import lower_bound
@@ -35,12 +36,15 @@ from inductor_passes.schedule.problem import Kind, Problem
 #: Appetites for latency, and shares of the memory for when buckets overlap in time or what they take is misjudged.
 _GREEDY = ((1.0, 1.0), (16.0, 1.0), (16.0, 0.25), (16.0, 0.0625))
 _TIGHT = ((1.0, 1.0), (16.0, 0.25))
-#: Tried by default: these with the memory that there is, two with as little as there may be, and the planner's own
-#: partition.
+#: Sizes of buckets, as shares of the graph's peak: one over these.
+_SIZED = (128, 32, 8)
+#: Tried by default: these with the memory that there is, two with as little as there may be, the planner's own, and
+#: neighbours up to a size.
 PARTITIONS: tuple[Partition, ...] = (
     *(functools.partial(greedy, spread=spread, share=share) for spread, share in _GREEDY),
     *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _TIGHT),
     planned,
+    *(functools.partial(sized, share=share) for share in _SIZED),
 )
 #: Above this many tasks no more partitions are tried once one is near what any could reach.
 _LARGE_TASKS = 6000

@@ -163,3 +163,14 @@ def _shape(node: torch.fx.Node) -> str:
 def kinds(gm: torch.fx.GraphModule) -> str:
     """The collectives of a graph in order, e.g. ``AG0 RS1``."""
     return " ".join(c.label for c in GraphView(gm.graph).collectives)
+
+
+def narrow_then_wide(world: str, count: int) -> torch.fx.GraphModule:
+    """Small parameters, and a step whose memory none of them is near."""
+    p = Program()
+    x, y = p.input(8, 16, dtype=torch.bfloat16), p.input(2048, 2048)
+    for _ in range(count):
+        weight = p.collective("all_gather", p.input(2, 16, dtype=torch.bfloat16), world)
+        x = p.call(aten.relu.default, p.call(aten.mm.default, x, p.call(aten.permute.default, weight, [1, 0])))
+    wide = p.call(aten.relu.default, p.call(aten.neg.default, y))
+    return p.done(x, p.call(aten.sum.default, wide))
