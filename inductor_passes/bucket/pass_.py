@@ -21,11 +21,11 @@ from typing import ClassVar, Literal
 
 import torch.fx
 
-from inductor_passes import _torch
 from inductor_passes.bucket.candidates import SUBJECT, Candidate, GroupKey, candidates, refusal
 from inductor_passes.bucket.choose import PARTITIONS, Choice, Proposal, choose, proposal
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
+from inductor_passes.bucket.lines import coalesces
 from inductor_passes.bucket.question import Partition
 from inductor_passes.bucket.room import Capped, Room
 from inductor_passes.ir.canonical import UNEQUAL
@@ -38,9 +38,6 @@ from inductor_passes.rewriting.contract import NOT_AGREED, Facts, GroupOrder, Ou
 from inductor_passes.rewriting.members import KINDS
 from inductor_passes.rewriting.merge import Form, MergedCollective, MergeError, merge
 from inductor_passes.verify import Certificate, Claim
-
-#: Backends that carry out a coalesced collective as one operation on the members' own memory.
-COALESCING_BACKENDS = ("nccl", "xccl")
 
 
 @dataclass(frozen=True)
@@ -184,7 +181,7 @@ class BucketPass:
     def _coalesces(self, group: str) -> bool:
         if self.form != "auto":
             return self.form == "coalesced"
-        return _torch.group_backend(group) in COALESCING_BACKENDS
+        return coalesces(group)
 
 
 def _generated(facts: Facts) -> Capped | None:

@@ -55,7 +55,7 @@ def answer(path: Path, data: object, links: Sequence[Link], wanted: Wanted, *, a
     answers = []
     for label, change in links:
         there = stored.changed(change)
-        found = recompute.points(there.step, there.gathered)
+        found = recompute.points(there.step, there.gathered, merging=there.merging)
         answers.append(Answer(label, recompute.peak_of(there.step), found))
     if as_json:
         from inductor_passes.trace.payload import dumps

@@ -18,7 +18,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
-from inductor_passes.engine import checkpointing, entry_values, garbage, identity, naming, shrinking
+from inductor_passes.engine import checkpointing, entry_values, forecast, garbage, identity, naming, shrinking
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.pin import pins
@@ -29,6 +29,7 @@ from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewriting.step_facts import StepFacts
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.step import keep, recompute
+from inductor_passes.step.merging import Merging
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 
@@ -152,9 +153,15 @@ class Separation:
         if not (forward.ranks_agree and backward.ranks_agree and shrinking.agreed(views, settings, profile)):
             return _Decided(keep.refused(found))
         names = naming.names(again[0].graph, settings)
-        choice = self._pinned(forward, backward, found, names, step_peak) or keep.choose_kept(
-            forward.problem, backward.problem, found, settings.budget, step_peak
-        )
+        choice = self._pinned(forward, backward, found, names, step_peak)
+        if choice is None:
+            both = forward, backward
+            lines = forecast.lines_of(views, both, settings, profile)
+            planned: keep.Planned = keep.Planned()
+            if lines is not None:
+                merging = Merging(forward.problem, backward.problem, forecast.mergeable(lines))
+                planned = forecast.Forecast(views, both, lines, merging, settings, step_peak)
+            choice = keep.choose_kept(forward.problem, backward.problem, found, settings.budget, step_peak, planned)
         return _Decided(choice.report, step_peak, choice.kept)
 
     def _pinned(

@@ -16,7 +16,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, checkpointing, publish
+from inductor_passes.engine import agreeing, checkpointing, forecast, publish
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
@@ -24,6 +24,7 @@ from inductor_passes.report import PassReport, Reason
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.step import keep, picture, recompute, saved, stored
+from inductor_passes.step.merging import Merging
 from inductor_passes.step.recompute import Point
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
@@ -121,12 +122,14 @@ class Shrinking:
         found = saved.read(views, fx, self.outputs, tagged)
         recompute.check(found.step)
         gathered = keep.candidates(*views, self.profile)
+        parts = forecast.mergeable(forecast.lines_of(views, fx, self.settings, self.profile))
         if self.settings.dump_problem:
             messages = stored.messages_of(views[0]), stored.messages_of(views[1])
             mine, theirs = (stored.computed_in(*both, self.profile) for both in zip(views, fx))
-            one = stored.StoredStep(found.step, tuple(gathered), messages, (mine, theirs))
+            one = stored.StoredStep(found.step, tuple(gathered), messages, (mine, theirs), parts)
             publish.write_step(one, self.settings.dump_problem)
-        possible = recompute.points(found.step, gathered)
+        merging = Merging(found.step.forward, found.step.backward, parts)
+        possible = recompute.points(found.step, gathered, merging=merging)
         return self._best(base, found, gathered, possible)
 
     def _best(

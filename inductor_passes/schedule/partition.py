@@ -239,7 +239,7 @@ def choose_partition(
             if signature in seen:
                 continue
             seen.add(signature)
-            merged, buckets = _merge_what_is_legal(problem, buckets)
+            merged, buckets = merge_what_is_legal(problem, buckets)
             # What cannot win is not planned: planning takes most of the time.
             if lower_bound(merged) >= best.plan.makespan_ns:
                 continue
@@ -283,7 +283,7 @@ def _buckets(
     return buckets
 
 
-def _merge_what_is_legal(problem: Problem, buckets: list[Bucket]) -> tuple[Problem, list[Bucket]]:
+def merge_what_is_legal(problem: Problem, buckets: list[Bucket]) -> tuple[Problem, list[Bucket]]:
     """Merge all buckets, or else each one that can be merged with those before it."""
     try:
         return merge(problem, buckets), buckets

@@ -3,8 +3,10 @@
 A kept parameter saves a gather in backward and costs its gathered bytes from its gather in forward to its last use in
 backward. Parameters are ranked by link time saved per byte held, among equal ones those that are held shortest first
 (forward gathers them last). Of that ranking the longest prefix is taken with which both graphs stay within the budget
-in their input order, then by a few plans the shortest one that is as fast: what hides behind compute anyway is not paid
-for with memory. Ranks must agree, so sizes and problems are those of ``reorder``, the same for shards of unequal size.
+in their input order, then by a few plans the shortest one that is as fast as any: what hides behind compute is not paid
+for with memory. Where merged messages would take the same memory, plans are made with them, and prefixes between none
+and the longest are planned too: keeping more can be slower then. Ranks must agree, so sizes and problems are those of
+``reorder``, the same for shards of unequal size.
 
 Source of the idea: DeepCompile (Tanaka et al., 2025), which unshards by the same ratio until memory is full, without
 planning what follows from it.
@@ -35,6 +37,9 @@ NAME = "keep"
 _AS_FAST = 1000
 #: Plans of the step spent on shortening the prefix: it ends within a 16th of the shortest.
 _SHORTENINGS = 4
+#: Where kept parameters and merged messages compete for memory a plan takes longer: parts of the longest prefix at
+#: which the step is planned, and plans spent on shortening.
+_PARTS, _FEWER_SHORTENINGS = 2, 2
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,20 @@ class KeepChoice:
 
     kept: frozenset[str]
     report: PassReport
+
+
+class Planned:
+    """Plans states of a step, each graph as it is."""
+
+    @property
+    def competes(self) -> bool:
+        """Whether anything but what is kept would take memory to save time."""
+        return False
+
+    def plans(self, problems: tuple[Problem, Problem], limit: int | None) -> tuple[Plan, Plan]:
+        """Of forward and backward."""
+        forward, backward = (plan(one, limit, effort=0, thorough=False) for one in problems)
+        return forward, backward
 
 
 @dataclass(frozen=True)
@@ -111,7 +130,12 @@ def _link_ns(c: Collective, profile: CostProfile) -> int:
 
 
 def choose_kept(
-    forward: Problem, backward: Problem, found: Sequence[Gathered], budget: MemoryBudget, step_peak_bytes: int
+    forward: Problem,
+    backward: Problem,
+    found: Sequence[Gathered],
+    budget: MemoryBudget,
+    step_peak_bytes: int,
+    planned: Planned | None = None,
 ) -> KeepChoice:
     """The prefix of ``found`` to keep.
 
@@ -119,7 +143,9 @@ def choose_kept(
         forward, backward: problems of the graphs when everything is gathered again.
         found: see :func:`candidates`.
         step_peak_bytes: what the budget is relative to.
+        planned: plans states of the step; default: without buckets.
     """
+    planned = planned or Planned()
     limit = budget.limit_bytes(step_peak_bytes)
 
     def with_kept(count: int) -> tuple[Problem, Problem]:
@@ -130,25 +156,25 @@ def choose_kept(
         return limit is None or max(peak_bytes(p) for p in with_kept(count)) <= limit
 
     def step(count: int) -> _Step:
-        return _Step(*(plan(p, limit, effort=0, thorough=False) for p in with_kept(count)))
+        return _Step(*planned.plans(with_kept(count), limit))
 
     most = len(found) if fits(len(found)) else _bisect(0, len(found), fits)
-    before = after = step(0)
-    kept = 0
-    if most:
-        best = step(most)
-        enough = best.step_ns + best.step_ns // _AS_FAST
-        if before.step_ns > enough:
-            kept, after, low = most, best, 0
-            for _ in range(_SHORTENINGS):
-                middle = (low + kept) // 2
-                if middle == low:
-                    break
-                shorter = step(middle)
-                if shorter.step_ns <= enough:
-                    kept, after = middle, shorter
-                else:
-                    low = middle
+    parts = _PARTS if planned.competes else 1
+    steps = {count: step(count) for count in sorted({most * part // parts for part in range(parts + 1)})}
+    before, best_ns = steps[0], min(one.step_ns for one in steps.values())
+    enough = best_ns + best_ns // _AS_FAST
+    kept = min(count for count, one in steps.items() if one.step_ns <= enough)
+    low = max((count for count in steps if count < kept), default=0)
+    for _ in range(_FEWER_SHORTENINGS if planned.competes else _SHORTENINGS):
+        middle = (low + kept) // 2
+        if middle == low:
+            break
+        steps[middle] = step(middle)
+        if steps[middle].step_ns <= enough:
+            kept = middle
+        else:
+            low = middle
+    after = steps[kept]
     report = _report(found, kept, most, before, after, limit)
     return KeepChoice(frozenset(g.start for g in found[:kept]), report)
 

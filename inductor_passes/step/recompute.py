@@ -10,8 +10,9 @@ state are derived from those of the step as it came (:func:`derived`), without a
 rankings: by time per byte, and from the first layer on (what forward saves first lives longest, and is computed again
 last, when most memory has been freed). A third series looks at the peak of each state and takes what is cheapest per
 byte of what would be gone there (:func:`from_peak_to_peak`). Each state is planned within its own memory and within
-somewhat more. That gives points (peak, time), and none of them depends on the budget: so more budget never chooses a
-slower step, and the points are the curve of the step over the budget as well.
+somewhat more, with the messages that could be merged (``merging``) and without. That gives points (peak, time), and
+none of them depends on the budget: so more budget never chooses a slower step, and the points are the curve of the step
+over the budget as well.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from inductor_passes.schedule.problem import INPUT, Problem, ProblemError, Stora
 from inductor_passes.schedule.simulate import value
 from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.step import keep
+from inductor_passes.step.merging import Merging
 
 NAME = "recompute"
 #: Added to the names of tasks that run again in backward.
@@ -365,16 +367,23 @@ def _at_peak(step: Step, both: tuple[Problem, Problem]) -> tuple[int, list[int]]
     return max(live), found
 
 
-def points(step: Step, gathered: Sequence[keep.Gathered] = (), kept: Sequence[int] | None = None) -> list[Point]:
+def points(
+    step: Step,
+    gathered: Sequence[keep.Gathered] = (),
+    kept: Sequence[int] | None = None,
+    merging: Merging | None = None,
+) -> list[Point]:
     """What is possible: the states with what they take; the same for every budget.
 
     Args:
         gathered: parameters that could be kept, best first (:func:`keep.candidates`).
         kept: how many of them may be kept; default: none, half, all.
+        merging: buckets that the step as it came could have.
     """
     counts = sorted({len(gathered) * q // 4 for q in _KEPT_QUARTERS}) if kept is None else list(kept)
     size = max(1, len(step.forward) + len(step.backward))
-    most = max(_FEWEST_STATES, min(_MOST_STATES, _SCHEDULED_TASKS // (_SERIES * len(counts) * size)))
+    sizes = 1 if merging is None else 1 + merging.sizes
+    most = max(_FEWEST_STATES, min(_MOST_STATES, _SCHEDULED_TASKS // (_SERIES * len(counts) * sizes * size)))
     found = []
     made: Made = {}
     for state in states(step, most, made):
@@ -385,7 +394,8 @@ def points(step: Step, gathered: Sequence[keep.Gathered] = (), kept: Sequence[in
         for count in counts:
             names = {g.start for g in gathered[:count]}
             problems = keep.holding(both[0], names), keep.without_gathers(both[1], names)
-            found += _within(state, count, spent, problems, _APPETITES)
+            for one in (problems, *([] if merging is None else merging.merged(problems))):
+                found += _within(state, count, spent, one, _APPETITES)
     return _no_faster(found)
 
 

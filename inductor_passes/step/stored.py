@@ -21,9 +21,11 @@ from inductor_passes.problems.fx import FxProblem
 from inductor_passes.records.convert import check_version, convert, plain
 from inductor_passes.records.json_text import RecordError
 from inductor_passes.records.limits import Count
+from inductor_passes.schedule.partition import Costs
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage
-from inductor_passes.step import recompute
+from inductor_passes.step import merging, recompute
 from inductor_passes.step.keep import Gathered
+from inductor_passes.step.merging import Mergeable, Merging
 from inductor_passes.step.recompute import Candidate, Step
 
 SCHEMA_VERSION = 1
@@ -66,12 +68,19 @@ class StoredStep:
     Attributes:
         messages: its collectives.
         computed: its compute; tasks that are not there take on any device as long as they did.
+        mergeable: which of its collectives may travel together.
     """
 
     step: Step
     gathered: tuple[Gathered, ...] = ()
     messages: tuple[tuple[Message, ...], tuple[Message, ...]] = ((), ())
     computed: tuple[tuple[Computed, ...], tuple[Computed, ...]] = ((), ())
+    mergeable: tuple[Mergeable, Mergeable] = (Mergeable(), Mergeable())
+
+    @property
+    def merging(self) -> Merging:
+        """Buckets that the step could have."""
+        return Merging(self.step.forward, self.step.backward, self.mergeable)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data with ``schema_version``."""
@@ -84,6 +93,7 @@ class StoredStep:
             gathered=list(self.gathered),
             messages=[list(ones) for ones in self.messages],
             computed=[list(ones) for ones in self.computed],
+            mergeable=list(self.mergeable),
         )
         graphs = {"forward": step.forward.to_json(), "backward": step.backward.to_json()}
         return {"schema_version": SCHEMA_VERSION, **graphs, **plain(record)}
@@ -105,13 +115,17 @@ class StoredStep:
         )
         recompute.check(step)
         messages, computed = (tuple(map(tuple, both)) for both in (record.messages, record.computed))
-        return StoredStep(step, tuple(record.gathered), messages, computed)  # type: ignore[arg-type]
+        mergeable = record.mergeable[0], record.mergeable[1]
+        return StoredStep(step, tuple(record.gathered), messages, computed, mergeable)  # type: ignore[arg-type]
 
     def changed(self, change: Callable[[Problem], Problem]) -> StoredStep:
         """The same step with other durations; ``change`` may not touch anything else."""
         forward, backward = change(self.step.forward), change(self.step.backward)
         step = dataclasses.replace(self.step, forward=forward, backward=backward)
-        return dataclasses.replace(self, step=step, gathered=_ranked(self.gathered, forward))
+        mine = merging.rescaled(self.mergeable[0], self.step.forward, forward)
+        theirs = merging.rescaled(self.mergeable[1], self.step.backward, backward)
+        gathered = _ranked(self.gathered, forward)
+        return dataclasses.replace(self, step=step, gathered=gathered, mergeable=(mine, theirs))
 
     def priced(self, profile: CostProfile, ranks: int | None = None) -> StoredStep:
         """The same step on the links and the device of a cost profile.
@@ -127,7 +141,9 @@ class StoredStep:
         graphs = zip((self.step.forward, self.step.backward), self.messages, self.computed)
         both = [_priced(problem, messages, computed, profile, ranks) for problem, messages, computed in graphs]
         step = dataclasses.replace(self.step, forward=both[0], backward=both[1])
-        return dataclasses.replace(self, step=step, gathered=_ranked(self.gathered, both[0]))
+        parts = [_travelling(part, ones, profile, ranks) for part, ones in zip(self.mergeable, self.messages)]
+        gathered = _ranked(self.gathered, both[0])
+        return dataclasses.replace(self, step=step, gathered=gathered, mergeable=(parts[0], parts[1]))
 
     def _check_sharded(self) -> None:
         everyone = [m for ones in self.messages for m in ones]
@@ -152,6 +168,7 @@ class _Record:
     gathered: list[Gathered] = field(default_factory=list)
     messages: list[list[Message]] = field(default_factory=lambda: [[], []])
     computed: list[list[Computed]] = field(default_factory=lambda: [[], []])
+    mergeable: list[Mergeable] = field(default_factory=lambda: [Mergeable(), Mergeable()])
 
 
 def messages_of(view: GraphView) -> tuple[Message, ...]:
@@ -191,9 +208,18 @@ def _check(record: _Record, forward: Problem, backward: Problem) -> None:
         within(what, (task for task, _ in rows), tasks)
         within(what, itertools.chain.from_iterable(theirs for _, theirs in rows), count)
     within("callers", record.callers, storages)
-    for what, lists in (("messages", record.messages), ("computed", record.computed)):
-        if len(lists) != 2:
-            raise RecordError(f"{what} has {len(lists)} lists; expected one for forward and one for backward")
+    for what, count in (
+        ("messages", len(record.messages)),
+        ("computed", len(record.computed)),
+        ("mergeable", len(record.mergeable)),
+    ):
+        if count != 2:
+            raise RecordError(f"{what} has {count} entries; expected one for forward and one for backward")
+    for part in record.mergeable:
+        if any(min(one.sent_bytes, one.received_bytes) < 0 for one in part.members):
+            raise RecordError("mergeable has a collective of negative size")
+        if any(not 0 <= n < float("inf") for line in part.costs.values() for n in _numbers(line)):
+            raise RecordError("mergeable has a cost that is negative or not finite")
     if any(g.held_bytes < 1 or g.link_ns < 0 for g in record.gathered):
         raise RecordError("gathered has a parameter without bytes, or of negative time")
     if any(not m.ranks for ones in record.messages for m in ones):
@@ -201,6 +227,55 @@ def _check(record: _Record, forward: Problem, backward: Problem) -> None:
     if any(m.kind not in {kind.value for kind in CollectiveKind} for ones in record.messages for m in ones):
         kinds = ", ".join(kind.value for kind in CollectiveKind)
         raise RecordError(f"messages has one of an unknown kind; expected one of {kinds}")
+
+
+def _numbers(line: Costs) -> tuple[float, ...]:
+    return (
+        *(line.alpha_ns, line.beta_ns_per_byte, line.issue_ns),
+        *(line.launch_ns, line.pack_ns_per_byte, line.unpack_ns_per_byte),
+    )
+
+
+def _travelling(part: Mergeable, messages: Sequence[Message], profile: CostProfile, ranks: int | None) -> Mergeable:
+    """What may travel together, at its sizes and prices elsewhere."""
+    known = {m.name: m for m in messages}
+    members, by_key = [], dict[str, list[tuple[Message, int, int]]]()
+    for one in part.members:
+        m = known.get(one.name)
+        if m is None:
+            continue
+        sizes = _sizes(m, ranks)
+        members.append(dataclasses.replace(one, sent_bytes=sizes[0], received_bytes=sizes[1]))
+        by_key.setdefault(one.key, []).append((m, *sizes))
+    costs = {}
+    for key, line in part.costs.items():
+        if key not in by_key:
+            continue
+        m, *_ = by_key[key][0]
+        group = m.ranks if ranks is None else tuple(range(ranks))
+        sent, received = sum(one[1] for one in by_key[key]), sum(one[2] for one in by_key[key])
+        latency = profile.communication_ns(m.kind, 0, 0, group)
+        kernel = profile.compute_ns(0, 0, "uint8", 1)
+        per_byte = (profile.compute_ns(0, 2 * sent, "uint8", 1) - kernel) / max(1, sent)
+        costs[key] = dataclasses.replace(
+            line,
+            alpha_ns=latency,
+            beta_ns_per_byte=(profile.communication_ns(m.kind, sent, received, group) - latency)
+            / max(1, sent, received),
+            launch_ns=kernel,
+            pack_ns_per_byte=per_byte,
+            unpack_ns_per_byte=per_byte,
+        )
+    return Mergeable(tuple(members), costs)
+
+
+def _sizes(m: Message, ranks: int | None) -> tuple[int, int]:
+    """What a message sends and receives where ``ranks`` share it."""
+    sizes = [m.input_bytes, m.output_bytes]
+    if ranks is not None:
+        side = 0 if m.kind == CollectiveKind.ALL_GATHER.value else 1
+        sizes[side] = -(-sizes[1 - side] // ranks)
+    return sizes[0], sizes[1]
 
 
 def _ranked(gathered: Sequence[Gathered], forward: Problem) -> tuple[Gathered, ...]:
@@ -229,11 +304,10 @@ def _priced(
         if task.kind is not Kind.START or m is None:
             continue
         group = m.ranks if ranks is None else tuple(range(ranks))
-        sizes = [m.input_bytes, m.output_bytes]
+        sizes = _sizes(m, ranks)
         if ranks is not None:
             side = 0 if m.kind == CollectiveKind.ALL_GATHER.value else 1
-            shards[i] = sizes[side], -(-sizes[1 - side] // ranks)
-            sizes[side] = shards[i][1]
+            shards[i] = (m.input_bytes, m.output_bytes)[side], sizes[side]
         # What the host takes to issue it stays: it is the host on which the step was captured.
         link_ns = profile.communication_ns(m.kind, sizes[0], sizes[1], group)
         slowdown = profile.slowdown_percent(m.kind, group)
