@@ -123,7 +123,7 @@ def test_more_effort_plans_larger_graphs_again_with_less_memory(monkeypatch: pyt
     with mesh_world((2, 4)) as mesh:
         for found, effort in ((normal, "normal"), (high, "high")):
             for budget in BUDGETS[:2]:
-                _, after = compiled(random_layers(5, mesh), memory_budget=budget, effort=effort)
+                _, after = compiled(random_layers(6, mesh), memory_budget=budget, effort=effort)
                 found.append(after.makespan_ns)
     assert high == sorted(high, reverse=True)
     assert all(more <= less for more, less in zip(high, normal)) and high != normal
