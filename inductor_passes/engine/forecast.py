@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from inductor_passes.bucket.choose import PARTITIONS, choose
 from inductor_passes.bucket.dependencies import Dependencies
@@ -78,10 +79,8 @@ class Forecast(Planned):
 
     def plans(self, problems: tuple[Problem, Problem], limit: int | None) -> tuple[Plan, Plan]:
         """The plans of a state: problems with the tasks of the step's own, some of which send nothing any more."""
-        others = zip(*self.merging.merged(problems))
-        sized = [list(ones) for ones in others] or [[], []]
         limits = [None if limit is None else self._limit(problem) for problem in problems]
-        forward, backward = (self._plan(k, problems[k], sized[k], limits[k]) for k in (0, 1))
+        forward, backward = (self._plan(k, problems[k], limits[k]) for k in (0, 1))
         return forward, backward
 
     def _limit(self, problem: Problem) -> int | None:
@@ -89,12 +88,17 @@ class Forecast(Planned):
         own = peak_bytes(problem)
         return limit_bytes(least_peak(tables(problem)), StepFacts(own, self.step_peak_bytes), self.settings)
 
-    def _plan(self, graph: int, problem: Problem, sized: list[Problem], limit: int | None) -> Plan:
+    @cached_property
+    def _dependencies(self) -> tuple[Dependencies, Dependencies]:
+        forward, backward = (Dependencies(view, one.kept) for view, one in zip(self.views, self.both))
+        return forward, backward
+
+    def _plan(self, graph: int, problem: Problem, limit: int | None) -> Plan:
         if len(problem) > _EXACT_TASKS or not self.competes:
-            plans = [plan(one, limit, effort=0, thorough=False) for one in (problem, *sized)]
+            ways = (problem, *self.merging.merged_in(graph, problem))
+            plans = [plan(one, limit, effort=0, thorough=False) for one in ways]
             return min(plans, key=lambda p: p.value)
         lines = self.lines[graph]
         sent = {task.name for task in problem.tasks if task.kind is Kind.START}
         found = [c for c in lines.found if c.collective.start.name in sent]
-        dependencies = Dependencies(self.views[graph], self.both[graph].kept)
-        return choose(problem, found, dependencies, lines.costs, PARTITIONS, limit).plan
+        return choose(problem, found, self._dependencies[graph], lines.costs, PARTITIONS, limit).plan

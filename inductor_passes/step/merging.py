@@ -79,9 +79,11 @@ class Merging:
 
     def merged(self, both: tuple[Problem, Problem]) -> list[tuple[Problem, Problem]]:
         """Forward and backward of a state with the buckets of each size, without those that it does not have."""
-        return [
-            (self._merge(0, both[0], buckets[0]), self._merge(1, both[1], buckets[1])) for buckets in self._buckets
-        ]
+        return list(zip(self.merged_in(0, both[0]), self.merged_in(1, both[1])))
+
+    def merged_in(self, graph: int, problem: Problem) -> list[Problem]:
+        """Forward (0) or backward (1) of a state with the buckets of each size."""
+        return [self._merge(graph, problem, buckets[graph]) for buckets in self._buckets]
 
     def _found(self, graph: int, problem: Problem, share: int) -> Buckets:
         known, costs = self._of[graph], self._costs[graph]
