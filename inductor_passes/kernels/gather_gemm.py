@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from inductor_passes.kernels.signals import acquire, page, release, tile_of
+from inductor_passes.kernels.signals import PER_RANK, acquire, page, release, tile_of
 from inductor_passes.kernels.tiles import Tiles, precision, programs_for, widened
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_RANK)
 def _push(  # type: ignore[no-untyped-def]
     shard, data, flags, data_page, flag_page, rank, counter, rows, columns,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr,
@@ -38,7 +38,7 @@ def _push(  # type: ignore[no-untyped-def]
     release(flag + rank * tl.num_programs(0) + chunk, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_RANK)
 def _gemm(  # type: ignore[no-untyped-def]
     data, right, bias, out, flags, data_page, flag_page, rank, counter, rows, k, n, right_k, right_n,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from inductor_passes.kernels.signals import acquire, page, release, tile_of
+from inductor_passes.kernels.signals import PER_RANK, acquire, page, release, tile_of
 from inductor_passes.kernels.tiles import Tiles, precision, programs_for, widened
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_RANK)
 def _gemm(  # type: ignore[no-untyped-def]
     left, right, data, flags, data_page, flag_page, rank, counter, rows, k, n, left_m, left_k, right_k, right_n,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -61,7 +61,7 @@ def _gemm(  # type: ignore[no-untyped-def]
         release(flag + rank * tiles + chunk * across + strip, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_RANK)
 def _reduce(  # type: ignore[no-untyped-def]
     data, flags, out, data_page, flag_page, rank, counter, rows, n, factor,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

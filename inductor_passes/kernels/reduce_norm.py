@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inductor_passes.kernels.signals import acquire, page, release
+from inductor_passes.kernels.signals import PER_RANK, acquire, page, release
 from inductor_passes.kernels.tiles import programs_for
 
 
@@ -50,7 +50,7 @@ def _store_quantised(quantised, scale, normed, place, mask, limit):  # type: ign
     tl.store(quantised + place, scaled.to(quantised.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_RANK)
 def _one_shot(  # type: ignore[no-untyped-def]
     x, residual, weight, hidden, y, quantised, scale, data, flags, data_page, flag_page, rank, counter, rows, columns,
     eps, limit, WORLD: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
@@ -79,7 +79,7 @@ def _one_shot(  # type: ignore[no-untyped-def]
             _store_quantised(quantised, scale, normed, place, mask, limit)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PER_RANK)
 def _two_shot(  # type: ignore[no-untyped-def]
     x, residual, weight, hidden, y, quantised, scale, data, flags, data_page, flag_page, rank, counter, rows, columns,
     eps, limit, part, WORLD: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,

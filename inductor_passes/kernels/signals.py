@@ -13,6 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+#: Arguments that differ from rank to rank. Triton compiles another kernel for 0 and for 1 than for other numbers, unless
+#: it is told not to: all ranks are to run the same code, and to find it in a cache that they share.
+PER_RANK = ["rank"]
 
 @triton.jit
 def release(flag, epoch):  # type: ignore[no-untyped-def]

@@ -31,14 +31,22 @@ from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tools.benchmarks import kernels as bench_kernels
 from tools.benchmarks import loopback_group
-from tools.link.lab import CONTENDERS, own_code
+from tools.link.lab import CONTENDERS as OF_LINK
+from tools.link.lab import Contender, own_code
 from tools.shared.record import RESULTS, markdown_table, write
 
 RANKS = 8
 SIZES = LlamaConfig(vocab=32000, dim=4096, layers=8, heads=32, kv_heads=8, hidden=14336, batch=2, seq=2048, std=0.02)
-NAMES = ("inductor", "reorder", "both", "overlap", "ours-0", "ours")
+CONTENDERS = OF_LINK | {
+    c.name: c
+    for c in (
+        Contender("ours-unpack", "ours, unpack kernel", "ours", None, {"unpack": "kernel"}),
+        Contender("ours-order", "ours, no buckets", "ours", None, {"bucket": "off"}),
+    )
+}
+NAMES = ("inductor", "reorder", "both", "overlap", "ours-0", "ours", "ours-unpack", "ours-order")
 #: Of these, the ones whose kernels are recorded as CUDA graphs too.
-RECORDED = ("inductor", "ours")
+RECORDED = ("inductor", "both", "ours", "ours-unpack", "ours-order")
 SCHEDULE_HEADER = ("contender", "step ms", "spread", "/ default", "peak MB", "/ default", "predicted", "loss")
 CONTENTION_HEADER = ("matmul", "alone ms", "beside a copy ms", "slower by", "copy GB/s alone", "beside the matmul")
 COST_HEADER = ("matmul GFLOP", "dtype", "measured us", "default us", "default / measured")
