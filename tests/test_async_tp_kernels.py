@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 WORKER = "tests.support.async_tp_kernel_worker"
 
 
-@pytest.mark.parametrize(("world", "epochs"), [(2, 3), (4, 1)])
+@pytest.mark.parametrize(("world", "epochs"), [(2, 3), (3, 1), (4, 1)])
 def test_kernels(world: int, epochs: int, tmp_path: Path) -> None:
     file = tmp_path / "shared"
     file.write_bytes(bytes(16 * world * (1 << 16)))

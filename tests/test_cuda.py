@@ -11,7 +11,8 @@ import gc
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ import inductor_passes
 from inductor_passes.cost.calibrate import calibrate
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.models import LlamaConfig, language_batch, language_model, tensor_parallel
-from inductor_passes.report import GraphReport, Verdict
+from inductor_passes.problems.inside import inside_bytes
+from inductor_passes.report import GraphReport, SwapOutcome, Verdict
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from inductor_passes.tuning import measuring
 from tests.support.device import DEVICE, ON_CPU, on_device
 from tests.support.processes import ROOT, environment
 from tests.support.ranks import Ranks
+from tests.test_inside_memory import call_in, graph_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(ON_CPU, reason="PASSES_TEST_DEVICE is not cuda")]
 
@@ -43,6 +46,9 @@ SIZES = LlamaConfig(
 )  # fmt: skip
 SMALL = LlamaConfig(layers=2, dim=64, heads=4, kv_heads=4, hidden=96, batch=4, seq=64, vocab=128)
 LIMIT_S = 100.0
+MOST_STEPS = 200
+#: How an attempt to change plans can end.
+OVER = {one.value for one in SwapOutcome} - {SwapOutcome.AGREED.value, SwapOutcome.SWAPPED.value}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +75,12 @@ def memory_to_measure() -> int:
 
 
 def trained(
-    rank: int, config: LlamaConfig, options: dict[str, Any], steps: int = 3, reshard: Any = True
+    rank: int,
+    config: LlamaConfig,
+    options: dict[str, Any],
+    steps: int = 3,
+    reshard: Any = True,
+    until: Callable[[list[GraphReport]], bool] = lambda _: False,
 ) -> tuple[list[float], dict[str, torch.Tensor], list[GraphReport], list[int]]:
     """Losses, parameters, reports, and what each step needs beside what there was before it, of one's own batches."""
     torch._dynamo.reset()
@@ -88,6 +99,8 @@ def trained(
                     parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
                     parameter.grad = None
             losses.append(loss.item())
+            if until(reports):
+                break
     parameters = {n: p.to_local().detach().cpu() for n, p in model.named_parameters()}  # type: ignore[attr-defined]
     return losses, parameters, reports, peaks
 
@@ -134,8 +147,7 @@ def _planned(found: list[dict[str, Any]]) -> dict[str, Any]:
 def test_a_half_precision_model_trains_as_with_default_inductor(pair: Ranks, settings: dict[str, Any]) -> None:
     one = _planned(pair.run(compare, settings, timeout=LIMIT_S))
     assert one["off"] < 2e-2
-    # What the allocator saw is the plan's peak, and what operators allocate inside.
-    assert 0.95 < one["measured"][1] / one["predicted"] < 1.15
+    assert 0.95 < one["measured"][1] / one["predicted"] < 1.1
 
 
 def test_a_budget_below_the_peak_holds_as_measured(pair: Ranks) -> None:
@@ -143,6 +155,38 @@ def test_a_budget_below_the_peak_holds_as_measured(pair: Ranks) -> None:
     one = _planned(pair.run(compare, {"memory_budget": "-25%"}, "auto", timeout=LIMIT_S))
     assert one["off"] < 2e-2 and one["applied"].get("recompute")
     assert one["measured"][1] < one["measured"][0]
+
+
+@pytest.mark.parametrize("kind", ["flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_attention_takes_while_it_runs(kind: str, in_order: bool) -> None:
+    """Backward's temporaries, as the allocator counts them, beside what plans assume."""
+    aten, shape, dtype = torch.ops.aten, (2, 8, 8, 1280, 1280, 128), torch.bfloat16
+    graph = graph_of(kind, shape, 2, in_order)
+
+    def operand() -> torch.Tensor:
+        if in_order:
+            return torch.randn(2, 1280, 8, 128, device=DEVICE, dtype=dtype).transpose(1, 2)
+        return torch.randn(2, 8, 1280, 128, device=DEVICE, dtype=dtype)
+
+    grad, q, k, v = (operand() for _ in range(4))
+    if kind == "flash":
+        f = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)
+        rest = (f[0], f[1], None, None, 1280, 1280, 0.0, True, f[6], f[7])
+    elif kind == "cudnn":
+        f = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, False)
+        rest = (f[0], f[1], f[6], f[7], None, None, None, 1280, 1280, 0.0, True)
+    else:
+        f = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)
+        rest = (None, f[0], f[1], f[2], f[3], 0.0, [True, True, True, False], True)
+    backward = getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default
+    for _ in range(2):
+        memory_to_measure()
+        results = backward(grad, q, k, v, *rest)
+        inside = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        del results
+    print(kind, in_order, inside, inside_bytes(call_in(graph)))
+    assert 0.97 < inside / inside_bytes(call_in(graph)) < 1.05
 
 
 def with_dropout(rank: int, world: int) -> list[float]:
@@ -216,6 +260,33 @@ def test_tuned_by_events(pair: Ranks, tmp_path: Path) -> None:
             assert found["measured_ns"] > 0.5 * parts > 0
         assert one["losses"][0] == one["losses"][1]
     assert CostProfile.load(file).measured
+
+
+def swapped(rank: int, world: int, file: str) -> dict[str, Any]:
+    """Steps with ``tune_swap`` until all ranks know what becomes of both graphs; then the same number without."""
+    found: list[dict[str, Any]] = []
+
+    def enough(reports: list[GraphReport]) -> bool:
+        time.sleep(0.1)
+        timings = [r.to_json()["timing"] for r in reports]
+        found[:] = [t["swap"] for t in timings if t is not None and t["swap"] is not None]
+        over = torch.tensor([float(len(found) == 2 and all(one["outcome"] in OVER for one in found))])
+        dist.all_reduce(over)
+        return over.item() == world
+
+    first = trained(rank, SIZES, ours(tune=3, tune_file=file, tune_swap="on"), steps=MOST_STEPS, until=enough)
+    second = trained(rank, SIZES, ours(), steps=len(first[0]))
+    return {"losses": (first[0], second[0]), "swaps": found, "notes": [note for r in first[2] for note in r.notes]}
+
+
+def test_a_second_plan_while_it_runs(pair: Ranks, tmp_path: Path) -> None:
+    """The datasheet's link is not the one that there is: both graphs are planned again, and both ranks do the same."""
+    first, second = pair.run(swapped, str(tmp_path / "tuned.json"), timeout=LIMIT_S)
+    print(len(first["losses"][0]), first["swaps"], first["notes"])
+    assert [s["outcome"] for s in first["swaps"]] == [s["outcome"] for s in second["swaps"]]
+    assert len(first["swaps"]) == 2 and len(first["losses"][0]) < MOST_STEPS
+    for one in (first, second):
+        assert one["losses"][0] == one["losses"][1]
 
 
 def profiled(rank: int, world: int, folder: str) -> dict[str, Any]:

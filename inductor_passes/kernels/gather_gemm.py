@@ -18,6 +18,9 @@ import triton.language as tl
 from inductor_passes.kernels.signals import PER_RANK, acquire, page, release, tile_of
 from inductor_passes.kernels.tiles import Tiles, precision, programs_for, widened
 
+#: Multiprocessors that are left to whoever sends meanwhile, at the least.
+RESERVED = 4
+
 
 @triton.jit(do_not_specialize=PER_RANK)
 def _push(  # type: ignore[no-untyped-def]
@@ -138,7 +141,7 @@ def gemm(
     (rows, k), n = shape, right.shape[1]
     out = right.new_empty(world * rows, n)
     count = world * -(-rows // tiles.m) * -(-n // tiles.n)
-    _gemm[(programs or programs_for(right.device, count, reserved=8),)](
+    _gemm[(programs or programs_for(right.device, count, reserved=RESERVED),)](
         data, right, right if bias is None else bias, out, flags, *pages, rank, epoch, rows, k, n, *right.stride(),
         WORLD=world, BLOCK_M=tiles.m, BLOCK_N=tiles.n, BLOCK_K=tiles.k, GROUP=tiles.group,
         EVEN_K=k % tiles.k == 0, HAS_BIAS=bias is not None, PRECISION=precision(), WIDEN=widened(right),

@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inductor_passes.kernels.signals import PER_RANK, acquire, page, release
+from inductor_passes.kernels.signals import PER_RANK, acquire, acquire_all, page, release, release_all
 from inductor_passes.kernels.tiles import programs_for
 
 
@@ -31,7 +31,8 @@ def _sum_row(  # type: ignore[no-untyped-def]
     like, data, epoch, data_page, place, mask, WORLD: tl.constexpr, BLOCK: tl.constexpr
 ):
     summed = tl.zeros([BLOCK], dtype=tl.float32)
-    for peer in range(WORLD):
+    # Written out, so that the loads are under way together.
+    for peer in tl.static_range(WORLD):
         theirs = tl.multiple_of(page(data, peer, epoch, data_page).to(like.dtype, bitcast=True), 16)
         # Past the cache that may still hold this page's rows of two epochs ago.
         summed += tl.load(theirs + place, mask=mask, other=0.0, cache_modifier=".cv").to(tl.float32)
@@ -53,7 +54,7 @@ def _store_quantised(quantised, scale, normed, place, mask, limit):  # type: ign
 @triton.jit(do_not_specialize=PER_RANK)
 def _one_shot(  # type: ignore[no-untyped-def]
     x, residual, weight, hidden, y, quantised, scale, data, flags, data_page, flag_page, rank, counter, rows, columns,
-    eps, limit, WORLD: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
+    eps, limit, WORLD: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
 ):
     epoch = tl.load(counter)
     offsets = tl.arange(0, BLOCK)
@@ -64,12 +65,10 @@ def _one_shot(  # type: ignore[no-untyped-def]
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         place = row * wide + offsets
         tl.store(own + place, tl.load(x + place, mask=mask), mask=mask)
-        for peer in range(WORLD):
-            # Flag [row, rank] of the peer: "rank has published row".
-            release(page(flags, peer, epoch, flag_page).to(flag_type, bitcast=True) + row * WORLD + rank, epoch)
+        # Flag [row, rank] of a peer: "rank has published row".
+        release_all(flags, flag_page, epoch, row * WORLD + rank, WORLD, LANES)
         mine = page(flags, rank, epoch, flag_page).to(flag_type, bitcast=True) + row * WORLD
-        for peer in range(WORLD):
-            acquire(mine + peer, epoch)
+        acquire_all(mine, epoch, WORLD, LANES)
         total = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
         total += _sum_row(x, data, epoch, data_page, place, mask, WORLD, BLOCK)
         tl.store(hidden + place, total.to(hidden.dtype.element_ty), mask=mask)
@@ -82,7 +81,7 @@ def _one_shot(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=PER_RANK)
 def _two_shot(  # type: ignore[no-untyped-def]
     x, residual, weight, hidden, y, quantised, scale, data, flags, data_page, flag_page, rank, counter, rows, columns,
-    eps, limit, part, WORLD: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
+    eps, limit, part, WORLD: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr, QUANTISE: tl.constexpr,
 ):
     epoch = tl.load(counter)
     offsets = tl.arange(0, BLOCK)
@@ -99,15 +98,13 @@ def _two_shot(  # type: ignore[no-untyped-def]
         release(to_owner + row * (WORLD + 1) + rank, epoch)
         mine = page(flags, rank, epoch, flag_page).to(flag_type, bitcast=True) + row * (WORLD + 1)
         if owner == rank:
-            for peer in range(WORLD):
-                acquire(mine + peer, epoch)
+            acquire_all(mine, epoch, WORLD, LANES)
             summed = _sum_row(x, data, epoch, data_page, place, mask, WORLD, BLOCK)
             for step in range(WORLD):
                 peer = (rank + step) % WORLD
                 target = (page(data, peer, epoch, data_page) + part).to(tl.pointer_type(tl.float32), bitcast=True)
                 tl.store(target + place, summed, mask=mask)
-                done = page(flags, peer, epoch, flag_page).to(flag_type, bitcast=True)
-                release(done + row * (WORLD + 1) + WORLD, epoch)
+            release_all(flags, flag_page, epoch, row * (WORLD + 1) + WORLD, WORLD, LANES)
         acquire(mine + WORLD, epoch)
         sums = (own + part).to(tl.pointer_type(tl.float32), bitcast=True)
         total = tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
@@ -184,7 +181,8 @@ def all_reduce_residual_rms_norm(
         scale if scale is not None else y,
         data, flags, *pages, rank, epoch, rows, columns, eps, torch.finfo(quantised_dtype).max,
     )
-    launch = {"WORLD": world, "BLOCK": block, "QUANTISE": scale is not None, "num_warps": 16 if block >= 8192 else 8}
+    launch = {"WORLD": world, "LANES": triton.next_power_of_2(world), "BLOCK": block, "QUANTISE": scale is not None}
+    launch["num_warps"] = 16 if block >= 8192 else 8
     grid = (programs or programs_for(x.device, rows),)
     if two_shot:
         _two_shot[grid](*common, _part_bytes(rows, columns), **launch)

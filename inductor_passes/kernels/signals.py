@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Arguments that differ from rank to rank. Triton compiles another kernel for 0 and for 1 than for other numbers, unless
+#: Arguments that differ from rank to rank. Triton compiles another kernel for 0 and for 1 than for other numbers unless
 #: it is told not to: all ranks are to run the same code, and to find it in a cache that they share.
 PER_RANK = ["rank"]
 
@@ -29,6 +29,34 @@ def acquire(flag, epoch):  # type: ignore[no-untyped-def]
     """Spin until ``flag`` (pointer to int32) is at least ``epoch``."""
     while tl.atomic_add(flag, 0, sem="acquire", scope="sys") < epoch:
         pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def release_all(flags, stride, epoch, place, WORLD: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """:func:`release` the flag at ``place`` of all ranks, side by side: one after the other costs a trip each.
+
+    Args:
+        flags: int64 (WORLD,), addresses of the ranks' flags; stride: see :func:`page`.
+        LANES: power of two of at least ``WORLD``.
+    """
+    tl.debug_barrier()
+    lane = tl.arange(0, LANES)
+    there = lane < WORLD
+    own = tl.load(flags + lane, mask=there, other=0) + (epoch % 2).to(tl.int64) * stride
+    flag = own.to(tl.pointer_type(tl.int32), bitcast=True) + place
+    tl.atomic_xchg(flag, lane * 0 + epoch, mask=there, sem="release", scope="sys")
+
+
+@triton.jit
+def acquire_all(flag, epoch, WORLD: tl.constexpr, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """:func:`acquire` ``WORLD`` neighbouring flags, side by side."""
+    lane = tl.arange(0, LANES)
+    there = lane < WORLD
+    least = epoch - 1
+    while least < epoch:
+        seen = tl.atomic_add(flag + lane, lane * 0, mask=there, sem="acquire", scope="sys")
+        least = tl.min(tl.where(there, seen, epoch), axis=0)
     tl.debug_barrier()
 
 

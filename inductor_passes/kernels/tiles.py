@@ -32,7 +32,7 @@ class Tiles:
 
 
 _INTERPRETED = Tiles(32, 32, 32, group=2)
-_HALF = Tiles(128, 256, 64, warps=8, stages=4)
+_HALF = Tiles(128, 256, 64, warps=8, stages=3)
 _SINGLE = Tiles(128, 128, 32, warps=8, stages=3)
 #: Of a block's shared memory, what Triton needs besides operands.
 _RESERVED_BYTES = 1 << 10
@@ -65,8 +65,13 @@ def widened(operand: torch.Tensor) -> bool:
 
 
 def programs_for(device: torch.device, tiles: int, reserved: int = 0) -> int:
-    """How many persistent programs to launch: one per multiprocessor less ``reserved``, at most one per tile."""
+    """How many persistent programs to launch for so many tiles.
+
+    As few as need no more rounds than all multiprocessors but ``reserved`` would: one more that has a tile in the last
+    round only takes a multiprocessor from whoever sends meanwhile.
+    """
     if device.type == "cpu":
         return min(2, tiles)
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(count - reserved, tiles))
+    rounds = -(-tiles // max(1, count - reserved))
+    return -(-tiles // rounds)

@@ -24,6 +24,7 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.problems.builder import Builder, NoHintError
 from inductor_passes.problems.graph_memory import GraphMemory, is_backward, kept_by_caller
+from inductor_passes.problems.inside import inside_blocks
 from inductor_passes.problems.transfers import COLLECTIVES, Event, kept_order
 from inductor_passes.problems.workspaces import workspaces
 from inductor_passes.schedule.problem import Problem, Storage
@@ -244,8 +245,10 @@ class _Reader:
         """Enter the memory of the graph; a function for that of generated code."""
         places = {node: k for members in self.members if len(members) > 1 for k, node in enumerate(members)}
         memory = GraphMemory(self.view, self.shards, self.builder, self.task_of, places)
-        self.builder.add_memory(memory.blocks())
+        insides = inside_blocks(self.view.nodes, self.task_of, places)
+        self.builder.add_memory([*memory.blocks(), *insides])
         self.builder.add_memory(memory.padded())
         held = workspaces({self.task_of[c.start]: c for c in self.view.collectives}, self.builder)
         self.builder.add_memory(held)
-        return None if self.shards.uneven else lambda: tuple(self.builder.storages([*memory.generated(), *held]))
+        beside = [*insides, *held]
+        return None if self.shards.uneven else lambda: tuple(self.builder.storages([*memory.generated(), *beside]))

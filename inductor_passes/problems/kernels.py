@@ -24,8 +24,9 @@ from inductor_passes.cost.values import dtype_name
 from inductor_passes.ir import ops, transfers
 from inductor_passes.ir.memory import received_into
 from inductor_passes.ir.view import Collective, collective_of, transfer_of
-from inductor_passes.problems.builder import Builder
+from inductor_passes.problems.builder import Block, Builder
 from inductor_passes.problems.estimates import Estimates
+from inductor_passes.problems.inside import inside_blocks
 from inductor_passes.problems.kernel_memory import kernel_blocks
 from inductor_passes.problems.kernel_waits import is_message
 from inductor_passes.problems.workspaces import workspaces
@@ -111,8 +112,18 @@ class _Reader:
         self.builder.keep_sends_early(sends)
         self.builder.add_memory(kernel_blocks(self.nodes, self.producer, self.builder, self.backward))
         self.builder.add_memory(workspaces(self.collectives, self.builder))
+        self.builder.add_memory(self._insides())
         batched = tuple(map(_torch.snode_is_batched, self.nodes))
         return SchedulerProblem(self.builder.problem(), tuple(self.nodes), self.collectives, batched)
+
+    def _insides(self) -> list[Block]:
+        """What library calls take while they run."""
+        called = {}
+        for i, node in enumerate(self.nodes):
+            packed = any(of for _, _, _, of in _torch.snode_buffers(node))
+            if self.kinds[i] == "extern" and not packed and (origin := _torch.snode_origin(node)) is not None:
+                called[origin] = i
+        return inside_blocks(called, called, {})
 
     def _predecessors(self, i: int) -> set[int]:
         found = {self.producer[name] for name, _ in _torch.snode_dependencies(self.nodes[i]) if name in self.producer}

@@ -6,7 +6,7 @@ the whole call unless they are named as donated. Outputs live to the end. A node
 operands are released. A view does not touch memory, so a view that nobody reads keeps none alive. An input that nobody
 reads is never released, because generated code drops its inputs after a use. Inputs that are noted as one block
 (``ops.SAVED_BLOCK``) are allocated once, and released behind the last use of any of them. What a backend copies for a
-message counts too (``verify.workspaces``).
+message counts too (``verify.workspaces``), and what attention takes while it runs (``verify.insides``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.fx
 from inductor_passes.ir.ops import SAVED_BLOCK, Role
 from inductor_passes.verify.facts.storages import Block
 from inductor_passes.verify.facts.view import View
+from inductor_passes.verify.insides import inside_bytes
 from inductor_passes.verify.workspaces import workspace_bytes
 
 
@@ -59,6 +60,10 @@ def peak_of(view: View, donated: Collection[str] = ()) -> int | None:
         start, held = view.position[collective.start], workspace_bytes(collective)
         allocated[start] += held
         released[max((view.position[w] for w in collective.waits), default=start)] += held
+    for node in view.nodes:
+        if node.op == "call_function" and (taken := inside_bytes(node)):
+            allocated[view.position[node]] += taken
+            released[view.position[node]] += taken
     for size_bytes, ends in together.values():
         live += size_bytes
         if min(ends) >= 0 and max(ends) < last:

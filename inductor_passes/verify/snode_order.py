@@ -15,6 +15,7 @@ from inductor_passes.report import Finding
 from inductor_passes.verify.facts.operators import by_name
 from inductor_passes.verify.facts.places import NodeFacts
 from inductor_passes.verify.facts.view import alone, describe, is_collective
+from inductor_passes.verify.insides import inside_bytes
 from inductor_passes.verify.workspaces import workspace_bytes
 
 
@@ -168,6 +169,11 @@ class SnodeOrder:
                 beside = self._workspace_bytes(i)
                 delta[i] += beside
                 delta[end + 1] -= beside
+            elif self.kinds[i] == "extern" and not any(packed for *_, packed in self.buffers[i]):
+                origin = self.origin(i)
+                taken = inside_bytes(origin) if origin is not None else 0
+                delta[i] += taken
+                delta[i + 1] -= taken
         for name, one in together.items():
             if name in last:
                 last[one] = max(last.get(one, 0), last[name])

@@ -159,7 +159,7 @@ def _norms(text: str) -> Iterator[Launch]:
                     f"all-reduce + norm, {shot}, {columns} columns, {text}{', fp8' if quantise else ''}",
                     kernel,
                     of_program | dict(zip(("quantised", "scale"), last)),
-                    {"WORLD": WORLD, "BLOCK": columns, "QUANTISE": quantise},
+                    {"WORLD": WORLD, "LANES": WORLD, "BLOCK": columns, "QUANTISE": quantise},
                     (*of_program, "columns", "data_page", "flag_page"),
                     warps=16 if columns >= 8192 else 8,
                     messages=(True, True),
