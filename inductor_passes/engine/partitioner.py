@@ -66,7 +66,7 @@ class Separation:
             both = self._split(gm, joint_inputs, kwargs)
             self._attach(both, None, None)
             return both
-        again = self._split(copy.deepcopy(gm), joint_inputs, kwargs)
+        again = self._split(shrinking.copied(gm), joint_inputs, kwargs)
         decided, done = None, False
         with guarded("choosing what to keep for backward", "everything is gathered again", lambda: self.settings):
             try:
