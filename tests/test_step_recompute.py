@@ -254,7 +254,8 @@ def test_a_model_within_less_than_it_needs(slow_link: str) -> None:
             assert len(applied) == choice.metrics["recomputed"] and all(d.source for d in applied)
             assert bool(applied) == (limit < base)
             notes = "\n".join(reports[0].notes)
-            assert "the planned step over its peak" in notes and "5% more" in notes and "at the peak of" in notes
+            assert "the planned step over its peak in bytes" in notes
+            assert "5% more" in notes and "at the peak of" in notes
             assert not any("random" in d.detail for d in choice.decisions)
 
 

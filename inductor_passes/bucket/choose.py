@@ -8,16 +8,17 @@ judge the winner.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from inductor_passes.bucket.candidates import Candidate, GroupKey
 from inductor_passes.bucket.dependencies import Dependencies
+from inductor_passes.bucket.fitted import fitted
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.greedy import greedy
+from inductor_passes.bucket.merged import merged, with_durations
 from inductor_passes.bucket.planned import planned
 from inductor_passes.bucket.question import Partition, Question
 from inductor_passes.bucket.room import Capped, Room
@@ -27,8 +28,6 @@ from inductor_passes.rewriting.contract import Beaten, Solved
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.construct import SMALL, near
 from inductor_passes.schedule.memory import peak_bytes
-from inductor_passes.schedule.merge import Bucket
-from inductor_passes.schedule.merge import merge as merged_problem
 from inductor_passes.schedule.partition_bound import partition_bound, shares
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import Kind, Problem
@@ -38,13 +37,14 @@ _GREEDY = ((1.0, 1.0), (16.0, 1.0), (16.0, 0.25), (16.0, 0.0625))
 _TIGHT = ((1.0, 1.0), (16.0, 0.25))
 #: Sizes of buckets, as shares of the graph's peak: one over these.
 _SIZED = (128, 32, 8)
-#: Tried by default: these with the memory that there is, two with as little as there may be, the planner's own, and
-#: neighbours up to a size.
+#: Tried by default: these with the memory that there is, two with as little as there may be, the planner's own,
+#: neighbours up to a size, and large ones where they fit.
 PARTITIONS: tuple[Partition, ...] = (
     *(functools.partial(greedy, spread=spread, share=share) for spread, share in _GREEDY),
     *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _TIGHT),
     planned,
     *(functools.partial(sized, share=share) for share in _SIZED),
+    fitted,
 )
 #: Above this many tasks no more partitions are tried once one is near what any could reach.
 _LARGE_TASKS = 6000
@@ -193,48 +193,6 @@ def _over(
     return Reason.OVER_BUDGET
 
 
-def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts) -> Problem:
-    """The problem of the graph with ``buckets`` merged.
-
-    Args:
-        problem: its START tasks carry the names of the candidates' start nodes.
-    """
-    number = {task.name: i for i, task in enumerate(problem.tasks) if task.kind is Kind.START}
-    fused = costs.fused(buckets)
-    parts = []
-    for k, bucket in enumerate(buckets):
-        load = costs.load(bucket)
-        starts = tuple(number[member.collective.start.name] for member in bucket)
-        # Own estimates of the members' durations carry over to the bucket.
-        stated = sum(problem.tasks[start].duration_ns for start in starts)
-        modelled = sum(costs.transfer_ns(costs.load([member])) for member in bucket)
-        parts.append(
-            Bucket(
-                starts=starts,
-                duration_ns=costs.transfer_ns(load) * stated // modelled if modelled else costs.transfer_ns(load),
-                issue_ns=costs.issue_ns(load),
-                pack_ns=fused.pack_ns[k],
-                unpack_ns=fused.copy_out_ns[k] if costs.copies_out(load) else None,
-                sent_bytes=load.sent_bytes,
-                received_bytes=load.received_bytes,
-                shared_output=costs.copies(load) and not costs.copies_out(load),
-                prepared=costs.prepared(bucket),
-            )
-        )
-    return merged_problem(_with_durations(problem, fused.producers_ns), parts)
-
-
-def _with_durations(problem: Problem, changed_ns: Mapping[str, int]) -> Problem:
-    """The problem with other durations of the tasks of those names."""
-    tasks = tuple(
-        dataclasses.replace(task, duration_ns=changed_ns[task.name])
-        if task.kind is Kind.COMPUTE and changed_ns.get(task.name, task.duration_ns) != task.duration_ns
-        else task
-        for task in problem.tasks
-    )
-    return dataclasses.replace(problem, tasks=tasks)
-
-
 def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -> int:
     """What no order of any partition of ``found`` into buckets can beat, whatever memory it uses.
 
@@ -255,7 +213,7 @@ def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -
         together = int((costs.transfer_ns(costs.load(members)) - 1) * least)
         sizes = {s: max(load.sent_bytes, load.received_bytes) for s, load in loads.items()}
         share_ns |= shares(sizes, max(0, together))
-    return partition_bound(_with_durations(problem, costs.producers_ns(found)), share_ns)
+    return partition_bound(with_durations(problem, costs.producers_ns(found)), share_ns)
 
 
 def _standing(plan: Plan) -> tuple[bool, int, int, int]:

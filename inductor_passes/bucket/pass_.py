@@ -15,6 +15,7 @@ ranks when their splits are equal on this one; see ``uneven_all_to_all``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -25,6 +26,7 @@ from inductor_passes.bucket.candidates import SUBJECT, Candidate, GroupKey, cand
 from inductor_passes.bucket.choose import PARTITIONS, Choice, Proposal, choose, proposal
 from inductor_passes.bucket.dependencies import Dependencies
 from inductor_passes.bucket.gain import BucketCosts
+from inductor_passes.bucket.handed import handed
 from inductor_passes.bucket.lines import coalesces
 from inductor_passes.bucket.question import Partition
 from inductor_passes.bucket.room import Capped, Room
@@ -37,6 +39,7 @@ from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.rewriting.contract import NOT_AGREED, Facts, GroupOrder, Outcome, Solved
 from inductor_passes.rewriting.members import KINDS
 from inductor_passes.rewriting.merge import Form, MergedCollective, MergeError, merge
+from inductor_passes.rewriting.step_facts import facts_of
 from inductor_passes.verify import Certificate, Claim
 
 
@@ -107,12 +110,14 @@ class BucketPass:
         )
         dependencies = Dependencies(view, fx.kept)
         generated = _generated(facts)
+        step = facts_of(graph)
+        proposed = () if step is None else step.proposed
         choice = choose(
             fx.problem,
             found,
             dependencies,
             costs,
-            self.partitions,
+            (*self.partitions, functools.partial(handed, proposed=proposed)) if proposed else self.partitions,
             limit,
             effort=self.effort,
             start=facts.solved,

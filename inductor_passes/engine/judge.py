@@ -69,14 +69,17 @@ def limit_bytes(
 ) -> int | None:
     """The cap of a graph that needs ``least_peak_bytes``.
 
-    A budget below the step's peak asks what a step computes again. Where that was not chosen (inference, a step whose
-    memory is not known), or did not reach the budget, a graph keeps to the least that it needs.
+    A budget below the step's peak asks what a step computes again. Where that did not reach the budget, both graphs may
+    need what was reached. Where it was not chosen (inference, a step whose memory is not known), a graph keeps to the
+    least that it needs.
 
     Args:
         own_least_bytes: see :func:`of_step`.
     """
     limit = config.budget.limit_bytes(of_step(least_peak_bytes, step, config, own_least_bytes))
-    return max(limit, least_peak_bytes) if limit is not None and config.budget.shrinks else limit
+    if limit is None or not config.budget.shrinks:
+        return limit
+    return max(limit, least_peak_bytes, 0 if step is None else step.reached_bytes)
 
 
 def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = None) -> Cap:

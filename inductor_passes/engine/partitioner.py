@@ -9,7 +9,6 @@ What it makes of checkpointed regions, and of inputs that forward writes to, is 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,8 +225,11 @@ class Separation:
             facts = StepFacts(peaks[0], higher, report)
             if shrunk is not None:
                 facts = replace(facts, recompute=shrunk.recompute, notes=shrunk.notes, curve=shrunk.curve)
+                facts = replace(facts, proposed=shrunk.proposed[0], reached_bytes=shrunk.reached_bytes)
             facts.attach(both[0])
-            StepFacts(peaks[1], higher, curve=facts.curve).attach(both[1])
+            theirs = () if shrunk is None else shrunk.proposed[1]
+            facts = replace(facts, own_peak_bytes=peaks[1], keep=None, recompute=None, notes=(), proposed=theirs)
+            facts.attach(both[1])
 
 
 @dataclass(frozen=True)

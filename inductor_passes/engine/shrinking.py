@@ -24,7 +24,7 @@ from inductor_passes.report import PassReport, Reason
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.step import keep, picture, recompute, saved, stored
-from inductor_passes.step.merging import Merging
+from inductor_passes.step.merging import Merging, Proposal
 from inductor_passes.step.recompute import Point
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
@@ -76,6 +76,8 @@ class Shrunk:
         step_peak_bytes: of the step as Inductor would run it; None where it is not known.
         notes: for the report.
         curve: (peak in bytes, planned step in ns) of what is possible, by memory.
+        proposed: the messages that travel together in the step that was chosen, by graph.
+        reached_bytes: what the step needs where the budget cannot be reached, else 0.
     """
 
     both: Split
@@ -84,6 +86,8 @@ class Shrunk:
     step_peak_bytes: int | None = None
     notes: tuple[str, ...] = ()
     curve: tuple[tuple[int, int], ...] = ()
+    proposed: tuple[Proposal, Proposal] = ((), ())
+    reached_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Shrinking:
         peak = recompute.peak_of(found.step)
         limit = self.settings.budget.limit_bytes(peak)
         assert limit is not None
-        wanted = limit
+        wanted, reached = limit, 0
         for _ in range(_TRIES):
             point = recompute.best(possible, wanted)
             if point is None:
@@ -159,17 +163,18 @@ class Shrinking:
             made = problems(views_of(both), self.settings, self.profile)
             needs = self._least(made, max(limit, point.peak_bytes))
             if needs > limit:
-                self._complain(needs, limit, peak)
-        fastest = recompute.saved_ns(possible)
-        said = recompute.report(found.step, point, fastest, limit, found.refused)
+                reached = max(needs, point.peak_bytes)
+                self._complain(reached, limit, peak)
+        said = recompute.report(found.step, point, recompute.saved_ns(possible), limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
         curve = recompute.curve(possible)
         lines = (
-            *picture.made(found.step, point, fastest),
+            *picture.made(found.step, point, recompute.saved_ns(possible, point.kept)),
             *picture.curve(curve, peak, limit),
             *picture.at_peak(*(one.problem for one in made)),
         )
-        return Shrunk(both, said, kept, peak, lines, tuple((p.peak_bytes, p.step_ns) for p in curve))
+        known = tuple((p.peak_bytes, p.step_ns) for p in curve)
+        return Shrunk(both, said, kept, peak, lines, known, point.proposed, reached)
 
     def _made(
         self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], point: Point

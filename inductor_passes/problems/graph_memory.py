@@ -68,6 +68,44 @@ def _is_unread(storage: FxStorage) -> bool:
     return all(user.op == "output" for member in storage.members for user in member.users)
 
 
+def _received_bytes(node: torch.fx.Node, wait: torch.fx.Node) -> int | None:
+    """Bytes of what was received for a node that trims it: all of it, or its piece of a message that several share.
+
+    Pieces of a message are of the padded size, which all ranks see. What is cut off of a piece only some of them see.
+    None where the wait gives no tensor.
+    """
+    received = wait.meta.get("val")
+    if not isinstance(received, torch.Tensor):
+        return None
+    came_from: dict[torch.fx.Node, torch.fx.Node] = {}
+    todo = [node]
+    while todo and wait not in came_from and node is not wait:
+        one = todo.pop()
+        for source in one.all_input_nodes:
+            if source not in came_from:
+                came_from[source] = one
+                todo.append(source)
+    one = wait
+    while one in came_from and one is not node:
+        after = came_from[one]
+        value = after.meta.get("val")
+        if isinstance(value, torch.Tensor) and _is_taken_apart(one):
+            return _torch.tensor_bytes(value)
+        one = after
+    return _torch.tensor_bytes(received)
+
+
+def _is_taken_apart(node: torch.fx.Node) -> bool:
+    """Whether several slices of a node, all of them read, are the whole of it."""
+    whole = node.meta.get("val")
+    pieces = [user for user in node.users if _torch.op_name(user.target) == "aten::slice" and user.users]
+    values = [piece.meta.get("val") for piece in pieces]
+    if len(pieces) < 2 or len(pieces) < len(node.users) or not isinstance(whole, torch.Tensor):
+        return False
+    sizes = [_torch.tensor_bytes(v) if isinstance(v, torch.Tensor) else None for v in values]
+    return None not in sizes and sum(s for s in sizes if s is not None) == _torch.tensor_bytes(whole)
+
+
 class GraphMemory:
     """The memory of a graph whose nodes have been put into tasks.
 
@@ -201,7 +239,10 @@ class GraphMemory:
         if owner is not None:
             collectives = self._view.collectives_of_wait.get(owner, ())
             uneven = any(c in self._shards.uneven for c in collectives)
-            return sum(c.output_bytes or 0 for c in collectives) if uneven else storage.size_bytes
+            if not uneven:
+                return storage.size_bytes
+            piece = _received_bytes(storage.producer, owner)
+            return sum(c.output_bytes or 0 for c in collectives) if piece is None else piece
         if self._view.role(storage.producer) is Role.INPUT and SAVED_BLOCK not in storage.producer.meta:
             starts = {
                 user if self._view.role(user) is Role.START else self._owner.get(user)

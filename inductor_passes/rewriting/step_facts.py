@@ -30,6 +30,9 @@ class StepFacts:
         notes: about both, for the report. Do not survive pickling.
         curve: (peak in bytes, planned step in ns) of what is possible, by memory; empty where the budget asks for no
             choice. Does not survive pickling.
+        proposed: names of the starts of each bucket with which the step was planned when it was chosen; steers plans.
+        reached_bytes: the least that was found for the step where its budget cannot be reached, else 0: what both
+            graphs may need then.
 
     Both peaks are those of ``reorder.problem``: equal on ranks whose shards are of unequal size.
     """
@@ -40,12 +43,15 @@ class StepFacts:
     recompute: PassReport | None = None
     notes: tuple[str, ...] = ()
     curve: tuple[tuple[int, int], ...] = ()
+    proposed: tuple[tuple[str, ...], ...] = ()
+    reached_bytes: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepFacts:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (StepFacts, (self.own_peak_bytes, self.step_peak_bytes))
+        steering = self.proposed, self.reached_bytes
+        return (StepFacts, (self.own_peak_bytes, self.step_peak_bytes, None, None, (), (), *steering))
 
     def attach(self, module: torch.fx.GraphModule) -> None:
         """Leave this with the graph."""

@@ -280,8 +280,18 @@ def _renumber(
         preds=tuple(tuple(sorted(number[p] for p in preds[i])) for i in order),
         lanes=problem.lanes,
         storages=tuple(
-            dataclasses.replace(s, producer=number[s.producer], readers=tuple(sorted(number[r] for r in s.readers)))
-            for s in storages
+            [
+                # Not ``dataclasses.replace``: that takes as long as everything else here.
+                Storage(
+                    s.size_bytes,
+                    number[s.producer],
+                    tuple(sorted([number[r] for r in s.readers])),
+                    s.pinned,
+                    s.name,
+                    s.workspace,
+                )
+                for s in storages
+            ]
         ),
         base_bytes=problem.base_bytes,
         name=problem.name,

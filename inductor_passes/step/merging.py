@@ -3,7 +3,8 @@
 What is merged takes memory that kept parameters and saved activations could take, and saves latencies that would count
 for them. So a state of the step is looked at with buckets as well as without: neighbours in the order of the graph, up
 to a size, as fixed-size bucketing takes them. They are found once, in the step as it came, for several sizes; a state
-gets those of their members that it still has. The bucket pass decides anew, on the graph: this is its forecast.
+gets those of their members that it still has. The bucket pass decides anew, on the graph: this is its forecast, and
+one of the partitions that it is proposed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.partition import Costs, Member, merge_what_is_legal
 from inductor_passes.schedule.problem import Kind, Problem
+from inductor_passes.schedule.tables import tables
 
 #: Sizes of buckets that are tried, as shares of the graph's peak: one over these.
 _SHARES = (128, 32, 8)
@@ -22,6 +25,8 @@ _SHARES = (128, 32, 8)
 _WORTH = 50
 #: Members of a bucket, at most, and keys that are looked at: those with most members.
 _MEMBERS, _KEYS = 64, 8
+#: Merged problems that are looked at to see what fits, per graph.
+_FITTED = 12
 #: Tasks of both graphs above which buckets of one size are looked at only.
 _LARGE_TASKS = 6000
 
@@ -50,8 +55,22 @@ class Mergeable:
     costs: Mapping[str, Costs] = field(default_factory=dict)
 
 
-#: Names of the members of each bucket, with their key.
+#: Names of the members of each bucket, with their key; and without.
 Buckets = tuple[tuple[str, tuple[str, ...]], ...]
+Proposal = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """Forward and backward of a state with some of their messages merged.
+
+    Attributes:
+        problems: with the merged messages.
+        proposed: names of the starts of each bucket, by graph.
+    """
+
+    problems: tuple[Problem, Problem]
+    proposed: tuple[Proposal, Proposal] = ((), ())
 
 
 class Merging:
@@ -83,7 +102,47 @@ class Merging:
 
     def merged_in(self, graph: int, problem: Problem) -> list[Problem]:
         """Forward (0) or backward (1) of a state with the buckets of each size."""
-        return [self._merge(graph, problem, buckets[graph]) for buckets in self._buckets]
+        return [self._merge(graph, problem, buckets[graph])[0] for buckets in self._buckets]
+
+    def ways(self, both: tuple[Problem, Problem]) -> list[Way]:
+        """A state with the buckets of each size, the largest first, and at last with none."""
+        found = []
+        for buckets in reversed(self._buckets):
+            (forward, mine), (backward, theirs) = (self._merge(k, both[k], buckets[k]) for k in (0, 1))
+            found.append(Way((forward, backward), (mine, theirs)))
+        return [*found, Way(both)]
+
+    def way(self, both: tuple[Problem, Problem], proposed: tuple[Proposal, Proposal]) -> Way:
+        """A state with these buckets."""
+        buckets = ([(self._of[k][names[0]].key, names) for names in part] for k, part in enumerate(proposed))
+        (forward, mine), (backward, theirs) = (self._merge(k, both[k], tuple(one)) for k, one in enumerate(buckets))
+        return Way((forward, backward), (mine, theirs))
+
+    def fitting(self, both: tuple[Problem, Problem], cap_bytes: int) -> Way:
+        """A state with the largest buckets for which some order keeps within ``cap_bytes``, and others beside them."""
+        (forward, mine), (backward, theirs) = (self._fitting(k, both[k], cap_bytes) for k in (0, 1))
+        return Way((forward, backward), (mine, theirs))
+
+    def _fitting(self, graph: int, problem: Problem, cap_bytes: int) -> tuple[Problem, Proposal]:
+        found: tuple[Problem, Proposal] = problem, ()
+        taken: list[tuple[str, tuple[str, ...]]] = []
+        left = _FITTED
+        for buckets in reversed(self._buckets):
+            inside = {name for _, names in taken for name in names}
+            waiting = [[one for one in buckets[graph] if inside.isdisjoint(one[1])]]
+            while waiting and left:
+                group = waiting.pop(0)
+                if not group:
+                    continue
+                left -= 1
+                tried = self._merge(graph, problem, (*taken, *group))
+                if least_peak(tables(tried[0])) <= cap_bytes:
+                    taken += group
+                    found = tried
+                elif len(group) > 1:
+                    half = len(group) // 2
+                    waiting[:0] = [group[:half], group[half:]]
+        return found
 
     def _found(self, graph: int, problem: Problem, share: int) -> Buckets:
         known, costs = self._of[graph], self._costs[graph]
@@ -114,7 +173,7 @@ class Merging:
                 saved += sum(alone[n] for n in names) - bucket.duration_ns - bucket.issue_ns - copies
         return saved * _WORTH > total
 
-    def _merge(self, graph: int, problem: Problem, buckets: Buckets) -> Problem:
+    def _merge(self, graph: int, problem: Problem, buckets: Buckets) -> tuple[Problem, Proposal]:
         number = {t.name: i for i, t in enumerate(problem.tasks) if t.kind is Kind.START}
         parts = []
         for key, names in buckets:
@@ -123,7 +182,8 @@ class Merging:
                 ones = [(number[n], self._of[graph][n]) for n in there]
                 members = [Member(start, one.sent_bytes, one.received_bytes) for start, one in ones]
                 parts.append(self._costs[graph][key].bucket(members))
-        return merge_what_is_legal(problem, parts)[0]
+        merged, done = merge_what_is_legal(problem, parts)
+        return merged, tuple(tuple(problem.tasks[s].name for s in bucket.starts) for bucket in done)
 
 
 def _alike(problem: Problem, edges: Sequence[Sequence[int]], starts: Sequence[int]) -> list[list[int]]:

@@ -13,7 +13,11 @@ _NAMED, _POINTS = 3, 8
 
 
 def made(step: Step, point: Point, fastest_ns: int) -> list[str]:
-    """What is computed again and what that costs, against the fastest step in which everything is saved."""
+    """What is computed again and what that costs, against the fastest step in which everything is saved.
+
+    Args:
+        fastest_ns: of those that keep as many parameters.
+    """
     if not point.recomputed:
         return ["memory: nothing is computed again but what Inductor does by itself"]
     chosen = [step.candidates[i] for i in point.recomputed]
@@ -36,10 +40,10 @@ def curve(points: Sequence[Point], base_bytes: int, limit: int) -> list[str]:
     """
     last = len(points) - 1
     some = points if last < _POINTS else [points[k * last // (_POINTS - 1)] for k in range(_POINTS)]
-    text = ", ".join(f"{p.peak_bytes * 100 / max(1, base_bytes):.0f}%: {p.step_ns} ns" for p in some)
+    text = ", ".join(f"{p.peak_bytes} ({p.peak_bytes * 100 / max(1, base_bytes):.1f}%): {p.step_ns} ns" for p in some)
     now = min((p.step_ns for p in points if p.peak_bytes <= limit), default=None)
     more = min((p.step_ns for p in points if p.peak_bytes <= limit + base_bytes // 20), default=None)
-    lines = [f"memory: the planned step over its peak (of {base_bytes} bytes): {text}"]
+    lines = [f"memory: the planned step over its peak in bytes (of {base_bytes}): {text}"]
     if now is not None and more is not None:
         lines.append(
             f"memory: 5% more would make the planned step {now - more} ns shorter" if more < now

@@ -10,9 +10,9 @@ state are derived from those of the step as it came (:func:`derived`), without a
 rankings: by time per byte, and from the first layer on (what forward saves first lives longest, and is computed again
 last, when most memory has been freed). A third series looks at the peak of each state and takes what is cheapest per
 byte of what would be gone there (:func:`from_peak_to_peak`). Each state is planned within its own memory and within
-somewhat more, with the messages that could be merged (``merging``) and without. That gives points (peak, time), and
-none of them depends on the budget: so more budget never chooses a slower step, and the points are the curve of the step
-over the budget as well.
+somewhat more, with the messages that could be merged (``merging``) and without. That gives points (peak, time). Those
+that none beats are planned better (:func:`refined`). No point depends on the budget: so more budget never chooses a
+slower step, and the points are the curve of the step over the budget as well.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
-from inductor_passes.schedule.bounds import urgency
+from inductor_passes.schedule.bounds import any_order, urgency
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.memory import peak_bytes, profile
-from inductor_passes.schedule.problem import INPUT, Problem, ProblemError, Storage, Task
+from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.problem import INPUT, Kind, Problem, ProblemError, Storage, Task
 from inductor_passes.schedule.simulate import value
 from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.step import keep
-from inductor_passes.step.merging import Merging
+from inductor_passes.step.merging import Mergeable, Merging, Proposal, Way
 
 NAME = "recompute"
 #: Added to the names of tasks that run again in backward.
@@ -45,6 +46,8 @@ _MOST_STATES, _FEWEST_STATES = 16, 3
 _TRIALS, _LOOKED_AT_TASKS = 4, 60_000
 #: Memory with which a state is planned: its own peak, and so many percent more.
 _APPETITES = (100, 110, 130, 200)
+#: Tasks that may be planned in all to refine points, and points that are refined, at most.
+_PLANNED_TASKS, _MOST_REFINED = 20_000, 8
 #: Shares of the gathered parameters, in quarters, that a state may keep.
 _KEPT_QUARTERS = (0, 2, 4)
 
@@ -101,6 +104,7 @@ class Point:
         kept: how many of the gathered parameters are kept, best first.
         peak_bytes, step_ns: of both graphs in a simple schedule; the passes plan them again.
         spent_ns: of compute that is added.
+        proposed: the messages that travel together in that schedule, by graph.
     """
 
     recomputed: tuple[int, ...]
@@ -108,6 +112,7 @@ class Point:
     peak_bytes: int
     step_ns: int
     spent_ns: int = 0
+    proposed: tuple[Proposal, Proposal] = field(default=((), ()), repr=False)
 
     @property
     def rank(self) -> tuple[int, int, int, int, tuple[int, ...]]:
@@ -124,16 +129,44 @@ def derived(step: Step, again: Sequence[int]) -> tuple[Problem, Problem] | None:
     if not chosen:
         return step.forward, step.backward
     gone = {c.forward_storage for c in chosen}
-    forward = dataclasses.replace(
-        step.forward,
-        storages=tuple(
-            Storage(s.size_bytes, s.producer, s.readers, False, s.name, s.workspace) if i in gone else s
-            for i, s in enumerate(step.forward.storages)
-        ),
-    )
+    storages = [
+        Storage(s.size_bytes, s.producer, s.readers, False, s.name, s.workspace) if i in gone else s
+        for i, s in enumerate(step.forward.storages)
+    ]
+    forward = _without_unread(dataclasses.replace(step.forward, storages=tuple(storages)), chosen)
     backward = _Backward(step, chosen)
     order = backward.order()
     return None if order is None else (forward, backward.problem(order))
+
+
+def _without_unread(forward: Problem, chosen: Sequence[Candidate]) -> Problem:
+    """Forward without what it computed only to save it: such tasks keep their numbers, and take no time or memory."""
+    needed = {s.producer for s in forward.storages if s.pinned}
+    needed.update(i for i, task in enumerate(forward.tasks) if task.kind is not Kind.COMPUTE or task.fence)
+    readers: list[list[int]] = [[] for _ in forward.tasks]
+    for i, before in enumerate(forward.edges()):
+        for p in before:
+            readers[p].append(i)
+    unread: set[int] = set()
+    for i in sorted({t for c in chosen for t in c.chain}, reverse=True):
+        if i not in needed and unread.issuperset(readers[i]):
+            unread.add(i)
+    if not unread:
+        return forward
+    storages = []
+    for s in forward.storages:
+        if s.producer in unread:
+            s = dataclasses.replace(s, size_bytes=0)
+        if not unread.isdisjoint(s.readers):
+            s = dataclasses.replace(s, readers=tuple([r for r in s.readers if r not in unread]))
+        storages.append(s)
+    return dataclasses.replace(
+        forward,
+        tasks=tuple(
+            [dataclasses.replace(t, duration_ns=0) if i in unread else t for i, t in enumerate(forward.tasks)]
+        ),
+        storages=tuple(storages),
+    )
 
 
 class _Backward:
@@ -382,9 +415,11 @@ def points(
     """
     counts = sorted({len(gathered) * q // 4 for q in _KEPT_QUARTERS}) if kept is None else list(kept)
     size = max(1, len(step.forward) + len(step.backward))
-    sizes = 1 if merging is None else 1 + merging.sizes
+    if merging is None:
+        merging = Merging(step.forward, step.backward, (Mergeable(), Mergeable()))
+    found: list[Point] = []
+    sizes = 1 + merging.sizes
     most = max(_FEWEST_STATES, min(_MOST_STATES, _SCHEDULED_TASKS // (_SERIES * len(counts) * sizes * size)))
-    found = []
     made: Made = {}
     for state in states(step, most, made):
         both = made.pop(state, None) or derived(step, state)
@@ -392,27 +427,70 @@ def points(
             continue
         spent = sum(step.forward.tasks[t].duration_ns for t in {t for i in state for t in step.candidates[i].chain})
         for count in counts:
-            names = {g.start for g in gathered[:count]}
-            problems = keep.holding(both[0], names), keep.without_gathers(both[1], names)
-            for one in (problems, *([] if merging is None else merging.merged(problems))):
-                found += _within(state, count, spent, one, _APPETITES)
+            for way in merging.ways(_keeping(both, gathered, count)):
+                found += _within(Point(state, count, 0, 0, spent, way.proposed), way, found)
+    found += refined(step, _no_faster(found), gathered, merging)
     return _no_faster(found)
 
 
-def _within(
-    state: tuple[int, ...], kept: int, spent_ns: int, both: tuple[Problem, Problem], appetites: Sequence[int]
-) -> list[Point]:
-    """The points of a state: those of more memory only where that makes the step shorter."""
-    flat = [tables(p) for p in both]
+def _keeping(
+    both: tuple[Problem, Problem], gathered: Sequence[keep.Gathered], count: int
+) -> tuple[Problem, Problem]:
+    """Forward and backward of a state that keeps so many parameters."""
+    names = {g.start for g in gathered[:count]}
+    return keep.holding(both[0], names), keep.without_gathers(both[1], names)
+
+
+def _within(blank: Point, way: Way, known: Sequence[Point]) -> list[Point]:
+    """The points of a state: those of more memory only where that makes the step shorter.
+
+    Args:
+        blank: the state's, without figures.
+        known: where one of them beats the best that the state could be, its points are not looked for.
+    """
+    flat = [tables(p) for p in way.problems]
     came = [value(t, range(t.n)) for t in flat]
     peak = max(own for _, own in came)
-    result = [Point(state, kept, peak, sum(ns for ns, _ in came), spent_ns)]
-    for percent in appetites:
+    if blank.recomputed:
+        least_ns = sum(any_order(t) for t in flat)
+        if any(p.peak_bytes <= peak and p.step_ns <= least_ns for p in known):
+            return []
+    result = [dataclasses.replace(blank, peak_bytes=peak, step_ns=sum(ns for ns, _ in came))]
+    for percent in _APPETITES:
         cap = peak * percent // 100
         found = [min((own, *_quick(t, cap))) for t, own in zip(flat, came)]
-        point = Point(state, kept, max(own for _, own in found), sum(ns for ns, _ in found), spent_ns)
-        if point.step_ns < result[-1].step_ns:
-            result.append(point)
+        highest, step_ns = max(own for _, own in found), sum(ns for ns, _ in found)
+        if step_ns < result[-1].step_ns:
+            result.append(dataclasses.replace(blank, peak_bytes=highest, step_ns=step_ns))
+    return result
+
+
+def refined(
+    step: Step, found: Sequence[Point], gathered: Sequence[keep.Gathered], merging: Merging
+) -> list[Point]:
+    """More points of the states that no other one beats: planned within their memory, with buckets that fit there.
+
+    A list schedule is a poor plan close to the least memory, and buckets of one size fit everywhere or nowhere. None
+    for large steps: each plan takes as long as one of the final ones.
+    """
+    size = max(1, len(step.forward) + len(step.backward)) * (2 if merging.sizes else 1)
+    best = curve(found)
+    most = min(_MOST_REFINED, len(best), _PLANNED_TASKS // size)
+    if most < 2:
+        return []
+    result = []
+    for k in range(most):
+        point = best[k * (len(best) - 1) // (most - 1)]
+        both = derived(step, point.recomputed)
+        if both is None:
+            continue
+        problems, cap = _keeping(both, gathered, point.kept), point.peak_bytes
+        ways = [merging.way(problems, point.proposed), *([merging.fitting(problems, cap)] if merging.sizes else [])]
+        for way in ways:
+            plans = [plan(p, cap, effort=0, thorough=False) for p in way.problems]
+            if all(p.feasible for p in plans):
+                peak, step_ns = max(p.peak_bytes for p in plans), sum(p.makespan_ns for p in plans)
+                result.append(dataclasses.replace(point, peak_bytes=peak, step_ns=step_ns, proposed=way.proposed))
     return result
 
 
@@ -446,9 +524,9 @@ def peak_of(step: Step) -> int:
     return max(peak_bytes(step.forward), peak_bytes(step.backward))
 
 
-def saved_ns(found: Sequence[Point]) -> int:
-    """The fastest step in which everything is saved and gathered again, whatever it needs."""
-    return min(p.step_ns for p in found if not p.recomputed and not p.kept)
+def saved_ns(found: Sequence[Point], kept: int = 0) -> int:
+    """The fastest step in which everything is saved and ``kept`` parameters are kept, whatever it needs."""
+    return min(p.step_ns for p in found if not p.recomputed and p.kept == kept)
 
 
 def best(found: Sequence[Point], limit: int | None) -> Point | None:
