@@ -177,6 +177,19 @@ def test_same_labels_but_another_digest_is_a_difference(trace_dir: TraceDir) -> 
     assert "digest" in group.differences[0][1]
 
 
+def test_what_differs_in_plans_of_equal_labels_is_named(trace_dir: TraceDir) -> None:
+    trace_dir.sample(rank=0)
+    problem = fsdp_problem(4)
+    report, answer = planned(problem, rank=1)
+    before = report.schedules[0].peak_after_bytes
+    report.schedules[0] = dataclasses.replace(report.schedules[0], peak_after_bytes=before + 8, digest="0" * 16)
+    report.digest = "0" * 16
+    trace_dir.add(report, problem, answer.order)
+    (group,) = across_ranks(read_trace(trace_dir.path).graphs)
+    said = f"peak after ({report.schedules[0].level}) is {before} bytes on rank 0 and {before + 8} bytes on rank 1"
+    assert group.differences == [(1, f"same labels in the same order; {said}")]
+
+
 def test_diff_of_two_runs(trace_dir: TraceDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace_dir.sample(budget="0")
     other = TraceDir(tmp_path / "other", monkeypatch)

@@ -30,6 +30,7 @@ class Dies(Exception):
 def talk(
     ranks: int, timeout_s: float, *, missing: tuple[int, ...] = (), late: Mapping[int, float] | None = None,
     boards: Mapping[int, FailingBoard] | None = None, combine: Any = joined, store: Any = None,
+    names: Mapping[int, str] | None = None,
 ) -> dict[int, Result]:
     """What each rank holds in the end; a rank that dies is left out."""
     store = store or dist.HashStore()
@@ -39,7 +40,8 @@ def talk(
         time.sleep((late or {}).get(rank, 0.0))
         session = Session(store, rank, range(ranks))
         board = (boards or {}).get(rank) or Board(store)
-        result = exchange(session, board, "a graph", f"times of {rank}".encode(), combine, timeout_s)
+        name = (names or {}).get(rank, "plan 0")
+        result = exchange(session, board, name, f"times of {rank}".encode(), combine, timeout_s, "forward_0")
         if not result.why.endswith("Dies: gone"):
             held[rank] = result
 
@@ -75,13 +77,20 @@ def test_a_rank_that_dies_after_the_others_know_it_is_named() -> None:
 
 def test_a_first_rank_that_dies_is_named() -> None:
     store = dist.HashStore()
-    held = talk(2, 3.0, boards={0: FailingBoard(store, 1, Dies)}, store=store)
+    held = talk(2, 3.0, boards={0: FailingBoard(store, 2, Dies)}, store=store)
     assert held[1].content is None and held[1].why == "rank 0 did not answer rank 1"
+
+
+def test_a_rank_that_timed_another_plan_is_not_taken_for_one_that_is_silent() -> None:
+    held = talk(2, 1.0, names={1: "other 0"})
+    assert held[0].why == "rank 1 timed another plan: other, and not plan"
+    assert held[1].why == "rank 0 timed another plan: plan, and not other"
+    assert held[0].content is held[1].content is None
 
 
 def test_a_store_that_is_lost_is_said() -> None:
     store = dist.HashStore()
-    held = talk(2, 20.0, boards={1: FailingBoard(store, 1, StoreError)}, store=store)
+    held = talk(2, 20.0, boards={1: FailingBoard(store, 2, StoreError)}, store=store)
     assert held[0].content is not None, "its times were there"
     assert held[1].content is None and "store cannot be used" in held[1].why
 

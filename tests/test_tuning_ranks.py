@@ -220,7 +220,7 @@ def _apart(rank: int, world: int, settings: dict[str, Any], how: str) -> Any:
             raise RuntimeError("this rank's thread is gone")
         if rank == 1:
             time.sleep(3 * PATIENCE_S)
-        return real(*args[:-1], PATIENCE_S)
+        return real(*args[:-2], PATIENCE_S, args[-1])
 
     with mock.patch.object(measuring, "exchange", changed):
         return train(rank, world, STEPS + 2, **settings)

@@ -15,7 +15,8 @@ from inductor_passes.tuning import record as records
 from inductor_passes.tuning.align import Member, offsets
 from inductor_passes.tuning.compare import timing
 from inductor_passes.tuning.correct import corrected
-from inductor_passes.tuning.reconcile import AT_MOST, MEASURED, SHARED, account
+from inductor_passes.tuning.plan import Call, Planned
+from inductor_passes.tuning.reconcile import AT_MOST, MEASURED, SHARED, account, of_own_calls
 from tests.support.tuned import MS, US, World, plan
 
 clocks = st.integers(-(10**15), 10**15)
@@ -250,9 +251,39 @@ def test_plans_and_records_travel_as_they_are() -> None:
 def test_ranks_that_timed_something_else_have_no_account() -> None:
     planned = plan([MS], [MS])
     mine, other = World([MS]).records(planned)
-    for wrong in (dataclasses.replace(other, digest="x"), dataclasses.replace(other, steps_ns=(1,))):
-        with pytest.raises(ValueError, match="same plan"):
+    for wrong, said in (
+        (dataclasses.replace(other, digest="x"), "rank 1 timed another plan: x and not"),
+        (dataclasses.replace(other, steps_ns=(1,)), "rank 1 timed another number of steps than rank 0"),
+        (dataclasses.replace(other, calls=("", "")), "rank 1 did not time the calls"),
+    ):
+        with pytest.raises(ValueError, match=said):
             account(planned, [mine, wrong])
+
+
+def test_kernels_that_one_rank_has_alone_are_left_out() -> None:
+    planned = plan([MS] * 2, [MS] * 2)
+    mine, other = World([MS] * 2).records(planned)
+    # Rank 1 pads its shard before the first gather, so all its calls come one later.
+    padding = {"offsets_ns": 0, "durations_ns": 7 * MS, "gaps_ns": 0}
+    more = {name: (first, *getattr(other, name)) for name, first in padding.items()}
+    padded = dataclasses.replace(other, calls=("pad", *other.calls), **more)
+    found = account(planned, [mine, padded])
+    assert found == account(planned, [mine, other])
+    # As rank 1 has it, and as it is told by rank 0.
+    calls = (Call("pad", ()), *planned.calls)
+    theirs = Planned.of(planned.about, calls, planned.collectives, planned.problem, planned.order)
+    told = of_own_calls(found, planned.kinds, theirs)
+    assert [one.call for one in told.kernels] == [one.call + 1 for one in found.kernels]
+    assert told.kernels and told.transfers == found.transfers
+    assert timing(theirs, told).kernels == timing(planned, found).kernels
+    assert of_own_calls(found, planned.kinds, planned) == found
+
+
+def test_calls_are_matched_between_what_communicates() -> None:
+    assert records.matched(["pad", "", "mm", "", "mm"], ["", "mm", "", "mm"]) == {1: 0, 2: 1, 3: 2, 4: 3}
+    assert records.matched(["mm", "", "mm", "gelu"], ["mm", "mm", "", "gelu", "mm"]) == {1: 2, 2: 4, 3: 3}
+    with pytest.raises(ValueError, match="equally often"):
+        records.matched(["", "mm"], ["mm"])
 
 
 def test_calls_of_the_code_are_found_among_those_that_were_made() -> None:

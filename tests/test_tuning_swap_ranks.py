@@ -61,16 +61,18 @@ def swaps(reports: list[Any]) -> list[dict[str, Any]]:
     return [one["swap"] for one in timings if one is not None and one["swap"] is not None]
 
 
-def train(rank: int, world: int, steps: int, settings: dict[str, Any], cold: bool = True) -> dict[str, Any]:
+def train(
+    rank: int, world: int, steps: int, settings: dict[str, Any], cold: bool = True, config: MLPConfig = MODEL
+) -> dict[str, Any]:
     """Losses of each step, until all ranks know what becomes of both graphs, or for so many steps."""
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     torch.manual_seed(0)
-    model = inductor_passes.simple_fsdp(mlp(MODEL), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    model = inductor_passes.simple_fsdp(mlp(config), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
     options = {} if not cold else {"fx_graph_cache": False}
     step = torch.compile(model, options=inductor_passes.options(inductor=options, **settings), fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    x = mlp_batch(MODEL, seed=rank + 1)[0]
+    x = mlp_batch(config, seed=rank + 1)[0]
     losses: list[float] = []
     modules: list[dict[str, Any]] = []
     add = measuring._graphs.add
@@ -118,6 +120,16 @@ def same_bits(pool: Ranks, tuned: list[dict[str, Any]], settings: dict[str, Any]
     plain = {key: value for key, value in settings.items() if not key.startswith("tune")}
     without = pool.run(train, len(tuned[0]["losses"]), plain)
     return all(a["losses"] == b["losses"] and a["parameters"] == b["parameters"] for a, b in zip(tuned, without))
+
+
+def test_ranks_with_uneven_shards_change_together(pool: Ranks, tmp_path: Path) -> None:
+    """One rank pads its shard, so its kernels cost something else; what they send, and the plan, are the same."""
+    settings = settings_of(tmp_path, assumed(tmp_path))
+    found = pool.run(train, 0, settings, True, MLPConfig(width=31, hidden=63, layers=2, batch=16))
+    first, second = ([{**one, "predicted_ns": 0} for one in rank["swaps"]] for rank in found)
+    assert first == second, "ranks hold one outcome; each predicts what its own kernels take"
+    assert first[0]["outcome"] in {SwapOutcome.KEPT.value, SwapOutcome.RETURNED.value} and first[0]["call"], first
+    assert all("something else" not in one["why"] for one in first)
 
 
 def test_a_faster_plan_is_swapped_in_at_one_call(pool: Ranks, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,20 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import inductor_passes
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build
+from inductor_passes.problems.record import plan_digest
 from inductor_passes.report import GraphReport, Reason
+from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
 from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
+from inductor_passes.tuning import measuring
 from tests.support.async_tp_programs import Program, ag, trace
 from tests.support.compiled import compiled_reports, dotted, kept, save_profile
 from tests.support.ranks import Ranks
@@ -58,6 +65,7 @@ def told(reports: list[GraphReport]) -> list[object]:
     return [
         None if choice is None else [d.verdict for d in choice.decisions],
         [[s.digest for s in r.schedules if s.level == "fx"] for r in reports],
+        [r.digest for r in reports],
         [[(c.kind, c.size_bytes) for c in r.collectives] for r in reports],
         [[p.metrics.get("buckets") for p in r.passes if p.name == "bucket"] for r in reports],
     ]
@@ -145,10 +153,82 @@ def test_real_ranks_with_uneven_shards_compute_the_same(tmp_path: Path) -> None:
                 assert all(torch.equal(a, b) for a, b in zip(plain, mine, strict=True))
 
 
+def tuned(rank: int, world_size: int, file: str) -> list[GraphReport]:
+    """Reports of a timed model whose widths two ranks cannot share evenly."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(8, 63), nn.GELU(), nn.Linear(63, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    inductor_passes.adopt(model)
+    step = torch.compile(model, options=inductor_passes.options(tune=2, tune_file=file))
+    with collect(what_if=False) as reports:
+        for _ in range(4):
+            step(torch.ones(6, 8)).square().mean().backward()
+    assert measuring.finished()
+    return reports
+
+
+@pytest.fixture(scope="module")
+def timed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[GraphReport]]]:
+    tmp = tmp_path_factory.mktemp("tuned")
+    with Ranks(2, env={"TORCHINDUCTOR_CACHE_DIR": str(tmp / "cache")}) as pool:
+        return tmp / "tuned.json", pool.run(tuned, str(tmp / "tuned.json"))
+
+
+@pytest.mark.ranks
+def test_reports_of_ranks_with_uneven_shards_have_one_digest(timed: tuple[Path, list[list[GraphReport]]]) -> None:
+    _, (first, second) = timed
+    assert [r.phase for r in first] == ["forward", "backward"]
+    assert [r.digest for r in first] == [r.digest for r in second] and len({r.digest for r in first}) == 2
+    # What differs is what each rank's own kernels cost.
+    assert [r.schedules[-1].digest for r in first] != [r.schedules[-1].digest for r in second]
+
+
+@pytest.mark.ranks
+def test_ranks_with_uneven_shards_hold_one_tuned_profile(timed: tuple[Path, list[list[GraphReport]]]) -> None:
+    file, found = timed
+    written = CostProfile.load(file)
+    assert "2 steps on 2 ranks" in written.name
+    for reports in found:
+        timings = [r.timing for r in reports if r.timing is not None]
+        assert [one.ranks for one in timings] == [(0, 1), (0, 1)] and all(one.kernels for one in timings)
+        assert timings[-1].profile_hash == written.hash()
+    first, second = ([r.timing for r in reports] for reports in found)
+    assert [one and one.collectives for one in first] == [one and one.collectives for one in second]
+
+
+def test_plans_of_ranks_with_uneven_shards_that_differ_have_other_digests() -> None:
+    with fake_world(2):
+        uneven, even = (build(GraphView(trace(cut(rows)).graph), CostProfile.default("cuda")) for rows in (15, 16))
+
+    def kernels(pad_ns: int, size: int = 64) -> Problem:
+        tasks = (
+            Task("pad", Kind.COMPUTE, pad_ns),
+            Task("gather", Kind.START, 9, lane=0, label="AG0", size_bytes=size),
+            Task("mm", Kind.COMPUTE, 5, label="mm"),
+            Task("wait", Kind.WAIT, lane=0, start=1, label="WAG0"),
+        )
+        return Problem(tasks, ((), (0,), (), (1,)), (Lane("0", "link"),))
+
+    order = uneven.problem.input_order
+    digest = plan_digest(uneven, order, kernels(3), (0, 1, 2, 3))
+    assert digest == plan_digest(uneven, order, kernels(2), (0, 1, 2, 3)), "padding is the rank's own"
+    assert digest != plan_digest(uneven, order, kernels(3), (0, 1, 3, 2)), "waits elsewhere among the kernels"
+    assert digest != plan_digest(uneven, order, kernels(3, 128), (0, 1, 2, 3)), "sends something else"
+    assert digest != plan_digest(uneven, order[::-1], kernels(3), (0, 1, 2, 3)), "another order on FX"
+    other = dataclasses.replace(uneven, problem=dataclasses.replace(uneven.problem, base_bytes=1))
+    assert digest != plan_digest(other, order, kernels(3), (0, 1, 2, 3)), "another problem on FX"
+    for fx in (even, None):
+        assert plan_digest(fx, order, kernels(3), (0, 1, 2, 3)) == kernels(3).digest((0, 1, 2, 3))
+
+
+def cut(rows: int) -> Program:
+    return Program("cut", lambda x, w: ag(x)[:rows] @ w, ((8, 4), (4, 4)))
+
+
 @pytest.mark.parametrize(("kept_rows", "uneven"), [(15, True), (16, False), (10, False)])
 def test_a_cut_counts_only_as_much_as_shards_are_padded(kept_rows: int, uneven: bool) -> None:
     with fake_world(2):
-        gm = trace(Program("cut", lambda x, w: ag(x)[:kept_rows] @ w, ((8, 4), (4, 4))))
+        gm = trace(cut(kept_rows))
         found, problem = shards(GraphView(gm.graph)), build(GraphView(gm.graph), CostProfile.default("cuda"))
     assert bool(found.uneven) is uneven
     # How a shard is padded, and what that is fused with, is the rank's own.

@@ -20,7 +20,7 @@ from inductor_passes.engine.publish import publish, somebody_looks, write_proble
 from inductor_passes.ir.parameters import reported
 from inductor_passes.problems.kernel_memory import donated_inputs, saved_together
 from inductor_passes.problems.kernels import build
-from inductor_passes.problems.record import schedule_report
+from inductor_passes.problems.record import plan_digest, schedule_report
 from inductor_passes.replay import order_check
 from inductor_passes.replay.ordering import Ordered, order
 from inductor_passes.report import PassReport, Reason
@@ -111,7 +111,10 @@ def _checked(
 def _record(ordered: Ordered, limit: int | None, compilation: Compilation, report: PassReport) -> None:
     graph, built, after = compilation.report, ordered.built, ordered.after
     graph.schedules.append(schedule_report("scheduler", built.problem, ordered.plan, ordered.before, after))
-    graph.digest = graph.schedules[-1].digest
+    fx = compilation.scheduled
+    graph.digest = plan_digest(
+        None if fx is None else fx.fx, () if fx is None else fx.plan.order, built.problem, ordered.plan.order
+    )
     if compilation.pins is not None and not compilation.pins.given_up and not ordered.given_up:
         graph.digest = compilation.pins.combined(graph.digest)
     groups = {c.group.name: c.group.ranks for c in built.collectives.values()}

@@ -45,6 +45,7 @@ class FxProblem:
         ranks_agree: all ranks solve this problem alike, see ``canonical.Shards``.
         memory: for :attr:`generated`.
         costs: of its compute.
+        uneven: some shards are of unequal size, which every rank sees: what pads and trims them is the rank's own.
         kept: starts and waits (before, after) that stay in order for what other ranks may do, see ``transfers``. The
             view's ``ordering_edges`` are about this rank's data and memory, and say nothing of it.
     """
@@ -57,6 +58,7 @@ class FxProblem:
     memory: Callable[[], tuple[Storage, ...]] | None = None
     kept: tuple[tuple[torch.fx.Node, torch.fx.Node], ...] = ()
     costs: ComputeCosts | None = None
+    uneven: bool = False
 
     @cached_property
     def generated(self) -> Problem | None:
@@ -141,7 +143,15 @@ class _Reader:
         members = tuple(tuple(m) for m in self.members)
         prefix, suffix = tuple(self.prefix), tuple(self.suffix)
         return FxProblem(
-            self.builder.problem(), members, prefix, suffix, self.ranks_agree, memory, tuple(self.kept), self.costs
+            self.builder.problem(),
+            members,
+            prefix,
+            suffix,
+            self.ranks_agree,
+            memory,
+            tuple(self.kept),
+            self.costs,
+            bool(self.shards.uneven),
         )
 
     def _place(self, node: torch.fx.Node, preparation: list[torch.fx.Node]) -> None:

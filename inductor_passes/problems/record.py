@@ -1,7 +1,12 @@
-"""The record of a planned schedule, for the report."""
+"""The record of a planned schedule, for the report, and the digest of a whole plan."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
+
+from inductor_passes.problems.fx import FxProblem
 from inductor_passes.report import ScheduleReport
 from inductor_passes.schedule.plan import Plan
 from inductor_passes.schedule.problem import Problem
@@ -39,3 +44,22 @@ def schedule_report(level: str, problem: Problem, plan: Plan, before: Timeline, 
         contention_before_ns=before.contention_ns,
         contention_after_ns=after.contention_ns,
     )
+
+
+def plan_digest(fx: FxProblem | None, fx_order: Sequence[int], kernels: Problem, order: Sequence[int]) -> str:
+    """The digest of a graph's plan (16 hex digits), equal on ranks that agree.
+
+    It is that of the kernels and their order. Where shards are uneven a rank's kernels are its own: it pads its shard,
+    which costs time and memory, and its neighbour has nothing to pad. Then it is made of what all ranks see alike: the
+    problem that was solved on FX, its answer, and the order of what carries a label (collectives, their waits, library
+    kernels) among the kernels.
+
+    Args:
+        fx: the problem on FX, None where there was none; ``fx_order``: its answer.
+        kernels: the problem of the fused kernels; ``order``: its answer.
+    """
+    if fx is None or not fx.uneven:
+        return kernels.digest(order)
+    labelled = [(t.label, int(t.kind), t.lane, t.size_bytes) for i in order if (t := kernels.tasks[i]).label]
+    content = json.dumps([fx.problem.digest(fx_order), labelled], separators=(",", ":"))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -10,6 +10,16 @@ from inductor_passes.trace.reader import GraphTrace
 
 #: What identifies a graph across ranks and runs: (compile id, phase, graph index).
 GraphKey = tuple[str, str, int]
+#: What a schedule is summed up in, and in which unit.
+_FIGURES = (
+    ("makespan_after_ns", "ns"),
+    ("exposed_after_ns", "ns"),
+    ("peak_after_bytes", "bytes"),
+    ("budget_bytes", "bytes"),
+    ("lower_bound_ns", "ns"),
+    ("tasks", ""),
+    ("method", ""),
+)
 
 
 @dataclass
@@ -62,7 +72,28 @@ def _difference(first: GraphTrace, other: GraphTrace) -> str:
             return f"schedule differs at label {k}: {a} on rank {first.rank}, {b} on rank {other.rank}"
     if len(ours) != len(theirs):
         return f"schedule has {len(ours)} labels on rank {first.rank}, {len(theirs)} on rank {other.rank}"
-    return f"same labels in the same order, but digest {first.report.digest} against {other.report.digest}"
+    return _figures(first, other) or (
+        "same labels in the same order and the same totals; other durations, memory or dependencies: "
+        f"digest {first.report.digest} on rank {first.rank}, {other.report.digest} on rank {other.rank}"
+    )
+
+
+def _figures(first: GraphTrace, other: GraphTrace) -> str:
+    """The first figure in which two plans of equal labels differ, the earliest level first; "" where none does."""
+    assert first.report is not None and other.report is not None
+    for ours, theirs in zip(first.report.schedules, other.report.schedules):
+        if ours.level != theirs.level or ours.digest == theirs.digest:
+            continue
+        for name, unit in _FIGURES:
+            a, b = getattr(ours, name), getattr(theirs, name)
+            if a != b:
+                said = " and ".join(f"{x} {unit}".strip() + f" on rank {g.rank}" for x, g in ((a, first), (b, other)))
+                return f"same labels in the same order; {_called(name)} ({ours.level}) is {said}"
+    return ""
+
+
+def _called(figure: str) -> str:
+    return figure.removesuffix("_ns").removesuffix("_bytes").replace("_", " ")
 
 
 def schedule_labels(graph: GraphTrace, when: str = "after") -> list[str]:
@@ -118,18 +149,10 @@ def _changes(a: GraphReport, b: GraphReport) -> Iterable[Change]:
         ours, theirs = a.config.get(name), b.config.get(name)
         if ours != theirs:
             yield Change(f"setting {name}", str(ours), str(theirs))
-    for name, unit in (
-        ("makespan_after_ns", "ns"),
-        ("exposed_after_ns", "ns"),
-        ("peak_after_bytes", "bytes"),
-        ("budget_bytes", "bytes"),
-        ("lower_bound_ns", "ns"),
-        ("tasks", ""),
-        ("method", ""),
-    ):
+    for name, unit in _FIGURES:
         ours, theirs = getattr(a.schedule, name, None), getattr(b.schedule, name, None)
         if ours != theirs:
-            yield Change(name.removesuffix("_ns").removesuffix("_bytes").replace("_", " "), ours, theirs, unit)
+            yield Change(_called(name), ours, theirs, unit)
     if a.digest != b.digest:
         yield Change("plan digest", a.digest, b.digest)
     before = {c.name: c for c in a.collectives}

@@ -54,6 +54,7 @@ def exchange(
     record: bytes,
     combine: Callable[[Mapping[int, bytes]], Any],
     timeout_s: float,
+    title: str = "",
 ) -> Result:
     """One result for all ranks of ``session``; never raises, and waits for at most two and a half times ``timeout_s``.
 
@@ -62,12 +63,14 @@ def exchange(
         name: of what is exchanged, equal on all ranks and used once.
         record: this rank's.
         combine: all ranks' records into the result, plain data; called on the first rank only.
+        timeout_s: in seconds.
+        title: what the ranks call what was timed, also where ``name`` is another one; for the sentence, "" for none.
     """
     try:
         now = board.clock.now()
         if not session.open(now + timeout_s):
             return Result(None, f"not all of ranks {listed(session.ranks)} came to exchange their times")
-        return _Exchange(session, board, name, combine).result(record, timeout_s)
+        return _Exchange(session, board, name, combine, title).result(record, timeout_s)
     except StoreError as error:
         return Result(None, f"the process group's store cannot be used ({error})")
     except Exception as error:  # a measurement must never stop a program
@@ -76,18 +79,22 @@ def exchange(
 
 class _Exchange:
     def __init__(
-        self, session: Talks, board: Board, name: str, combine: Callable[[Mapping[int, bytes]], Any]
+        self, session: Talks, board: Board, name: str, combine: Callable[[Mapping[int, bytes]], Any], title: str
     ) -> None:
         self._session = session
         self._board = board
         self._name = hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
         self._combine = combine
+        self._plan = name.partition(" ")[0]
+        self._title = hashlib.blake2b(title.encode(), digest_size=12).hexdigest() if title else ""
 
     def _key(self, *parts: str) -> str:
         return self._session.key("timing", self._name, *parts)
 
     def result(self, record: bytes, timeout_s: float) -> Result:
         board, session = self._board, self._session
+        if self._title:
+            board.put(self._said(session.rank), self._plan)
         board.put(self._key("record", str(session.rank)), record.hex())
         deadline = board.clock.now() + timeout_s
         if session.rank == session.ranks[0]:
@@ -95,11 +102,30 @@ class _Exchange:
             if board.until(lambda: board.has(list(keys.values())) or None, deadline):
                 return self._taken(board.put_once(self._key("result"), self._made(keys)))
             missing = [rank for rank, key in keys.items() if not board.has([key])]
-            return self._give_up(f"rank{'s' * (len(missing) > 1)} {listed(missing)} did not hand in any times")
+            return self._give_up(self._why(missing))
         there = board.until(lambda: board.has([self._key("result")]) or None, deadline + _LONGER * timeout_s)
         if there:
             return self._taken(board.read([self._key("result")])[0].decode(errors="replace"))
-        return self._give_up(f"rank {session.ranks[0]} did not answer rank {session.rank}")
+        return self._give_up(
+            self._another(session.ranks[0]) or f"rank {session.ranks[0]} did not answer rank {session.rank}"
+        )
+
+    def _said(self, rank: int) -> str:
+        """Where a rank says which plan it timed, for ranks that timed another one."""
+        return self._session.key("timed plan", self._title, str(rank))
+
+    def _another(self, rank: int) -> str:
+        """That a rank timed another plan, as a sentence; "" where it did not say so."""
+        if not self._title or not self._board.has([self._said(rank)]):
+            return ""
+        plan = self._board.read([self._said(rank)])[0].decode(errors="replace")
+        return "" if plan == self._plan else f"rank {rank} timed another plan: {plan}, and not {self._plan}"
+
+    def _why(self, missing: Sequence[int]) -> str:
+        for rank in missing:
+            if another := self._another(rank):
+                return another
+        return f"rank{'s' * (len(missing) > 1)} {listed(missing)} did not hand in any times"
 
     def _made(self, keys: Mapping[int, str]) -> str:
         found = zip(keys, self._board.read(list(keys.values())))

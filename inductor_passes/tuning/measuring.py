@@ -32,7 +32,7 @@ from inductor_passes.tuning.correct import corrected
 from inductor_passes.tuning.exchange import Result, exchange
 from inductor_passes.tuning.gathered import Gathered
 from inductor_passes.tuning.plan import Planned
-from inductor_passes.tuning.reconcile import Account, account
+from inductor_passes.tuning.reconcile import Account, account, of_own_calls
 from inductor_passes.tuning.replanning import TALK, TIMES, Replanning
 from inductor_passes.tuning.settings import apart
 from inductor_passes.tuning.tape import Tape
@@ -72,15 +72,16 @@ class _Graph:
     """A graph that is timed in this process.
 
     Attributes:
+        number: how many graphs with this plan came before it; ``turn``: how many of this title.
         kept: what is needed to plan it again, or why there is nothing.
         turnstile: counts its calls once they are not timed any more.
         timing: what was measured of it.
     """
 
-    def __init__(self, planned: Planned, compile_id: str, number: int, kept: again.Kept | str) -> None:
+    def __init__(self, planned: Planned, compile_id: str, kept: again.Kept | str) -> None:
         self.planned = planned
         self.compile_id = compile_id
-        self.number = number
+        self.number = self.turn = 0
         self.kept = kept
         self.turnstile: Turnstile | None = None
         self.timing: Timing | None = None
@@ -127,10 +128,9 @@ class _Graphs:
     def add(self, planned: Planned, compile_id: str, module: dict[str, Any], kept: again.Kept | str) -> None:
         """Start the clock of a graph."""
         with self._lock:
-            number = self._numbers.get(planned.about.digest, 0)
-            self._numbers[planned.about.digest] = number + 1
-        graph = _Graph(planned, compile_id, number, kept)
-        _latest[planned.about.digest, compile_id] = number
+            graph = _Graph(planned, compile_id, kept)
+            graph.number, graph.turn = self._next(planned.about.digest), self._next(graph.title)
+        _latest[planned.about.digest, compile_id] = graph.number
         self.gathered.expect(planned)
         called = [call.name for call in planned.calls]
 
@@ -150,6 +150,11 @@ class _Graphs:
             atexit.unregister(self._tell_untimed)
             atexit.register(self._tell_untimed)
             self._timed[graph.name] = planned.about.steps, graph.title
+
+    def _next(self, what: str) -> int:
+        number = self._numbers.get(what, 0)
+        self._numbers[what] = number + 1
+        return number
 
     def _tell_untimed(self) -> None:
         """At the end of the process: graphs that did not run often enough, by the setting that asks for it."""
@@ -299,7 +304,7 @@ class _Graphs:
         # Ranks that time other numbers of steps have nothing to put together, and need not wait for each other.
         differs = self._apart(graph)
         result = Result(None, differs["tune"]) if "tune" in differs else self._taken(
-            planned, graph.name, mine, self._with_profile(planned)
+            planned, graph.name, mine, self._with_profile(planned), f"{graph.title} {graph.turn}"
         )
         differs = self._apart(graph)
         if result.content is None:
@@ -310,6 +315,7 @@ class _Graphs:
                 _publish_swap(graph, Swap(SwapOutcome.NOTHING, why), rank)
             return False
         found = convert(result.content["account"], Account, "an account")
+        found = of_own_calls(found, tuple(map(str, result.content["calls"])), planned)
         profile = CostProfile.from_json(result.content["profile"])
         path, note, unsaved = _saved(self.gathered, planned, found, profile)
         if unsaved:
@@ -368,6 +374,7 @@ class _Graphs:
             found = account(planned, [record.unpacked(data) for data in records.values()])
             return {
                 "account": plain(found),
+                "calls": planned.kinds,
                 "profile": self.gathered.profile(planned, found).to_json(),
                 "untold": self.gathered.untold(planned, found),
             }
@@ -375,16 +382,26 @@ class _Graphs:
         return combine
 
     def _taken(
-        self, planned: Planned, name: str, mine: record.Record, combine: Callable[[Mapping[int, bytes]], Any]
+        self,
+        planned: Planned,
+        name: str,
+        mine: record.Record,
+        combine: Callable[[Mapping[int, bytes]], Any],
+        title: str = "",
     ) -> Result:
         """What comes of all ranks' records; where nothing does, what is known of this rank stays, with the reason."""
         try:
-            return self._exchanged(planned.about, name, mine, combine)
+            return self._exchanged(planned.about, name, mine, combine, title)
         except Exception as error:
             return Result(None, f"{type(error).__name__}: {error}")
 
     def _exchanged(
-        self, about: plan.About, name: str, mine: record.Record, combine: Callable[[Mapping[int, bytes]], Any]
+        self,
+        about: plan.About,
+        name: str,
+        mine: record.Record,
+        combine: Callable[[Mapping[int, bytes]], Any],
+        title: str,
     ) -> Result:
         if about.participants == (mine.rank,):
             return Result(combine({mine.rank: record.packed(mine)}))
@@ -395,7 +412,7 @@ class _Graphs:
             return Result(None, "the ranks are not known to have the same graph")
         if _torch.default_store() is None:
             return Result(None, "there is no default process group with a store")
-        return exchange(session, self._connected(TIMES), name, record.packed(mine), combine, about.timeout_s)
+        return exchange(session, self._connected(TIMES), name, record.packed(mine), combine, about.timeout_s, title)
 
     def _connected(self, what: int) -> Board:
         """This thread's connection to the store for one kind of work, one for the life of the process group.

@@ -126,6 +126,11 @@ class Planned:
         begin, end, tasks = self.timeline.start_ns, self.timeline.end_ns, self.problem.tasks
         return sum(end[task] - begin[task] for task in self.calls[call].tasks if tasks[task].kind is Kind.COMPUTE)
 
+    @functools.cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Of every call its class, see :meth:`class_of`, and "" where it communicates."""
+        return tuple("" if call in self.communicating else self.class_of(call) for call in range(len(self.calls)))
+
     def class_of(self, call: int) -> str:
         """The class of kernels that a call belongs to: an operator's name, or :data:`FUSED`."""
         one = self.calls[call]

@@ -10,13 +10,15 @@ A call is charged with the time since the call before it, in which the host prep
 waits cost where nobody stands still. So kernels, issues and stalls add up to the step.
 
 All quantities are medians over steps; of the ranks the slowest counts for steps, and their mean for everything else.
+
+Where shards are uneven a rank has kernels of its own, which pad: kernels are those that all ranks have.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -24,7 +26,7 @@ from inductor_passes.cost.fit import spread
 from inductor_passes.operators import GROUP_KINDS
 from inductor_passes.tuning.align import Member, offsets
 from inductor_passes.tuning.plan import Planned
-from inductor_passes.tuning.record import Record
+from inductor_passes.tuning.record import Record, matched
 
 #: A wait up to this long, in ns, is the cost of asking; so is one up to so many times the shortest of the graph, where
 #: that is so many times shorter than the longest, and no longer than the last of these.
@@ -89,7 +91,7 @@ class Account:
         steps: how many there were.
         step_ns: of the slowest rank.
         transfers: by the plan's collectives.
-        kernels: by calls that compute.
+        kernels: by calls that compute and that all these ranks have.
     """
 
     ranks: tuple[int, ...]
@@ -108,15 +110,54 @@ def account(planned: Planned, records: Sequence[Record]) -> Account:
     Raises:
         ValueError: the records are not of this plan, or have different numbers of steps.
     """
-    if {(r.digest, len(r.steps_ns), len(r.durations_ns)) for r in records} != {
-        (planned.about.digest, len(records[0].steps_ns), len(planned.calls))
-    }:
-        raise ValueError("the ranks did not time the same plan over the same number of steps")
+    for r in records:
+        if r.digest != planned.about.digest:
+            raise ValueError(f"rank {r.rank} timed another plan: {r.digest} and not {planned.about.digest}")
+        if len(r.steps_ns) != len(records[0].steps_ns) or len(r.starts) != len(r.steps_ns):
+            raise ValueError(f"rank {r.rank} timed another number of steps than rank {records[0].rank}")
+        if len(r.groups) != len(planned.collectives) or not (
+            len(r.calls) == len(r.durations_ns) == len(r.offsets_ns) == len(r.gaps_ns)
+        ):
+            raise ValueError(f"rank {r.rank} did not time the calls of the plan")
+    places = [matched(planned.kinds, r.calls) for r in records]
+    records = [_placed(r, len(planned.calls), place) for r, place in zip(records, places)]
     transfers = _Transfers(planned, records).all()
-    kernels = _kernels(planned, transfers, records)
+    shared = set.intersection(*map(set, places))
+    kernels = _kernels(planned, transfers, records, sorted(shared - planned.communicating))
     slowest = max(round(median(r.steps_ns)) for r in records)
     ranks = tuple(sorted(r.rank for r in records))
     return Account(ranks, len(records[0].steps_ns), slowest, tuple(transfers), tuple(kernels))
+
+
+def of_own_calls(found: Account, calls: Sequence[str], planned: Planned) -> Account:
+    """What another rank of the plan put together, with the numbers of this rank's calls.
+
+    Args:
+        calls: classes of the other rank's calls.
+        planned: as this rank has it.
+
+    Raises:
+        ValueError: the ranks do not communicate equally often.
+    """
+    place = matched(calls, planned.kinds)
+    kernels = tuple(replace(one, call=place[one.call]) for one in found.kernels if one.call in place)
+    return replace(found, kernels=kernels)
+
+
+def _placed(record: Record, calls: int, place: Mapping[int, int]) -> Record:
+    """The record with the times of each call where ``place`` has it among ``calls``; 0 for those it does not have."""
+    if len(place) == calls == len(record.calls):
+        return record
+
+    def moved(times: Sequence[int]) -> tuple[int, ...]:
+        return tuple(times[place[k]] if k in place else 0 for k in range(calls))
+
+    return replace(
+        record,
+        offsets_ns=moved(record.offsets_ns),
+        durations_ns=moved(record.durations_ns),
+        gaps_ns=moved(record.gaps_ns),
+    )
 
 
 @dataclass(frozen=True)
@@ -151,9 +192,10 @@ def _under_way(planned: Planned, transfers: Sequence[Transfer], record: Record) 
     return sorted(found, key=lambda one: one.begin)
 
 
-def _kernels(planned: Planned, transfers: Sequence[Transfer], records: Sequence[Record]) -> list[Kernel]:
+def _kernels(
+    planned: Planned, transfers: Sequence[Transfer], records: Sequence[Record], calls: Sequence[int]
+) -> list[Kernel]:
     """In order of the calls. Calls and transfers of a rank are both in order of time: one sweep over them."""
-    calls = [call for call in range(len(planned.calls)) if call not in planned.communicating]
     shares: dict[int, dict[int, float]] = {call: {} for call in calls}
     beside, unsure = set(), set()
     for record in records:

@@ -24,6 +24,8 @@ class Record:
     Attributes:
         rank: global rank.
         digest: of the plan that was timed.
+        calls: of every call of the generated code its class, "" where it communicates (``Planned.kinds``). Where shards
+            are uneven a rank has kernels of its own.
         groups: ranks of each collective of the plan; ranks of one plan may be in different groups of one shape.
         steps_ns: how long each step took.
         starts, waits: per step, (begin, end) of each collective's start, and of each of its waits in order of the plan.
@@ -34,6 +36,7 @@ class Record:
 
     rank: Count
     digest: str
+    calls: tuple[str, ...]
     groups: tuple[tuple[Count, ...], ...]
     steps_ns: tuple[Count, ...]
     starts: tuple[tuple[tuple[Integer, Integer], ...], ...]
@@ -57,6 +60,7 @@ def record_of(planned: Planned, steps: Sequence[Step], rank: int) -> Record | st
     return Record(
         rank=rank,
         digest=planned.about.digest,
+        calls=planned.kinds,
         groups=tuple(c.ranks for c in planned.collectives),
         steps_ns=tuple(max(0, step.end_ns - step.begin_ns) for step in steps),
         starts=tuple(tuple(row[c.start] for c in planned.collectives) for row in rows),
@@ -80,6 +84,38 @@ def places_of(names: Sequence[str], expected: Sequence[str]) -> list[int] | None
             return None
         found.append(at)
         at += 1
+    return found
+
+
+def matched(these: Sequence[str], those: Sequence[str]) -> dict[int, int]:
+    """Which call of one rank's code is which of another's; a rank's own kernels are left out.
+
+    Ranks of one plan communicate alike. Between two communicating calls they have the same calls of a class when they
+    have equally many.
+
+    Args:
+        these, those: classes of the calls, "" where they communicate.
+
+    Raises:
+        ValueError: the two do not communicate equally often.
+    """
+    if these == those:
+        return {k: k for k in range(len(these))}
+    if these.count("") != those.count(""):
+        raise ValueError("ranks of one plan do not communicate equally often")
+    ours, theirs = _by_place(these), _by_place(those)
+    found = {a: b for place, mine in ours.items() if len(mine) == len(other := theirs.get(place, []))
+             for a, b in zip(mine, other)}
+    return dict(sorted(found.items()))
+
+
+def _by_place(calls: Sequence[str]) -> dict[tuple[int, str], list[int]]:
+    """Calls by how many communicate before them, and their class."""
+    found: dict[tuple[int, str], list[int]] = {}
+    before = 0
+    for k, name in enumerate(calls):
+        found.setdefault((before, name), []).append(k)
+        before += not name
     return found
 
 
