@@ -29,6 +29,7 @@ from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.step import recompute
 from inductor_passes.step.merging import Merging
 from inductor_passes.step.recompute import Candidate, Step
+from tests.support.async_tp_programs import Program, rs, trace
 from tests.support.bucket_graphs import narrow_then_wide
 from tests.support.compiled import compiled_reports
 from tests.support.world import fake_world
@@ -62,8 +63,32 @@ def planned_ns(reports: list[GraphReport]) -> int:
     return sum(r.schedules[-1].makespan_after_ns for r in reports)
 
 
+def reduced(packed: bool) -> Program:
+    """Gradients of 15 rows and of 7, reduced over two ranks together or each for itself; this rank has the larger part.
+    """
+
+    def whole(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        one, other = nn.functional.pad(a.mm(a.t())[:, :4], (0, 0, 0, 1)), nn.functional.pad(b.sin(), (0, 0, 0, 1))
+        if not packed:
+            return rs(one) / 2, rs(other) / 2
+        message = torch.cat([one.view(2, -1), other.view(2, -1)], 1)
+        received = rs(message).view(-1)
+        return received[:32].view(8, 4) / 2, received[32:].view(4, 4) / 2
+
+    return Program("reduced", whole, ((15, 4), (7, 4)))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_gradient_of_an_uneven_shard_counts_with_its_piece_of_a_message(packed: bool) -> None:
+    """All ranks see the padded piece. With the whole message each, hardly anything would fit a budget."""
+    with fake_world(2):
+        fx = build(GraphView(trace(reduced(packed)).graph), CostProfile.default("cpu"))
+    assert fx.uneven and fx.ranks_agree
+    gradients = [s.size_bytes for s in fx.problem.storages if s.pinned and s.producer != INPUT]
+    assert gradients == [8 * 4 * 4, 4 * 4 * 4]
+
+
 def test_gradients_of_uneven_shards_are_merged_within_a_budget() -> None:
-    """Each counts with its piece of the message: with the whole message no two of them would fit."""
     reports = narrow(False, "+5%")
     backward = next(r for r in reports if r.phase == "backward")
     (bucket,) = [p for p in backward.passes if p.name == "bucket"]
