@@ -44,7 +44,8 @@ CONTENDERS = OF_LINK | {
         Contender("ours-order", "ours, no buckets", "ours", None, {"bucket": "off"}),
     )
 }
-NAMES = ("inductor", "reorder", "both", "overlap", "ours-0", "ours", "ours-unpack", "ours-order")
+#: Not in-tree overlap scheduling: it needs a backend that torch knows.
+NAMES = ("inductor", "reorder", "both", "ours-0", "ours", "ours-unpack", "ours-order")
 #: Of these, the ones whose kernels are recorded as CUDA graphs too.
 RECORDED = ("inductor", "both", "ours", "ours-unpack", "ours-order")
 SCHEDULE_HEADER = ("contender", "step ms", "spread", "/ default", "peak MB", "/ default", "predicted", "loss")
