@@ -18,6 +18,7 @@ from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.handed import handed
 from inductor_passes.bucket.question import Question
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import agreeing
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build
 from inductor_passes.report import GraphReport, Reason
@@ -198,3 +199,13 @@ def test_a_model_with_a_constant_can_keep_its_parameters(budget: str) -> None:
         model = simple_fsdp(Shifted(), init_device_mesh("cpu", (2,)), reshard_after_forward="auto")
         reports = compiled_reports(model, torch.randint(16, (8, 4)), memory_budget=budget)
     assert [r.phase for r in reports] == ["forward", "backward"]
+
+
+def test_ranks_compare_what_the_partitioner_told() -> None:
+    """By places: nodes are not called the same on all ranks."""
+    with fake_world(8) as world:
+        view = GraphView(narrow_then_wide(world, 12).graph)
+        names = [c.start.name for c in view.collectives]
+        one = agreeing._told(StepFacts(1, 2, proposed=((names[1], names[3]),), reached_bytes=7), view)
+        assert one == "1 2 7 [[1, 3]]" and agreeing._told(None, view) == ""
+        assert one != agreeing._told(StepFacts(1, 2, proposed=((names[1], names[2]),), reached_bytes=7), view)

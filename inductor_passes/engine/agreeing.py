@@ -70,7 +70,7 @@ def reach(
 
         found = agreement.reach(
             view,
-            _facts(settings, profile, phase, step),
+            _facts(settings, profile, phase, _told(step, view)),
             timeout_s=timeout_s,
             name=phase,
             describe_group=describe,
@@ -78,8 +78,21 @@ def reach(
     return found
 
 
-def _facts(settings: PassConfig, profile: CostProfile, phase: str, step: StepFacts | None) -> Mapping[str, str]:
-    """What decisions depend on besides the graph."""
+def _told(step: StepFacts | None, view: GraphView) -> str:
+    """What the partitioner told, without names: nodes are not called the same on all ranks."""
+    if step is None:
+        return ""
+    place = {c.start.name: k for k, c in enumerate(view.collectives)}
+    proposed = [[place[name] for name in bucket if name in place] for bucket in step.proposed]
+    return f"{step.own_peak_bytes} {step.step_peak_bytes} {step.reached_bytes} {proposed}"
+
+
+def _facts(settings: PassConfig, profile: CostProfile, phase: str, step: str) -> Mapping[str, str]:
+    """What decisions depend on besides the graph.
+
+    Args:
+        step: see :func:`_told`.
+    """
     chosen = {name: value for name, value in settings.to_json().items() if name not in _OWN}
     plans = identity.load_plan(settings)
     known = availability.established()
@@ -92,7 +105,7 @@ def _facts(settings: PassConfig, profile: CostProfile, phase: str, step: StepFac
         "estimator": str(getattr(settings.estimator, "inductor_passes_uuid", "") if settings.estimator else None),
         "cost profile": f"{profile.device} {profile.hash()}",
         "plan": plans.digest if plans is not None else "",
-        "step": "" if step is None else f"{step.own_peak_bytes} {step.step_peak_bytes}",
+        "step": step,
         "groups": json.dumps(sorted({json.dumps(one, sort_keys=True) for one in known.values()})),
     }
 
@@ -135,7 +148,7 @@ def compare_messages(
     """
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("comparing collectives with the other ranks", "collectives stay as they are", settings):
-        facts = [f"fact {key}: {value}" for key, value in _facts(settings, profile, phase, None).items()]
+        facts = [f"fact {key}: {value}" for key, value in _facts(settings, profile, phase, "").items()]
         found = agreement.compare(before, [*facts, _torch.compile_id(), *sent], "collectives")
     return found
 

@@ -149,7 +149,7 @@ class Separation:
         found = keep.candidates(*views, profile)
         if not found:
             return _Decided(None, step_peak)
-        if not (forward.ranks_agree and backward.ranks_agree and shrinking.agreed(views, settings, profile)):
+        if shrinking.apart(views, (forward, backward), settings, profile):
             return _Decided(keep.refused(found))
         names = naming.names(again[0].graph, settings)
         choice = self._pinned(forward, backward, found, names, step_peak)

@@ -18,6 +18,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, checkpointing, forecast, publish
 from inductor_passes.engine.complain import warn_once
+from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
 from inductor_passes.report import PassReport, Reason
@@ -58,12 +59,14 @@ def problems(views: Views, settings: PassConfig, profile: CostProfile) -> tuple[
     return forward, backward
 
 
-def agreed(views: Views, settings: PassConfig, profile: CostProfile) -> bool:
-    """Whether ranks compile the same forward and the same backward."""
+def apart(views: Views, fx: tuple[FxProblem, FxProblem], settings: PassConfig, profile: CostProfile) -> str:
+    """Why ranks might come to different decisions about a step; "" where all compile the same forward and backward."""
+    if not (fx[0].ranks_agree and fx[1].ranks_agree):
+        return UNEQUAL
     verdicts = [agreeing.reach(v, settings, profile, name) for v, name in zip(views, ("step forward", "step backward"))]
     for one in verdicts:
         agreeing.remember(one)
-    return all(one.agreed for one in verdicts)
+    return next((one.why or "a rank compiles another step" for one in verdicts if not one.agreed), "")
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,10 @@ class Shrinking:
         if not any(view.collectives for view in views):
             return Shrunk(base)
         fx = problems(views, self.settings, self.profile)
-        if not (fx[0].ranks_agree and fx[1].ranks_agree and agreed(views, self.settings, self.profile)):
-            warn_once(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {_DIFFER}")
-            return Shrunk(base, PassReport(recompute.NAME, rolled_back=Reason.RANKS_DIFFER, detail=_DIFFER))
+        if why := apart(views, fx, self.settings, self.profile):
+            detail = f"{_DIFFER}: {why}"
+            warn_once(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {detail}")
+            return Shrunk(base, PassReport(recompute.NAME, rolled_back=Reason.RANKS_DIFFER, detail=detail))
         tagged = {n.name for n in self.gm.graph.nodes if _torch.is_tagged(n)}
         found = saved.read(views, fx, self.outputs, tagged)
         recompute.check(found.step)
@@ -213,7 +217,7 @@ class Shrinking:
         )
 
 
-_DIFFER = "what a rank saves and computes again has to be the same on all ranks, and they do not compile the same step"
+_DIFFER = "what a rank saves and computes again has to be the same on all ranks, and here it might not be"
 
 
 def _tag(graph: torch.fx.Graph, again: Collection[str], names: Collection[str]) -> None:
