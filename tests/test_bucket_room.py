@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from inductor_passes.bucket.candidates import Candidate, candidates
 from inductor_passes.bucket.choose import PARTITIONS, Choice, choose
 from inductor_passes.bucket.dependencies import Dependencies
+from inductor_passes.bucket.fitted import fitted
 from inductor_passes.bucket.gain import BucketCosts
 from inductor_passes.bucket.question import Partition
 from inductor_passes.bucket.room import Capped, Room
@@ -114,6 +115,6 @@ def test_what_generated_code_has_no_memory_for_is_not_merged() -> None:
         stubborn = chosen(Capped(fx.generated, generated - 1), [lambda _: alone.buckets])
         assert not stubborn.buckets and stubborn.objection is Reason.OVER_BUDGET
         narrow = max(profile(fx.generated)[: len(fx.generated) // 2])
-        looking = [one for one in PARTITIONS if getattr(one, "func", one) is not sized]
+        looking = [one for one in PARTITIONS if getattr(one, "func", one) not in (sized, fitted)]
         assert chosen(Capped(fx.generated, narrow), looking).tried == []
         assert chosen(Capped(fx.generated, narrow)).buckets == []
