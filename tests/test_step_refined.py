@@ -79,6 +79,19 @@ def reduced(packed: bool) -> Program:
     return Program("reduced", whole, ((15, 4), (7, 4)))
 
 
+def test_a_shard_that_is_cut_off_twice_is_no_message_of_two() -> None:
+    """On a rank whose shard is half of the largest, two cuts have the size of what was received."""
+
+    def twice(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        received = rs(nn.functional.pad(a.sin(), (0, 0, 0, 2)))
+        return received[:2] * 2, received[:2] * 3
+
+    with fake_world(2):
+        fx = build(GraphView(trace(Program("twice", twice, ((6, 4),))).graph), CostProfile.default("cpu"))
+    assert fx.uneven
+    assert [s.size_bytes for s in fx.problem.storages if s.pinned and s.producer != INPUT] == [4 * 4 * 4] * 2
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_gradient_of_an_uneven_shard_counts_with_its_piece_of_a_message(packed: bool) -> None:
     """All ranks see the padded piece. With the whole message each, hardly anything would fit a budget."""

@@ -11,7 +11,6 @@ from inductor_passes.bucket.merged import merged
 from inductor_passes.bucket.question import Question
 from inductor_passes.bucket.sized import sized
 from inductor_passes.schedule.least_memory import least_peak
-from inductor_passes.schedule.problem import ProblemError
 from inductor_passes.schedule.tables import tables
 
 #: Sizes of buckets, as shares of the graph's peak: one over these.
@@ -51,8 +50,11 @@ def fitted(question: Question) -> list[list[Candidate]]:
 def _fits(question: Question, buckets: list[list[Candidate]]) -> bool:
     """Whether the buckets can be merged together and an order of least memory keeps the cap."""
     assert question.limit_bytes is not None
-    try:
-        problem = merged(question.problem, buckets, question.costs)
-    except ProblemError:
-        return False
-    return least_peak(tables(problem)) <= question.limit_bytes
+    dependencies = question.dependencies.copy()
+    for first, *others in buckets:
+        for other in others:
+            # Buckets of different sizes were not found beside each other.
+            if dependencies.conflict([first.collective], other.collective) is not None:
+                return False
+            dependencies.merge([first.collective, other.collective])
+    return least_peak(tables(merged(question.problem, buckets, question.costs))) <= question.limit_bytes

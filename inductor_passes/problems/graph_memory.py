@@ -96,11 +96,14 @@ def _received_bytes(node: torch.fx.Node, wait: torch.fx.Node) -> int | None:
 
 
 def _is_taken_apart(node: torch.fx.Node) -> bool:
-    """Whether several slices of a node, all of them read, are the whole of it."""
+    """Whether several slices of a node, all of them read, are the whole of it: none of them is a trimmed shard."""
     whole = node.meta.get("val")
     pieces = [user for user in node.users if _torch.op_name(user.target) == "aten::slice" and user.users]
     values = [piece.meta.get("val") for piece in pieces]
     if len(pieces) < 2 or len(pieces) < len(node.users) or not isinstance(whole, torch.Tensor):
+        return False
+    # A shard that is cut off twice, at the same place, may be half of what was received.
+    if len({str(piece.args[1:3]) for piece in pieces}) < len(pieces):
         return False
     sizes = [_torch.tensor_bytes(v) if isinstance(v, torch.Tensor) else None for v in values]
     return None not in sizes and sum(s for s in sizes if s is not None) == _torch.tensor_bytes(whole)

@@ -236,8 +236,11 @@ def _wrong_memory(base: Split, done: Shrunk, settings: PassConfig, profile: Cost
 def _through_passes(done: Shrunk, settings: PassConfig, profile: CostProfile) -> str:
     """Forward and backward as they are compiled: within their caps, and nothing is undone by the verifier."""
     peaks = _peaks(done.both, profile)
-    for gm, peak, phase in zip(done.both, peaks, ("forward", "backward")):
-        facts = StepFacts(peak, done.step_peak_bytes or max(peaks), done.keep, done.recompute, done.notes, done.curve)
+    for gm, peak, phase, proposed in zip(done.both, peaks, ("forward", "backward"), done.proposed):
+        facts = StepFacts(
+            *(peak, done.step_peak_bytes or max(peaks), done.keep, done.recompute, done.notes, done.curve),
+            *(proposed, done.reached_bytes),
+        )
         known = Known(phase, step=facts)
         found = run_passes(gm.graph, passes_of(settings), settings, profile, known=known)
         gm.recompile()
