@@ -401,7 +401,8 @@ def test_dynamic_batch(kind: str) -> None:
         torch._dynamo.reset()
         example = torch.randn(6, 8, 16)
         torch._dynamo.mark_dynamic(example, 0)
-        (gm,) = capture_graphs({"gather": gather, "scatter": scatter}[kind], (example, torch.randn(16, 12))).inference
+        program = {"gather": gather, "scatter": scatter}[kind]
+        (gm,) = capture_graphs(program, (example, torch.randn(16, 12)), dynamic=None).inference
         view_to_reshape(gm)
         expected = [results(gm, batch) for batch in (6, 5)]
         (decision,) = run(gm, link(32.0), mode="force", parts=(2,)).decisions

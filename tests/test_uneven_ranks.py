@@ -200,25 +200,30 @@ def test_plans_of_ranks_with_uneven_shards_that_differ_have_other_digests() -> N
     with fake_world(2):
         uneven, even = (build(GraphView(trace(cut(rows)).graph), CostProfile.default("cuda")) for rows in (15, 16))
 
-    def kernels(pad_ns: int, size: int = 64) -> Problem:
+    def kernels(pad_ns: int, size: int = 64, label: str = "mm") -> Problem:
         tasks = (
             Task("pad", Kind.COMPUTE, pad_ns),
             Task("gather", Kind.START, 9, lane=0, label="AG0", size_bytes=size),
-            Task("mm", Kind.COMPUTE, 5, label="mm"),
+            Task("mm", Kind.COMPUTE, 5, label=label),
             Task("wait", Kind.WAIT, lane=0, start=1, label="WAG0"),
+            Task("other", Kind.START, 9, lane=0, label="AG1", size_bytes=size),
+            Task("its wait", Kind.WAIT, lane=0, start=4, label="WAG1"),
         )
-        return Problem(tasks, ((), (0,), (), (1,)), (Lane("0", "link"),))
+        return Problem(tasks, ((), (0,), (), (1,), (), (4,)), (Lane("0", "link"),))
 
-    order = uneven.problem.input_order
-    digest = plan_digest(uneven, order, kernels(3), (0, 1, 2, 3))
-    assert digest == plan_digest(uneven, order, kernels(2), (0, 1, 2, 3)), "padding is the rank's own"
-    assert digest != plan_digest(uneven, order, kernels(3), (0, 1, 3, 2)), "waits elsewhere among the kernels"
-    assert digest != plan_digest(uneven, order, kernels(3, 128), (0, 1, 2, 3)), "sends something else"
-    assert digest != plan_digest(uneven, order[::-1], kernels(3), (0, 1, 2, 3)), "another order on FX"
+    order, planned = uneven.problem.input_order, (0, 1, 2, 3, 4, 5)
+    digest = plan_digest(uneven, order, kernels(3), planned)
+    assert digest == plan_digest(uneven, order, kernels(2), planned), "padding is the rank's own"
+    assert digest == plan_digest(uneven, order, kernels(3), (0, 1, 3, 2, 4, 5)), "so is where it waits"
+    assert digest == plan_digest(uneven, order, kernels(3), (0, 1, 4, 3, 2, 5)), "and what it sends before it waits"
+    assert digest != plan_digest(uneven, order, kernels(3), (0, 4, 1, 2, 3, 5)), "sends in another order"
+    assert digest != plan_digest(uneven, order, kernels(3, 128), planned), "sends something else"
+    assert digest != plan_digest(uneven, order, kernels(3, label="addmm"), planned), "computes something else"
+    assert digest != plan_digest(uneven, order[::-1], kernels(3), planned), "another order on FX"
     other = dataclasses.replace(uneven, problem=dataclasses.replace(uneven.problem, base_bytes=1))
-    assert digest != plan_digest(other, order, kernels(3), (0, 1, 2, 3)), "another problem on FX"
+    assert digest != plan_digest(other, order, kernels(3), planned), "another problem on FX"
     for fx in (even, None):
-        assert plan_digest(fx, order, kernels(3), (0, 1, 2, 3)) == kernels(3).digest((0, 1, 2, 3))
+        assert plan_digest(fx, order, kernels(3), planned) == kernels(3).digest(planned)
 
 
 def cut(rows: int) -> Program:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from inductor_passes.problems.fx import FxProblem
 from inductor_passes.report import ScheduleReport
 from inductor_passes.schedule.plan import Plan
-from inductor_passes.schedule.problem import Problem
+from inductor_passes.schedule.problem import Kind, Problem
 from inductor_passes.schedule.robust import disturbed
 from inductor_passes.schedule.simulate import Timeline
 from inductor_passes.schedule.tables import tables
@@ -51,8 +51,8 @@ def plan_digest(fx: FxProblem | None, fx_order: Sequence[int], kernels: Problem,
 
     It is that of the kernels and their order. Where shards are uneven a rank's kernels are its own: it pads its shard,
     which costs time and memory, and its neighbour has nothing to pad. Then it is made of what all ranks see alike: the
-    problem that was solved on FX, its answer, and the order of what carries a label (collectives, their waits, library
-    kernels) among the kernels.
+    problem that was solved on FX, its answer, the order of what is sent, and which library kernels there are. Where a
+    rank waits, and when it runs its library kernels, depends on what its own kernels cost.
 
     Args:
         fx: the problem on FX, None where there was none; ``fx_order``: its answer.
@@ -60,6 +60,8 @@ def plan_digest(fx: FxProblem | None, fx_order: Sequence[int], kernels: Problem,
     """
     if fx is None or not fx.uneven:
         return kernels.digest(order)
-    labelled = [(t.label, int(t.kind), t.lane, t.size_bytes) for i in order if (t := kernels.tasks[i]).label]
-    content = json.dumps([fx.problem.digest(fx_order), labelled], separators=(",", ":"))
+    labelled = [t for i in order if (t := kernels.tasks[i]).label]
+    sent = [(t.label, t.lane, t.size_bytes) for t in labelled if t.kind is Kind.START]
+    computed = sorted(t.label for t in labelled if t.kind is Kind.COMPUTE)
+    content = json.dumps([fx.problem.digest(fx_order), sent, computed], separators=(",", ":"))
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -121,11 +121,12 @@ def capture_graphs(
     loss: Callable[[Any], torch.Tensor] | None = None,
     *,
     decompose: bool = True,
-    dynamic: bool | None = None,
+    dynamic: bool | None = False,
 ) -> Graphs:
     """The graphs of one step of ``model`` (fullgraph), forward and backward from ``loss(output)``.
 
-    ``loss`` defaults to the sum of the output. The step really runs, under whatever process group there is.
+    ``loss`` defaults to the sum of the output. The step really runs, under whatever process group there is. Sizes are
+    numbers unless ``dynamic`` says otherwise: also where this process compiled the same code with other sizes before.
     """
     graphs = Graphs()
     compiled = torch.compile(
