@@ -1,8 +1,8 @@
 """What the passes would do to a model, without taking a step: ``inductor_passes.explain(model, *inputs)``.
 
-The model is compiled as ``torch.compile`` would, forward and, where gradients are needed, backward; the compiled code
-is not run. Dynamo traces the model's Python; each graph that it hands over is compiled and then stands in by zeros of
-the right shape, so that the Python between two graphs can go on.
+The model is compiled as ``torch.compile`` would, forward and, where gradients are needed, backward, up to the generated
+code: no C++ or Triton compiler gets it. Dynamo traces the model's Python; each graph that it hands over is compiled and
+then stands in by zeros of the right shape, so that the Python between two graphs can go on.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def explain(
 ) -> Explanation:
     """The report of ``model(*inputs, **keywords)`` without running it.
 
-    What is executed: the model's Python code, once, by dynamo; compilation of every graph, generated code included.
-    What is not: no kernel of the model, no collective, no backward, no optimizer. Between graphs (after a graph break)
-    values are zeros, so Python that branches on values may take another way than in training. Compilation itself may
-    measure kernels when ``max_autotune`` is on, and compares ranks through the store when ``rank_check`` is. No rank is
-    asked whether it has the same graph: all are taken to. A fake process group does as well as a real one.
+    What is executed: the model's Python code, once, by dynamo; compilation of every graph up to the generated code.
+    What is not: the C++ or Triton compiler, a kernel, a collective, backward, an optimizer. Between graphs (after a
+    graph break) values are zeros, so Python that branches on values may take another way than in training. Compilation
+    itself measures kernels when ``max_autotune`` is on, and compares ranks through the store when ``rank_check`` is. No
+    rank is asked whether it has the same graph: all are taken to. A fake process group does as well as a real one.
     Hooks outside of the graphs run as always: those of FSDP2 and DDP communicate, so all ranks must call it then.
 
     Args:
@@ -116,7 +116,7 @@ def explain(
 
     def backend(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         with _torch.everything_compiled_at_once():
-            _torch.compile_fx(module, examples, resolved)
+            _torch.generate_fx(module, examples, resolved)
         values = _torch.output_examples(module)
         if not _torch.plain_values(values):
             result.notes.append("a graph returns tensor subclasses: what runs after it is not shown")

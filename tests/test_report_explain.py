@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.graph import GraphLowering
 from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
@@ -44,6 +47,39 @@ def test_forward_and_backward_are_explained_and_nothing_runs() -> None:
     assert GraphReport.from_json(data["graphs"][1]).collectives == found.reports[1].collectives
     with pytest.raises(ConfigError, match="memory_budgte"):
         inductor_passes.explain(model, x, options={"memory_budgte": "0"})
+
+
+def test_no_compiler_gets_what_is_only_explained() -> None:
+    torch._dynamo.reset()
+    loaded = mock.Mock(side_effect=AssertionError("generated code is loaded, which compiles its kernels"))
+    seen: list[str] = []
+    with fake_world(2), mock.patch.object(GraphLowering, "save_output_code", seen.append):
+        with mock.patch.object(PyCodeCache, "load_by_key_path", loaded):
+            found = inductor_passes.explain(*sharded())
+        assert GraphLowering.save_output_code == seen.append, "whoever looks at generated code still sees it"
+    assert [r.order_check for r in found.reports] == ["as planned"] * 2
+    assert len(seen) == 2 and all("all_gather_into_tensor" in code for code in seen)
+    assert GraphLowering.save_output_code is None
+    with pytest.raises(Exception, match="is loaded"), mock.patch.object(PyCodeCache, "load_by_key_path", loaded):
+        torch.compile(torch.sin, options={"fx_graph_cache": False})(torch.ones(3))
+
+
+def test_what_is_measured_is_compiled() -> None:
+    torch._dynamo.reset()
+    with fake_world(2), mock.patch.object(PyCodeCache, "load_by_key_path", wraps=PyCodeCache.load_by_key_path) as load:
+        found = inductor_passes.explain(*sharded(), options={"inductor": {"max_autotune": True}})
+    assert load.call_count >= 2 and [r.phase for r in found.reports] == ["forward", "backward"]
+
+
+def test_an_error_of_the_compiler_passes_through() -> None:
+    torch._dynamo.reset()
+
+    def broken(graph: torch.fx.Graph) -> None:
+        raise RuntimeError("this pass is broken")
+
+    options = inductor_passes.options(inductor={"post_grad_custom_pre_pass": broken})
+    with fake_world(2), pytest.raises(Exception, match="this pass is broken"):
+        inductor_passes.explain(*sharded(), options=options)
 
 
 def test_graph_breaks_and_compiled_models_and_no_collectives() -> None:

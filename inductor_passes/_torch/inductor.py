@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._logging import trace_structured
 
 
 @functools.cache
@@ -133,6 +134,56 @@ def compile_fx(module: Any, example_inputs: Any, options: dict[str, Any]) -> Any
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
 
     return inductor_compile_fx(module, example_inputs, config_patches=options)
+
+
+class _GeneratedError(Exception):
+    """The code of a graph is generated, and nobody is going to run it."""
+
+
+def generate_fx(module: Any, example_inputs: Any, options: dict[str, Any]) -> None:
+    """As :func:`compile_fx`, up to the generated code, which the C++ or Triton compiler does not get to see.
+
+    On a CPU these compilers take about half of the time. Where Inductor measures kernels it compiles all of it.
+    """
+    from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+
+    measures = any(options.get(name, inductor_option(name)) for name in ("max_autotune", "max_autotune_gemm"))
+    if measures or not hasattr(GraphLowering, "save_output_code"):
+        compile_fx(module, example_inputs, options)
+        return
+    before: Callable[[str], None] | None = GraphLowering.save_output_code
+    generated: list[str] = []
+
+    def stop(code: str) -> None:
+        if before is not None:
+            before(code)
+        trace_structured("inductor_output_code", payload_fn=lambda: code)
+        generated.append(code)
+        raise _GeneratedError
+
+    def inner(graph_module: Any, inputs: Any, **given: Any) -> Any:
+        generated.clear()
+        try:
+            return compile_fx_inner(graph_module, inputs, **given)
+        except Exception as error:
+            # Inductor wraps what is raised inside of it.
+            if not generated:
+                raise
+            error.__traceback__ = None
+
+        def never(arguments: Any) -> Any:
+            raise AssertionError("this graph was only explained")
+
+        never._boxed_call = True  # type: ignore[attr-defined]
+        return never
+
+    GraphLowering.save_output_code = staticmethod(stop)
+    try:
+        inductor_compile_fx(module, example_inputs, inner_compile=inner, config_patches=options)
+    finally:
+        GraphLowering.save_output_code = before
 
 
 def compile_aot_eager(
