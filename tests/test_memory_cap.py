@@ -29,6 +29,7 @@ from inductor_passes.engine import pipeline
 from inductor_passes.ir.canonical import shards
 from inductor_passes.problems.fx import kept_by_caller
 from inductor_passes.rewriting.arrange import arrange
+from inductor_passes.rewriting.contract import Cap
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.memory import peak_of
 from tests.support.graphs import GraphBuilder, aten, c10d
@@ -217,3 +218,20 @@ def test_the_verifier_is_told_the_cap(budget: str, monkeypatch: pytest.MonkeyPat
     with mesh_world((2, 4)) as mesh:
         done, _ = compiled(random_layers(3, mesh), memory_budget=budget)
     assert told and told[-1] == done.cap.limit_bytes
+
+
+@pytest.mark.parametrize(("verified", "relative", "absolute"), [(95, 100, 105), (100, 105, 105), (103, 108, 108)])
+def test_an_absolute_limit_is_held_by_what_needs_no_more_by_the_verifiers_count(
+    verified: int, relative: int, absolute: int
+) -> None:
+    """The planner may count more of the graph that came in, where it moves what prepares a message."""
+    caps = [Cap(100, 100, 105, verified, absolute=whether) for whether in (False, True)]
+    assert [one.verified_limit_bytes for one in caps] == [relative, absolute]
+    assert all(Cap(100, 100, None, verified, absolute=one.absolute).verified_limit_bytes is None for one in caps)
+
+
+@pytest.mark.parametrize(("budget", "absolute"), [("=2KiB", True), ("-20%", True), ("+5%", False), ("0", False)])
+def test_a_budget_in_bytes_is_an_absolute_limit(budget: str, absolute: bool) -> None:
+    with mesh_world((2, 4)) as mesh:
+        done, _ = compiled(random_layers(3, mesh), memory_budget=budget)
+    assert done.cap.absolute is absolute

@@ -6,6 +6,7 @@ in any order of additions; they are compared on all ranks.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 
@@ -177,6 +178,68 @@ def test_a_sum_in_the_narrow_type_within_one_in_the_wide_type(groups: Groups) ->
     a, b, c = reduced(p, groups[(1,)])
     wide = [p.call(cast, s, torch.float32) for s in (add(p, a, b), c)]
     assert after(p.output(add(p, *wide)), 3, torch.bfloat16).count("all_reduce") == 1
+
+
+#: What is rounded and sent: sums and products in float32, of both inputs or of one.
+OPERANDS: dict[str, Callable[[Program], torch.fx.Node]] = {
+    "input": lambda p: p.inputs[0],
+    "sum": lambda p: p.call(aten.add.Tensor, *p.inputs),
+    "difference": lambda p: p.call(aten.sub.Tensor, *p.inputs),
+    "doubled": lambda p: p.call(aten.mul.Tensor, p.inputs[1], 2.0),
+    "scaled sum": lambda p: p.call(aten.mul.Tensor, p.call(aten.add.Tensor, *p.inputs), 0.5),
+    "product": lambda p: p.call(aten.mul.Tensor, *p.inputs),
+    "matmul": lambda p: p.call(aten.mm.default, p.inputs[0], p.call(aten.t.default, p.inputs[1])),
+    "other matmul": lambda p: p.call(
+        aten.mm.default, p.call(aten.relu.default, p.inputs[0]), p.call(aten.t.default, p.inputs[1])
+    ),
+    "row sum": lambda p: p.call(aten.expand.default, p.call(aten.sum.dim_IntList, p.inputs[0], [1], True), SHAPE),
+}
+
+
+def _rounded(p: Program, made: torch.fx.Node, to: torch.dtype = torch.bfloat16) -> torch.fx.Node:
+    return p.call(cast, made, to)
+
+
+def _of_one_shape(names: tuple[str, str]) -> bool:
+    return sum("matmul" in name for name in names) in (0, 2)
+
+
+@pytest.mark.parametrize(
+    "names", [n for n in itertools.product(OPERANDS, OPERANDS) if _of_one_shape(n)], ids=lambda n: " + ".join(n)
+)
+def test_what_was_added_and_rounded_before_it_is_sent(groups: Groups, names: tuple[str, str]) -> None:
+    """An operand that is a rounded sum of what the other is made of, too."""
+    p = program(2)
+    sent = [_rounded(p, OPERANDS[name](p)) for name in names]
+    sides = [p.call(cast, p.collective("all_reduce", x, "sum", groups[(1,)]), torch.float32) for x in sent]
+    text = after(p.output(add(p, *sides)), 2)
+    assert text.count("all_reduce") == 1
+
+
+@pytest.mark.parametrize("name", [n for n in OPERANDS if "matmul" not in n])
+def test_what_is_rounded_in_the_place_of_what_was_not(groups: Groups, name: str) -> None:
+    """Beside a narrow reduction, which may get wider, what is sent wide keeps its roundings, none or one or two."""
+    group = groups[(1,)]
+
+    def verdict(before: int, now: int) -> list[Finding]:
+        operands: list[torch.fx.Node] = []
+
+        def apart(p: Program, groups: Groups) -> torch.fx.Node:
+            operands.append(_rounded(p, p.inputs[1]))
+            operands.append(OPERANDS[name](p))
+            for dtype in (torch.bfloat16, torch.float16):
+                operands.append(p.call(cast, _rounded(p, operands[-1], dtype), torch.float32))
+            narrow, wide = (p.collective("all_reduce", x, "sum", group) for x in (operands[0], operands[1 + before]))
+            return add(p, p.call(cast, narrow, torch.float32), wide)
+
+        def together(p: Program, groups: Groups) -> torch.fx.Node:
+            sent = add(p, p.call(cast, operands[0], torch.float32), operands[1 + now])
+            return p.collective("all_reduce", sent, "sum", group)
+
+        return _instead(apart, groups, together)
+
+    for before, now in itertools.product((0, 1, 2), repeat=2):
+        assert (verdict(before, now) == []) == (before == now), (before, now)
 
 
 @pytest.mark.parametrize("to", [torch.int32, torch.bfloat16])

@@ -113,6 +113,16 @@ def test_from_cache_and_nothing_planned_are_said() -> None:
     assert "from cache" in text and "nothing was planned: no collectives" in text
 
 
+def test_a_pass_that_stays_beside_an_order_that_is_dropped_is_said() -> None:
+    report = GraphReport("backward", 3)
+    report.passes.append(PassReport("bucket", changed=True))
+    over = {"rolled_back": Reason.OVER_BUDGET, "detail": "peak is 12 bytes, budget 10 bytes"}
+    report.passes.append(PassReport("reorder", changed=True, **over))
+    text = text_of(report)
+    assert "no order was planned; what bucket changed stays" in text and "nothing was planned" not in text
+    assert "pass reorder was rolled back: above the memory budget (peak is 12 bytes, budget 10 bytes)" in text
+
+
 def test_top_shows_the_most_exposed(trace_dir: TraceDir) -> None:
     report = trace_dir.sample(layers=6)
     done = run(app, ["report", str(trace_dir.path), "--top", "1"])

@@ -100,7 +100,8 @@ def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = No
         return limit_bytes(needed, step, look.config, least)
 
     generated_limit = None if generated is None else limit(generated)
-    return Cap(peak, least, limit(least), verified_peak_bytes, generated, generated_limit)
+    absolute = look.config.budget.shrinks
+    return Cap(peak, least, limit(least), verified_peak_bytes, generated, generated_limit, absolute)
 
 
 def freed_inputs(graph: torch.fx.Graph, phase: str) -> tuple[str, ...]:

@@ -98,6 +98,8 @@ def _checked(
     if limit is not None:
         # Memory by the verifier's own replay, relative to its own idea of Inductor's order.
         allowed = verify.snodes_peak_bytes(nodes, donated, together) + max(0, limit - ordered.before.peak_bytes)
+        if compilation.cap.absolute:
+            allowed = max(allowed, limit)
     planned = [nodes[i] for i in ordered.plan.order]
     findings = verify.check_snodes(planned, nodes, memory_budget=allowed, donated=donated, together=together)
     if not findings:

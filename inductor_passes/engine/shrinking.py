@@ -32,6 +32,8 @@ Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 Views = tuple[GraphView, GraphView]
 #: How often a state that came out larger than planned is replaced by the next one that needs less.
 _TRIES = 3
+#: A point of the curve is worth naming where it is faster by this factor.
+_CLEARLY = 1.1
 
 
 def views_of(both: Split) -> Views:
@@ -160,6 +162,7 @@ class Shrinking:
             wanted = min(wanted, point.peak_bytes) - max(1, needs - limit)
         else:
             point = None
+        curve = recompute.curve(possible)
         if point is None:
             point = recompute.least(possible)
             both = self._made(base, found, gathered, point)
@@ -168,10 +171,9 @@ class Shrinking:
             needs = self._least(made, max(limit, point.peak_bytes))
             if needs > limit:
                 reached = max(needs, point.peak_bytes)
-                self._complain(reached, limit, peak)
+                self._complain(reached, limit, peak, _more_buys(point, curve))
         said = recompute.report(found.step, point, recompute.saved_ns(possible), limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
-        curve = recompute.curve(possible)
         lines = (
             *picture.made(found.step, point, recompute.saved_ns(possible, point.kept)),
             *picture.curve(curve, peak, limit),
@@ -205,7 +207,7 @@ class Shrinking:
             needs = max(needs, peak)
         return needs
 
-    def _complain(self, needs: int, limit: int, peak: int) -> None:
+    def _complain(self, needs: int, limit: int, peak: int, more_buys: str) -> None:
         # Rounded up: the share is one that can be asked for.
         share = -(-needs * 100 // max(1, peak)) - 100
         # From "+0%" on it is another kind of budget: per graph, and nothing is computed again for it.
@@ -214,7 +216,17 @@ class Shrinking:
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {limit} bytes, and no plan "
             f'was found that needs less than {needs} ("={needs}B"{relative}): that '
             "one is used. Bytes are those of the graph before Inductor fuses it; generated code often needs less"
+            f"{more_buys}"
         )
+
+
+def _more_buys(point: Point, curve: Sequence[Point]) -> str:
+    """What the next point of the curve that is clearly faster costs and gains; "" where there is none."""
+    faster = [p for p in curve if p.peak_bytes > point.peak_bytes and p.step_ns * _CLEARLY < point.step_ns]
+    if not faster:
+        return ""
+    first = min(faster, key=lambda p: p.peak_bytes)
+    return f". Its step is planned at {point.step_ns} ns; {first.peak_bytes} bytes allow {first.step_ns} ns"
 
 
 _DIFFER = "what a rank saves and computes again has to be the same on all ranks, and here it might not be"

@@ -73,7 +73,8 @@ class Chain:
                 return False
             self.cuts[dim].pop()
         else:
-            if any(group in cuts for cuts in self.source_cuts):
+            # Ranks that reduced together, or gathered, hold the same: a gather of that repeats it.
+            if group in self.pending or any(group in cuts for cuts in self.source_cuts):
                 return False
             self.source_cuts[dim].insert(0, group)
         self.steps.append(f"gather {dim} ({len(group)})")

@@ -52,6 +52,7 @@ class Cap:
         generated_least_peak_bytes: like ``least_peak_bytes``, for the memory of the code that Inductor generates
             (``FxProblem.generated``); None where other code is generated, or that memory is not known.
         generated_limit_bytes: what merged collectives may not exceed in that memory; None: as ``limit_bytes``.
+        absolute: the limit is a number of bytes, whatever the graph needed as it came in.
     """
 
     input_peak_bytes: int | None = None
@@ -60,13 +61,18 @@ class Cap:
     verified_peak_bytes: int | None = None
     generated_least_peak_bytes: int | None = None
     generated_limit_bytes: int | None = None
+    absolute: bool = False
 
     @property
     def verified_limit_bytes(self) -> int | None:
-        """The cap on what the verifier counts: as far above its idea of the graph that came in, in its own order."""
+        """The cap on what the verifier counts: as far above its idea of the graph that came in, in its own order.
+
+        An absolute limit is held, too, by what needs no more bytes than that by the verifier's own count.
+        """
         if self.limit_bytes is None or self.input_peak_bytes is None or self.verified_peak_bytes is None:
             return None
-        return self.verified_peak_bytes + max(0, self.limit_bytes - self.input_peak_bytes)
+        relative = self.verified_peak_bytes + max(0, self.limit_bytes - self.input_peak_bytes)
+        return max(relative, self.limit_bytes) if self.absolute else relative
 
 
 @dataclass(frozen=True)

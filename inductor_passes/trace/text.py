@@ -61,7 +61,7 @@ def render_graph(report: GraphReport, *, title: str = "", top: int | None = None
         parts.append(Text("from cache: compiled earlier, its stored report is shown", style="cyan"))
     schedule = report.schedule
     if schedule is None:
-        parts.append(Text("nothing was planned" + _because(report)))
+        parts.append(Text(_unplanned(report)))
     else:
         parts += [_figures(schedule), Text(_plan_line(report, schedule))]
     parts += [Text(line, style="yellow") for line in _rollbacks(report)]
@@ -220,11 +220,13 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}, same plan"
 
 
-def _because(report: GraphReport) -> str:
+def _unplanned(report: GraphReport) -> str:
+    """What is said in the place of a schedule."""
+    changed = [p.name for p in report.passes if p.changed and p.rolled_back is None]
+    if changed:
+        return f"no order was planned; what {' and '.join(changed)} changed stays"
     reasons = {d.reason for p in report.passes for d in p.decisions}
-    if Reason.NO_COLLECTIVES in reasons:
-        return f": {Reason.NO_COLLECTIVES.value}"
-    return ""
+    return "nothing was planned" + (f": {Reason.NO_COLLECTIVES.value}" * (Reason.NO_COLLECTIVES in reasons))
 
 
 def _figures(s: ScheduleReport) -> Table:

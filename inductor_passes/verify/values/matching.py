@@ -99,7 +99,8 @@ class Side:
                     raise
                 todo += [term.put(cut.variable, piece) for piece in reversed(cut.pieces)]
                 continue
-            leaves = tuple(leaf for leaf, _ in found)
+            # A number and what it is rounded to have one anchor, and are different terms.
+            leaves = tuple((leaf, read.dtype) for (leaf, _), read in zip(found, term.reads))
             address = itertools.chain(*(address for _, address in found), term.places)
             result.append(Anchored(term, leaves, tuple(address)))
         return result

@@ -350,10 +350,13 @@ class Proof:
             if self.exact:
                 raise
             # Only now, because what is taken apart so can be compared in fewer ways.
-            apart = self._flattened(q, op, closed, widens=True)
+            apart = self._flattened(q, op, closed, widens=True, whole=True)
             if not apart[0].narrower:
                 raise
+        try:
             return self._same_sums(old, new, *apart)
+        except Unequal:
+            return self._same_sums(old, new, *self._flattened(q, op, closed, widens=True))
 
     def _both_nothing(self, old: Head, new: Head, q: Question) -> bool:
         """Whether one is zero and the other a sum of zeros: padding is added to padding."""
@@ -369,12 +372,13 @@ class Proof:
         nothing = all(isinstance(head, Constant) and is_zero(head) for head in heads)
         return nothing and all(term.scale > 0 for term in total.terms)
 
-    def _flattened(self, q: Question, op: str, closed: bool, widens: bool) -> tuple[Sum, Sum, bool]:
+    def _flattened(
+        self, q: Question, op: str, closed: bool, widens: bool, whole: bool = False
+    ) -> tuple[Sum, Sum, bool]:
         """Both sums, and whether what the new one adds was rounded to be sent."""
         rounded = self.new.roundings
-        was, now = (
-            f.flattened(read, op, q.old.dtype, closed, widens) for f, read in zip(self._flatteners, (q.old, q.new))
-        )
+        sides = zip(self._flatteners, (q.old, q.new))
+        was, now = (side.flattened(read, op, q.old.dtype, closed, widens, whole) for side, read in sides)
         return was, now, self.new.roundings > rounded
 
     def _same_sums(self, old: Head, new: Head, was: Sum, now: Sum, sent_rounded: bool) -> Pairs:

@@ -77,6 +77,7 @@ class Sum:
         once: it is carried in a wider type and rounded at the end.
         closed: products and sums over dimensions were not taken apart.
         widens: sums in a narrower type that are widened are taken apart.
+        whole: of what is in a narrower type, sums that were computed in a wider one and rounded once are terms.
         steps: kinds of additions, whatever their type: ``add``, ``rank``, ``scale``.
         narrower: how many sums in a narrower type were taken apart.
     """
@@ -90,6 +91,7 @@ class Sum:
     products: int = 0
     closed: bool = False
     widens: bool = False
+    whole: bool = False
     steps: set[str] = field(default_factory=set)
     narrower: int = 0
     least: int | None = None
@@ -155,17 +157,26 @@ class Flattener:
     def __init__(self, space: Space, resolver: Resolver) -> None:
         self.space, self.resolver = space, resolver
 
-    def flattened(self, read: Access, op: str, dtype: torch.dtype, closed: bool = False, widens: bool = False) -> Sum:
+    def flattened(
+        self,
+        read: Access,
+        op: str,
+        dtype: torch.dtype,
+        closed: bool = False,
+        widens: bool = False,
+        whole: bool = False,
+    ) -> Sum:
         """The sum that ``read`` comes to.
 
         Args:
             closed: products and sums over dimensions are terms, and are not taken apart.
             widens: sums in a narrower type that are widened to ``dtype`` are taken apart too.
+            whole: in these, what was computed in a wider type and rounded once is a term.
 
         Raises:
             NeedsCut: a variable that is not bound by a term has to be cut first.
         """
-        result = Sum(op, dtype, closed=closed, widens=widens)
+        result = Sum(op, dtype, closed=closed, widens=widens, whole=whole)
         todo = [Term((read,))]
         while todo:
             term = todo.pop()
@@ -238,7 +249,7 @@ class Flattener:
 
     def _rounded_once(self, head: Cast, term: Term, into: Sum) -> list[Term] | None:
         """``cast(cast(x) + cast(y))`` with casts to a wider type and back is the sum of ``x`` and ``y``."""
-        if head.byte is not None or into.op != "sum":
+        if head.byte is not None or into.op != "sum" or into.whole:
             return None
         if head.dtype == into.dtype and narrow(head.dtype) and holds(head.source.dtype, head.dtype):
             inner = self.resolver.head(head.source)
@@ -261,7 +272,7 @@ class Flattener:
         inner = self.resolver.head(head.source)
         if not isinstance(inner, Reduction) and not (isinstance(inner, Access) and _added(inner)):
             return None
-        narrower = self.flattened(head.source, "sum", head.source.dtype, closed=True, widens=True)
+        narrower = self.flattened(head.source, "sum", head.source.dtype, True, True, into.whole)
         into.narrower += 1 + narrower.narrower
         # In any order none of so many terms goes through more additions.
         most = sum(math.prod(self.space.extents[v] for v in t.bound) for t in narrower.terms) - 1
