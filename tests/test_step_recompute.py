@@ -264,6 +264,17 @@ def test_a_model_within_less_than_it_needs(slow_link: str) -> None:
             assert not any("random" in d.detail for d in choice.decisions)
 
 
+def test_what_a_little_more_memory_buys_is_told() -> None:
+    def point(peak_bytes: int, step_ns: int) -> recompute.Point:
+        return recompute.Point((), 0, peak_bytes, step_ns)
+
+    least = point(100, 1_000)
+    curve = [least, point(101, 950), point(103, 600), point(120, 300)]
+    assert shrinking.more_buys(least, curve) == "Its step is planned at 1000 ns; 103 bytes allow 600 ns. "
+    assert shrinking.more_buys(least, curve[:2]) == "", "5% less is not worth a word"
+    assert shrinking.more_buys(least, []) == ""
+
+
 def test_the_least_that_is_possible_is_named(slow_link: str, caplog: pytest.LogCaptureFixture) -> None:
     tokens = llama_batch(HEAVY)[0]
     with fake_world(2):

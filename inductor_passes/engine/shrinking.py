@@ -171,7 +171,7 @@ class Shrinking:
             needs = self._least(made, max(limit, point.peak_bytes))
             if needs > limit:
                 reached = max(needs, point.peak_bytes)
-                self._complain(reached, limit, peak, _more_buys(point, curve))
+                self._complain(reached, limit, peak, more_buys(point, curve))
         said = recompute.report(found.step, point, recompute.saved_ns(possible), limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
         lines = (
@@ -207,7 +207,7 @@ class Shrinking:
             needs = max(needs, peak)
         return needs
 
-    def _complain(self, needs: int, limit: int, peak: int, more_buys: str) -> None:
+    def _complain(self, needs: int, limit: int, peak: int, told: str) -> None:
         # Rounded up: the share is one that can be asked for.
         share = -(-needs * 100 // max(1, peak)) - 100
         # From "+0%" on it is another kind of budget: per graph, and nothing is computed again for it.
@@ -215,18 +215,17 @@ class Shrinking:
         warn_once(
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {limit} bytes, and no plan "
             f'was found that needs less than {needs} ("={needs}B"{relative}): that '
-            "one is used. Bytes are those of the graph before Inductor fuses it; generated code often needs less"
-            f"{more_buys}"
+            f"one is used. {told}Bytes are those of the graph before Inductor fuses it; generated code often needs less"
         )
 
 
-def _more_buys(point: Point, curve: Sequence[Point]) -> str:
+def more_buys(point: Point, curve: Sequence[Point]) -> str:
     """What the next point of the curve that is clearly faster costs and gains; "" where there is none."""
     faster = [p for p in curve if p.peak_bytes > point.peak_bytes and p.step_ns * _CLEARLY < point.step_ns]
     if not faster:
         return ""
     first = min(faster, key=lambda p: p.peak_bytes)
-    return f". Its step is planned at {point.step_ns} ns; {first.peak_bytes} bytes allow {first.step_ns} ns"
+    return f"Its step is planned at {point.step_ns} ns; {first.peak_bytes} bytes allow {first.step_ns} ns. "
 
 
 _DIFFER = "what a rank saves and computes again has to be the same on all ranks, and here it might not be"
