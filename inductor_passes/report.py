@@ -264,7 +264,9 @@ class ScheduleReport:
     ``schedule_before`` and ``schedule_after`` are normalised strings, see ``Problem.schedule_text``.
     ``disturbed_*``: the mean step, and the longest, when durations are not as estimated (``schedule.robust``); 0 in
     reports of versions that did not ask. ``contention_*``: what kernels take longer because something transfers beside
-    them; 0 where the cost profile knows no such slowdown.
+    them; 0 where the cost profile knows no such slowdown. ``came_ns``: of ``fx``, the step of the graph as it came in,
+    before any pass, in its own order; ``makespan_before_ns`` is that of the graph that was ordered, merged messages
+    included. 0 where it is not known, and in reports of versions that did not ask.
     """
 
     level: str
@@ -290,6 +292,7 @@ class ScheduleReport:
     bound_on: BoundOn = "any memory"
     contention_before_ns: Count = 0
     contention_after_ns: Count = 0
+    came_ns: Count = 0
 
 
 class Cause(str, Enum):

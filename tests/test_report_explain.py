@@ -64,6 +64,22 @@ def test_no_compiler_gets_what_is_only_explained() -> None:
         torch.compile(torch.sin, options={"fx_graph_cache": False})(torch.ones(3))
 
 
+def test_the_report_says_what_all_passes_gain() -> None:
+    """Found by an outsider: "before" had its messages merged already, so that the gain looked like nothing."""
+    came = {}
+    for bucket in ("on", "off"):
+        torch._dynamo.reset()
+        with fake_world(2):
+            explained = inductor_passes.explain(*sharded(), options={"bucket": bucket, "memory_budget": "unlimited"})
+        planned = [next(s for s in report.schedules if s.level == "fx") for report in explained.reports]
+        came[bucket] = [s.came_ns for s in planned]
+        shown = "step with all passes" in str(explained)
+        assert shown == (planned[0].came_ns != planned[0].makespan_before_ns) == (bucket == "on")
+        if bucket == "on":
+            assert all(s.came_ns > s.makespan_before_ns >= s.makespan_after_ns for s in planned)
+    assert came["on"] == came["off"], "the graph as it came is one, whatever the passes make of it"
+
+
 def test_what_is_measured_is_compiled() -> None:
     torch._dynamo.reset()
     with fake_world(2), mock.patch.object(PyCodeCache, "load_by_key_path", wraps=PyCodeCache.load_by_key_path) as load:

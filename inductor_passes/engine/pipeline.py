@@ -109,12 +109,12 @@ def run_passes(
 
 
 def _of_cap(outcome: Outcome, cap: Cap) -> Outcome:
-    """The outcome with the user's budget in its plan, which may have been found with less."""
+    """The outcome with the user's budget in its plan, which may have been found with less, and the step as it came."""
     found = outcome.scheduled
-    if found is None or found.plan.budget_bytes == cap.limit_bytes:
+    if found is None:
         return outcome
     plan = dataclasses.replace(found.plan, budget_bytes=cap.limit_bytes)
-    record = dataclasses.replace(found.record, budget_bytes=cap.limit_bytes)
+    record = dataclasses.replace(found.record, budget_bytes=cap.limit_bytes, came_ns=cap.input_step_ns)
     return dataclasses.replace(outcome, scheduled=dataclasses.replace(found, plan=plan, record=record))
 
 

@@ -63,7 +63,7 @@ def render_graph(report: GraphReport, *, title: str = "", top: int | None = None
     if schedule is None:
         parts.append(Text(_unplanned(report)))
     else:
-        parts += [_figures(schedule), Text(_plan_line(report, schedule))]
+        parts += [_figures(schedule, _all_passes(report)), Text(_plan_line(report, schedule))]
     parts += [Text(line, style="yellow") for line in _rollbacks(report)]
     parts += [Text(note, style="dim") for note in report.notes]
     if report.region:
@@ -229,7 +229,13 @@ def _unplanned(report: GraphReport) -> str:
     return "nothing was planned" + (f": {Reason.NO_COLLECTIVES.value}" * (Reason.NO_COLLECTIVES in reasons))
 
 
-def _figures(s: ScheduleReport) -> Table:
+def _all_passes(report: GraphReport) -> ScheduleReport | None:
+    """The plan before fusion, where passes before the order changed what the step takes; None where they did not."""
+    found = next((s for s in report.schedules if s.came_ns), None)
+    return None if found is None or found.came_ns == found.makespan_before_ns else found
+
+
+def _figures(s: ScheduleReport, all_passes: ScheduleReport | None) -> Table:
     table = PlainTable()
     table.add_column("predicted")
     for head in ("before", "after", "change", "limit"):
@@ -241,6 +247,14 @@ def _figures(s: ScheduleReport) -> Table:
         change(s.makespan_before_ns, s.makespan_after_ns),
         f"at least {duration(s.lower_bound_ns)} {_BOUND_ON[s.bound_on]}, gap {percent(s.gap)}",
     )
+    if all_passes is not None:
+        table.add_row(
+            "step with all passes",
+            duration(all_passes.came_ns),
+            duration(all_passes.makespan_after_ns),
+            change(all_passes.came_ns, all_passes.makespan_after_ns),
+            "the graph as it came, before fusion",
+        )
     if s.disturbed_after_ns:
         table.add_row(
             f"mean step if durations are off by {SPREAD}%",

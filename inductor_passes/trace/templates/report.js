@@ -103,25 +103,29 @@ const overview = () => {
   }) }));
 };
 
+const stays = (report) => report.passes.filter((pass) => pass.changed && !pass.rolled_back).map((pass) => pass.name).join(" and ");
+
 const tags = (g) => {
   const report = g.report, list = [];
   if (report.from_cache) list.push(el("span", { class: "tag" }, "from cache"));
   for (const pass of report.passes) if (pass.rolled_back) list.push(el("span", { class: "tag warn" }, pass.name + " rolled back"));
   if (g.differences.length) list.push(el("span", { class: "tag bad" }, "ranks differ"));
-  if (!report.schedules.length) list.push(el("span", { class: "tag" }, "nothing planned"));
+  if (!report.schedules.length) list.push(el("span", { class: "tag" }, stays(report) ? "no order planned" : "nothing planned"));
   return list;
 };
 
 const summary = (g) => {
   const report = g.report, s = lastSchedule(report);
   fill("state", tags(g), report.region ? el("span", { class: "hint" }, `Names of parameters are those of the compiled region, a ${report.region}.`) : null);
-  if (!s) { fill("cards", empty("Nothing was planned for this graph.")); return; }
+  if (!s) { fill("cards", empty(stays(report) ? `No order was planned for this graph; what ${stays(report)} changed stays.` : "Nothing was planned for this graph.")); return; }
   const card = (title, value, sub, quality) => el("div", { class: "card" },
     el("span", {}, title), el("b", { class: quality || (value.length > 14 ? "long" : null) }, value), el("span", {}, sub));
   const over = s.budget_bytes !== null && s.peak_after_bytes > s.budget_bytes;
   const faster = s.makespan_after_ns < s.makespan_before_ns;
+  const all = report.schedules.find((one) => one.came_ns);
   fill("cards",
     card("Predicted step", time(s.makespan_after_ns), `before ${time(s.makespan_before_ns)} (${change(s.makespan_before_ns, s.makespan_after_ns) || "0%"})`, faster ? "good" : ""),
+    all && all.came_ns !== all.makespan_before_ns ? card("Step with all passes", time(all.makespan_after_ns), `${time(all.came_ns)} as it came (${change(all.came_ns, all.makespan_after_ns) || "0%"}), before fusion`, all.makespan_after_ns < all.came_ns ? "good" : "") : null,
     g.measured && g.measured.step ? card("Measured step", time(g.measured.step[1]), `predicted ${time(g.measured.step[0])}, rank ${g.measured.rank}, ${g.measured.steps} profiled`, "") : null,
     card("Exposed communication", time(s.exposed_after_ns), `before ${time(s.exposed_before_ns)}, of ${time(s.communication_ns)}`, s.exposed_after_ns < s.exposed_before_ns ? "good" : ""),
     card("Peak memory", size(s.peak_after_bytes), `before ${size(s.peak_before_bytes)}, ` + (s.budget_bytes === null ? "no budget" : `budget ${size(s.budget_bytes)}`), over ? "bad" : ""),
