@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from inductor_passes import _torch
 from inductor_passes.cli.calibrate import app
 from inductor_passes.cost import contention
 from inductor_passes.cost.calibrate import Sample, calibrate, group_costs
@@ -187,6 +188,18 @@ def _short(rank: int, world_size: int) -> tuple[float, int]:
             dist.barrier()
 
     return contention.slowdown(Barrier(), 1.0, torch.device("cpu"), 3, dist.barrier), issued
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_a_profile_names_the_backend_that_moves_the_tensors(backend: str | None) -> None:
+    """A process group that was made without naming a backend is "undefined" to torch."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert "gloo" in _torch.device_backend(dist.group.WORLD, torch.device("cpu"))
+        profile = calibrate(device="cpu", dtypes=(torch.float32,), sizes=(64,), repeats=1)
+        assert "undefined" not in profile.name and "gloo" in profile.name
+    finally:
+        dist.destroy_process_group()
 
 
 def test_command_needs_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

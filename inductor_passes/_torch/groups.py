@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +65,17 @@ def group_backend(name: str) -> str:
         return str(dist.get_backend(c10d._resolve_process_group(name)))
     except (RuntimeError, ValueError, KeyError, TypeError):
         return ""
+
+
+def device_backend(group: Any, device: torch.device) -> str:
+    """Backend of a group as torch names it; of one made without naming any, that which moves the device's tensors."""
+    import torch.distributed as dist
+
+    named = str(dist.get_backend(group))
+    if named == "undefined":
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return str(group._get_backend(device).name()).lower()
+    return named
 
 
 def moves_with_gloo(name: str) -> bool:

@@ -99,7 +99,7 @@ def calibrate(
     backends: dict[GroupLayout, str] = {}
     for group in groups if groups is not None else [dist.group.WORLD]:
         layout = GroupLayout.of(tuple(dist.get_process_group_ranks(group)), per_host)
-        backends[layout] = str(dist.get_backend(group))
+        backends[layout] = _torch.device_backend(group, device)
         for kind in _RUNNERS if layout.ranks > 1 else ():
             progress(f"{kind} on {layout.ranks} ranks")
             mine.extend(_measure_kind(kind, group, layout, device, sizes, repeats, crowded, timed))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ from inductor_passes.tuning.tape import Tape
 log = logging.getLogger("inductor_passes")
 
 _NAME = "_inductor_passes_clock"
+#: A graph whose last call is not longer ago than this, in seconds, or than its calls are apart, is being timed.
+_RECENT_S = 1.0
 
 
 def _through_clock(*args: Any) -> Any:
@@ -63,11 +66,14 @@ class Clock:
         self._turn = threading.Lock()
         self._stand_ins: dict[str, Any] | None = None
         self._together = False
+        #: Begins of the last two calls.
+        self._called_s = (0.0, 0.0)
         module[_NAME] = self
         self._function.__code__ = _through_clock.__code__
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph."""
+        self._called_s = self._called_s[1], time.monotonic()
         if not self._turn.acquire(blocking=False):
             # Another thread is in the graph: both would write to one tape.
             self._together = True
@@ -77,8 +83,21 @@ class Clock:
         finally:
             self._turn.release()
 
+    @property
+    def over(self) -> bool:
+        """Whether the function runs its own code again."""
+        return self._function.__code__ is self._code
+
+    @property
+    def running(self) -> bool:
+        """Whether the rest of its calls is likely to come soon."""
+        before, last = self._called_s
+        if not last or self.over:
+            return False
+        return time.monotonic() - last < max(_RECENT_S, 2 * (last - before) if before else 0.0)
+
     def _step(self, args: tuple[Any, ...]) -> Any:
-        if self._function.__code__ is self._code:
+        if self.over:
             # It ended while this call was on its way.
             return self._original(*args)
         if self._stand_ins is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,11 +54,11 @@ class Program:
 
 
 class Gathered:
-    """All of them.
+    """All of them. Used by the thread that exchanges times and by the one that plans again, one at a time.
 
     Args:
         rank: of this process; asked when it is needed.
-        connect: to the store, on the thread that uses all of this.
+        connect: to the store, a connection that nothing else uses.
         base: the cost profile that a graph was planned with.
         correct: that with everything that was measured laid over it.
     """
@@ -75,6 +76,7 @@ class Gathered:
         self._correct = correct
         self._programs: dict[tuple[str, str], Program] = {}
         self._looks = _LOOKS
+        self._lock = threading.RLock()
 
     def _program(self, planned: Planned) -> Program:
         return self._programs.setdefault((planned.about.profile_hash, planned.about.tune_file), Program())
@@ -93,11 +95,13 @@ class Gathered:
 
     def profile(self, planned: Planned, found: Account | None = None) -> CostProfile:
         """The cost profile that comes of everything so far, and of a graph that was just measured."""
-        return self._correct(self._base(planned), *self._everything(planned, found))
+        with self._lock:
+            return self._correct(self._base(planned), *self._everything(planned, found))
 
     def untold(self, planned: Planned, found: Account) -> list[str]:
         """What the times behind :meth:`profile` do not tell."""
-        return untold(self._base(planned), *self._everything(planned, found))
+        with self._lock:
+            return untold(self._base(planned), *self._everything(planned, found))
 
     def _everything(
         self, planned: Planned, found: Account | None
@@ -115,6 +119,10 @@ class Gathered:
             OSError: it cannot be written.
             StoreError: it cannot be left.
         """
+        with self._lock:
+            return self._added(planned, found, profile)
+
+    def _added(self, planned: Planned, found: Account, profile: CostProfile) -> tuple[str, str]:
         program = self._program(planned)
         program.found.append((planned, found))
         program.latest = planned
@@ -132,6 +140,10 @@ class Gathered:
 
     def add_plan(self, planned: Planned, made: dict[str, Any]) -> tuple[str, str]:
         """A second plan stayed; the path of its file and "", or "" and why it is in none."""
+        with self._lock:
+            return self._added_plan(planned, made)
+
+    def _added_plan(self, planned: Planned, made: dict[str, Any]) -> tuple[str, str]:
         home, rank = self.home(planned), self._rank()
         path = files.plan_path_of(planned, home)
         if home != planned.about.participants and 0 not in planned.about.participants:
@@ -151,6 +163,10 @@ class Gathered:
             OSError: it cannot be written.
             StoreError: the store cannot be used.
         """
+        with self._lock:
+            self._looked()
+
+    def _looked(self) -> None:
         self._looks += 1
         for program in list(self._programs.values()):
             planned = program.latest

@@ -1,7 +1,8 @@
 """From the statement in a generated module to a report with measured times, and to a corrected cost profile.
 
 :func:`loaded` starts a clock. When its last step is over, the tape goes to one thread of this process, which compares
-it with the plan, exchanges it with the other ranks and writes the profile. The program does not wait for that thread.
+it with the plan, exchanges it with the other ranks and writes the profile. Another thread plans again (``replanning``).
+The program does not wait for these threads.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import logging
 import queue
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from inductor_passes import _torch, agreement
 from inductor_passes.agreement.asking import within
@@ -40,6 +43,12 @@ from inductor_passes.tuning.turnstile import Turnstile
 
 log = logging.getLogger("inductor_passes")
 
+#: What is to be done: (place in the order of work, number, title, the stage).
+_Item: TypeAlias = tuple[int, int, str, Callable[[], None]]
+#: A kind of connection, beside those for times and for talks.
+_FILES = -1
+#: How often it is looked whether graphs are still being timed.
+_LOOK_S = 0.05
 #: At the end of a process what is under way may take so long.
 _LAST_S = 5.0
 #: A rank whose program ends takes so long at most to tell the others.
@@ -99,7 +108,9 @@ class _Graph:
 
 
 class _Graphs:
-    """All graphs that are timed in this process, and the thread that works on what was timed.
+    """All graphs that are timed in this process, and the threads that work on what was timed.
+
+    One exchanges times with the other ranks. The other plans again, compiles, and talks about calls (``replanning``).
 
     Attributes:
         gathered: what was measured so far, and the files that come of it.
@@ -108,22 +119,28 @@ class _Graphs:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
-        self._work: queue.PriorityQueue[tuple[int, int, str, Callable[[], None]]] = queue.PriorityQueue()
+        #: By whether it is for the thread that plans again.
+        self._work: dict[bool, queue.PriorityQueue[_Item]] = {
+            False: queue.PriorityQueue(),
+            True: queue.PriorityQueue(),
+        }
         self._count = itertools.count()
-        self._thread: threading.Thread | None = None
+        self._threads: dict[bool, threading.Thread] = {}
         self._idle = threading.Condition(self._lock)
         #: What is to be done or being done, by its place in the order of work.
         self._waiting = collections.Counter[int]()
         self._ending = False
-        #: This thread's connections to the store: that for times, and that for talks about second plans.
+        #: Connections to the store: that for times, that for files, and that for talks about second plans.
         self._boards: dict[int, tuple[Board, Any]] = {}
         #: Graphs on their way to a second plan, by their titles.
         self._replanned: list[tuple[str, Replanning]] = []
         self.gathered = Gathered(
-            _rank, lambda: self._connected(TIMES), _base, lambda base, found, others: corrected(base, found, others)
+            _rank, lambda: self._connected(_FILES), _base, lambda base, found, others: corrected(base, found, others)
         )
         #: Of graphs whose calls are still being timed, by their names in the store: for how many calls, their titles.
         self._timed: dict[str, tuple[int, str]] = {}
+        #: A clock that ended holds generated code.
+        self._clocks: weakref.WeakSet[Clock] = weakref.WeakSet()
 
     def add(self, planned: Planned, compile_id: str, module: dict[str, Any], kept: again.Kept | str) -> None:
         """Start the clock of a graph."""
@@ -144,7 +161,9 @@ class _Graphs:
         self._look_for_thrown_away()
         if len(planned.about.participants) > 1:
             self._later(TIMES, graph.title, lambda: self._tell_settings(graph))
-        Clock(module, called, planned.about.steps, planned.about.device, done)
+        clock = Clock(module, called, planned.about.steps, planned.about.device, done)
+        with self._lock:
+            self._clocks.add(clock)
         if _rank() in (planned.about.participants or (0,))[:1]:
             # One rank of the graph says it.
             atexit.unregister(self._tell_untimed)
@@ -171,18 +190,30 @@ class _Graphs:
 
     def _later(self, order: int, title: str, run: Callable[[], None]) -> None:
         """Have something done in the background."""
+        plans = order != TIMES
         with self._lock:
             self._waiting[order] += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="inductor_passes tuning", daemon=True)
-                self._thread.start()
+            if not self._threads:
                 atexit.register(self._close)
-        self._work.put((order, next(self._count), title, run))
+            if plans not in self._threads:
+                name = "inductor_passes planning again" if plans else "inductor_passes tuning"
+                self._threads[plans] = threading.Thread(target=self._run, args=(plans,), name=name, daemon=True)
+                self._threads[plans].start()
+        self._work[plans].put((order, next(self._count), title, run))
 
     def wait(self, timeout_s: float) -> bool:
         """Until nothing is under way; False when that takes longer than ``timeout_s`` seconds."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._waiting.total(), timeout_s)
+
+    def _settle(self, most_s: float) -> None:
+        """Until all times that are there, or likely to come soon, are in the profile."""
+        until = time.monotonic() + most_s
+        with self._idle:
+            while not self._ending and (left := until - time.monotonic()) > 0:
+                if not self._waiting[TIMES] and not any(clock.running for clock in self._clocks):
+                    return
+                self._idle.wait(min(left, _LOOK_S))
 
     def _look_for_thrown_away(self) -> None:
         """A graph is loaded: after a reset that may be in the place of one whose agreed call does not come any more."""
@@ -238,10 +269,10 @@ class _Graphs:
             )
             self._idle.wait_for(lambda: not self._lowering(), left)
 
-    def _run(self) -> None:
+    def _run(self, plans: bool) -> None:
         while True:
             try:
-                order, _, title, run = self._work.get(timeout=self.gathered.pause_s)
+                order, _, title, run = self._work[plans].get(timeout=None if plans else self.gathered.pause_s)
             except queue.Empty:
                 self._look()
                 continue
@@ -351,6 +382,7 @@ class _Graphs:
             write=lambda made: self.gathered.add_plan(planned, made),
             profile=lambda: self.gathered.profile(planned),
             before_ns=found.step_ns,
+            settle=self._settle,
         )
         self._replanned = [*self._replanned, (graph.title, replanning)]
         replanning.begin()
@@ -415,7 +447,7 @@ class _Graphs:
         return exchange(session, self._connected(TIMES), name, record.packed(mine), combine, about.timeout_s, title)
 
     def _connected(self, what: int) -> Board:
-        """This thread's connection to the store for one kind of work, one for the life of the process group.
+        """The connection to the store for one kind of work, one for the life of the process group.
 
         Talks have one of their own, which the program's end can close while times are still exchanged.
         """
@@ -424,7 +456,7 @@ class _Graphs:
         if what not in self._boards or store is None or self._boards[what][1] is not store:
             self._boards[what] = _connection(), store
         board = self._boards[what][0]
-        if self._ending and what != TIMES:
+        if self._ending and what == TALK:
             board.closed = again.ENDED
         return board
 

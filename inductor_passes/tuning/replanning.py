@@ -1,7 +1,8 @@
 """A graph that was timed is planned again, swapped in on all ranks, measured, and swapped back where it is not faster.
 
-The background thread runs the stages, each to its end; the program's own thread only counts calls and votes. Profiles
-come first, then compilations, then talks about calls: while new code is measured this process compiles nothing.
+Background threads run the stages, each to its end; the program's own thread only counts calls and votes. One thread
+exchanges times: a compilation may take minutes, and another rank waits for this one's times for seconds. The other
+compiles first, and then talks about calls: while new code is measured this process compiles nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Replanning:
         write: writes the plan that stays; the path of the file, and a sentence where there is none.
         profile: the newest corrected cost profile; asked on the first rank of the set.
         before_ns: the first plan's step on the slowest rank.
+        settle: waits until other graphs that are being timed are in the profile, for so many seconds at most.
         swap: what became of it so far.
         new: the second plan, once it is compiled, which took ``took_s`` seconds.
         in_use: whether it runs.
@@ -77,6 +79,7 @@ class Replanning:
     write: Callable[[dict[str, Any]], tuple[str, str]]
     profile: Callable[[], CostProfile]
     before_ns: int
+    settle: Callable[[float], None] = lambda most_s: None
     swap: Swap = field(default_factory=lambda: Swap(SwapOutcome.NOTHING))
     new: New | None = None
     took_s: float = 0.0
@@ -154,6 +157,9 @@ class Replanning:
         self._tell(vote, THROWN_AWAY)
 
     def _compile(self) -> None:
+        self.settle(self.planned.about.timeout_s)
+        if self.over:
+            return
         self._doing = "was planned and compiled again"
         began = time.monotonic()
         why = self._compiled()
