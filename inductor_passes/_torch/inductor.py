@@ -143,7 +143,7 @@ class _GeneratedError(Exception):
 def generate_fx(module: Any, example_inputs: Any, options: dict[str, Any]) -> None:
     """As :func:`compile_fx`, up to the generated code, which the C++ or Triton compiler does not get to see.
 
-    On a CPU these compilers take about half of the time. Where Inductor measures kernels it compiles all of it.
+    Where Inductor measures kernels it compiles all of it.
     """
     from torch._inductor.compile_fx import compile_fx as inductor_compile_fx
     from torch._inductor.compile_fx import compile_fx_inner
