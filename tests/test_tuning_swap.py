@@ -607,8 +607,11 @@ def test_times_are_handed_in_while_a_graph_is_compiled(graphs: measuring._Graphs
     assert compiled.wait(LIMIT_S) and graphs.wait(LIMIT_S)
 
 
-def test_what_is_planned_again_waits_for_graphs_that_are_being_timed(graphs: measuring._Graphs) -> None:
+def test_what_is_planned_again_waits_for_graphs_that_are_being_timed(
+    graphs: measuring._Graphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step's backward is timed a little later than its forward, and both are to be in the profile."""
+    monkeypatch.setattr(clock_module, "_RECENT_S", LIMIT_S)
     module: dict[str, Any] = {}
     exec(PLAIN, module)
     planned = plan([MS], [MS])
