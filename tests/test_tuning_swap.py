@@ -579,7 +579,9 @@ def test_a_store_that_was_closed_at_the_end_is_not_said_to_fail() -> None:
 
 @pytest.fixture
 def graphs() -> Iterator[measuring._Graphs]:
-    yield measuring._Graphs()
+    made = measuring._Graphs()
+    yield made
+    made._timed.clear()
     again.ending.clear()
 
 
