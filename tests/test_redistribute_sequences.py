@@ -1,7 +1,7 @@
 """Collectives one after the other, of every kind, on every group: no rewrite fails on them, and all ranks agree.
 
-A gather of what a reduction left equal on all ranks repeats it: no layout says that. R11 took it
-for one, and failed.
+A gather of what a reduction left equal on all ranks repeats it: no layout says that. R11 took
+it for one, and failed.
 """
 
 from __future__ import annotations

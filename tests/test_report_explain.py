@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,7 @@ from torch._inductor.graph import GraphLowering
 from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
-from inductor_passes import ConfigError
+from inductor_passes import ConfigError, _torch
 from inductor_passes.report import GraphReport
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.models import MLPConfig, mlp, mlp_batch
@@ -62,6 +63,30 @@ def test_no_compiler_gets_what_is_only_explained() -> None:
     assert GraphLowering.save_output_code is None
     with pytest.raises(Exception, match="is loaded"), mock.patch.object(PyCodeCache, "load_by_key_path", loaded):
         torch.compile(torch.sin, options={"fx_graph_cache": False})(torch.ones(3))
+
+
+def test_another_thread_compiles_what_is_going_to_run() -> None:
+    """As the second plan of a graph that was timed is compiled in the background."""
+    torch._dynamo.reset()
+    found: list[Any] = []
+
+    def other() -> None:
+        try:
+            gm = torch.fx.symbolic_trace(lambda x: x.sin() + 1)
+            found.append(_torch.compile_fx(gm, [torch.ones(3)], {"fx_graph_cache": False})(torch.ones(3)))
+        except Exception as error:
+            found.append(error)
+
+    def meanwhile(code: str) -> None:
+        if not found and threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+
+    with fake_world(2), mock.patch.object(GraphLowering, "save_output_code", meanwhile):
+        assert len(inductor_passes.explain(*sharded()).reports) == 2
+    (result,) = found
+    assert isinstance(result, (tuple, list, torch.Tensor)), result
 
 
 def test_the_report_says_what_all_passes_gain() -> None:

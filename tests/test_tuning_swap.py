@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from inductor_passes.agreement.board import Board, StoreError
@@ -20,7 +18,6 @@ from inductor_passes.agreement.session import Session
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.report import Swap, SwapOutcome
 from inductor_passes.tuning import again, measuring, replanning, swap
-from inductor_passes.tuning import clock as clock_module
 from inductor_passes.tuning.again import New
 from inductor_passes.tuning.callers import nobody_calls
 from inductor_passes.tuning.replanning import Replanning
@@ -28,7 +25,6 @@ from inductor_passes.tuning.swap import LATE, DeadStoreError, Decision, Place, R
 from inductor_passes.tuning.tape import Tape
 from inductor_passes.tuning.turnstile import Turnstile
 from tests.support.tuned import MS, FailingBoard, plan
-from tests.test_tuning_clock import PLAIN
 
 LIMIT_S = 60.0
 
@@ -579,9 +575,7 @@ def test_a_store_that_was_closed_at_the_end_is_not_said_to_fail() -> None:
 
 @pytest.fixture
 def graphs() -> Iterator[measuring._Graphs]:
-    made = measuring._Graphs()
-    yield made
-    made._timed.clear()
+    yield measuring._Graphs()
     again.ending.clear()
 
 
@@ -594,65 +588,6 @@ def test_the_end_waits_for_no_rank(graphs: measuring._Graphs, stage: int) -> Non
     time.sleep(0.1)
     graphs._close()
     assert time.monotonic() - began < 3.0 and not graphs._waiting.total()
-
-
-def test_times_are_handed_in_while_a_graph_is_compiled(graphs: measuring._Graphs) -> None:
-    """Found by an outsider: "rank 1 did not hand in any times", while rank 1 compiled another graph's second plan."""
-    handed_in, compiled = threading.Event(), threading.Event()
-
-    def compiles() -> None:
-        assert handed_in.wait(LIMIT_S)
-        compiled.set()
-
-    graphs._later(replanning.COMPILE, "forward_0 [0/0]", compiles)
-    graphs._later(replanning.TIMES, "backward_1 [0/0]", handed_in.set)
-    assert compiled.wait(LIMIT_S) and graphs.wait(LIMIT_S)
-
-
-def test_what_is_planned_again_waits_for_graphs_that_are_being_timed(
-    graphs: measuring._Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step's backward is timed a little later than its forward, and both are to be in the profile."""
-    monkeypatch.setattr(clock_module, "_RECENT_S", LIMIT_S)
-    module: dict[str, Any] = {}
-    exec(PLAIN, module)
-    planned = plan([MS], [MS])
-    done: list[str] = []
-    with mock.patch.object(graphs, "_finished", lambda graph, tape, why: done.append("timed")):
-        graphs.add(planned, "0/0", module, "not kept")
-        (clock,) = graphs._clocks
-        assert not clock.running, "it was not called yet"
-        graphs._settle(LIMIT_S)
-        module["call"]([torch.ones(1)])
-        assert clock.running
-        began = time.monotonic()
-        graphs._settle(0.2)
-        assert 0.2 <= time.monotonic() - began < LIMIT_S, "for so long at most"
-
-        def planned_again() -> None:
-            graphs._settle(LIMIT_S)
-            done.append("planned again")
-
-        graphs._later(replanning.COMPILE, "forward_0 [0/0]", planned_again)
-        for _ in range(planned.about.steps):
-            time.sleep(0.05)
-            module["call"]([torch.ones(1)])
-        assert graphs.wait(LIMIT_S) and done == ["timed", "planned again"]
-    assert clock.over and not clock.running
-
-
-def test_a_graph_that_is_not_called_any_more_is_not_waited_for(
-    graphs: measuring._Graphs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As one of an evaluation, of which the next call may be an hour away."""
-    monkeypatch.setattr(clock_module, "_RECENT_S", 0.2)
-    module: dict[str, Any] = {}
-    exec(PLAIN, module)
-    graphs.add(plan([MS], [MS]), "0/0", module, "not kept")
-    module["call"]([torch.ones(1)])
-    began = time.monotonic()
-    graphs._settle(LIMIT_S)
-    assert time.monotonic() - began < LIMIT_S / 2
 
 
 def test_the_end_says_that_it_waits_for_a_compilation(

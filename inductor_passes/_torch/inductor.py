@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,10 +156,14 @@ def generate_fx(module: Any, example_inputs: Any, options: dict[str, Any]) -> No
         return
     before: Callable[[str], None] | None = GraphLowering.save_output_code
     generated: list[str] = []
+    mine = threading.get_ident()
 
     def stop(code: str) -> None:
         if before is not None:
             before(code)
+        if threading.get_ident() != mine:
+            # Another thread compiles what is going to run.
+            return
         trace_structured("inductor_output_code", payload_fn=lambda: code)
         generated.append(code)
         raise _GeneratedError

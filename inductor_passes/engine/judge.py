@@ -21,7 +21,6 @@ from inductor_passes.report import Decision, Finding, PassReport, Reason, Verdic
 from inductor_passes.rewriting.contract import NOT_AGREED, Cap, Facts, Look, Outcome, Pass, Scheduled, Solved
 from inductor_passes.rewriting.step_facts import StepFacts
 from inductor_passes.schedule.plan import Plan, plan
-from inductor_passes.schedule.simulate import simulate
 
 #: Objections that another result of the same pass may not meet.
 BY_COST = (Reason.OVER_BUDGET, Reason.SLOWER)
@@ -90,9 +89,9 @@ def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = No
         verified_peak_bytes: the graph's peak by the verifier.
     """
     try:
-        peak, step_ns = look.peak_bytes, simulate(look.problem.problem).makespan_ns
+        peak = look.peak_bytes
         if look.config.budget.unlimited:
-            return Cap(peak, peak, None, verified_peak_bytes, input_step_ns=step_ns)
+            return Cap(peak, peak, None, verified_peak_bytes)
         least, generated = look.least_peak_bytes, look.generated_least_peak_bytes
     except NoHintError:
         return Cap()
@@ -102,7 +101,7 @@ def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = No
 
     generated_limit = None if generated is None else limit(generated)
     absolute = look.config.budget.shrinks
-    return Cap(peak, least, limit(least), verified_peak_bytes, generated, generated_limit, absolute, step_ns)
+    return Cap(peak, least, limit(least), verified_peak_bytes, generated, generated_limit, absolute)
 
 
 def freed_inputs(graph: torch.fx.Graph, phase: str) -> tuple[str, ...]:

@@ -91,6 +91,7 @@ def run_passes(
     tries = nodes // max(1, len(view.nodes)) if known.pins is None and known.agreed else 0
     came = _copied(graph) if tries else None
     run = _Run(graph, compilation, view, passes)
+    came_ns = run.step_ns()
     run.rest()
     _settle(run)
     if came is not None:
@@ -104,17 +105,17 @@ def run_passes(
                 f"asks for it: {step.report.detail}; raise memory_budget"
             )
         if step.outcome is not None:
-            compilation.enter(_of_cap(step.outcome, run.cap))
+            compilation.enter(_of_budget(step.outcome, run.cap, came_ns))
     return compilation
 
 
-def _of_cap(outcome: Outcome, cap: Cap) -> Outcome:
+def _of_budget(outcome: Outcome, cap: Cap, came_ns: int) -> Outcome:
     """The outcome with the user's budget in its plan, which may have been found with less, and the step as it came."""
     found = outcome.scheduled
     if found is None:
         return outcome
     plan = dataclasses.replace(found.plan, budget_bytes=cap.limit_bytes)
-    record = dataclasses.replace(found.record, budget_bytes=cap.limit_bytes, came_ns=cap.input_step_ns)
+    record = dataclasses.replace(found.record, budget_bytes=cap.limit_bytes, came_ns=came_ns)
     return dataclasses.replace(outcome, scheduled=dataclasses.replace(found, plan=plan, record=record))
 
 
@@ -239,6 +240,12 @@ class _Run:
         timeline = simulate(self.facts.problem.problem)
         limit = self.cap.limit_bytes
         return limit is not None and timeline.peak_bytes > limit, timeline.makespan_ns, timeline.peak_bytes
+
+    def step_ns(self) -> int:
+        """Makespan of the graph as it stands; 0 where a size has no hint."""
+        with contextlib.suppress(NoHintError):
+            return self.standing()[1]
+        return 0
 
     def bound_ns(self) -> int:
         """What no order of the graph as it stands can beat."""

@@ -53,7 +53,6 @@ class Cap:
             (``FxProblem.generated``); None where other code is generated, or that memory is not known.
         generated_limit_bytes: what merged collectives may not exceed in that memory; None: as ``limit_bytes``.
         absolute: the limit is a number of bytes, whatever the graph needed as it came in.
-        input_step_ns: planned step of the graph that came in, in its own order; 0 when a size has no hint.
     """
 
     input_peak_bytes: int | None = None
@@ -63,7 +62,6 @@ class Cap:
     generated_least_peak_bytes: int | None = None
     generated_limit_bytes: int | None = None
     absolute: bool = False
-    input_step_ns: int = 0
 
     @property
     def verified_limit_bytes(self) -> int | None:

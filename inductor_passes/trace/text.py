@@ -225,8 +225,9 @@ def _unplanned(report: GraphReport) -> str:
     changed = [p.name for p in report.passes if p.changed and p.rolled_back is None]
     if changed:
         return f"no order was planned; what {' and '.join(changed)} changed stays"
-    reasons = {d.reason for p in report.passes for d in p.decisions}
-    return "nothing was planned" + (f": {Reason.NO_COLLECTIVES.value}" * (Reason.NO_COLLECTIVES in reasons))
+    if any(d.reason is Reason.NO_COLLECTIVES for p in report.passes for d in p.decisions):
+        return f"nothing was planned: {Reason.NO_COLLECTIVES.value}"
+    return "nothing was planned"
 
 
 def _all_passes(report: GraphReport) -> ScheduleReport | None:
