@@ -96,6 +96,43 @@ def test_another_setting_or_world_is_another_entry(cache: Path, cold: dict[str, 
     assert all(not r[2] for r in other["reports"])
 
 
+#: Trains a step with a budget that shrinks; its plans and problems are asked for in the folder that is given.
+DUMPING = """
+import os, sys
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from tests.support.models import MLPConfig, fake_world, mlp, mlp_batch
+import inductor_passes
+from inductor_passes.simple_fsdp import simple_fsdp
+
+os.chdir(sys.argv[1])
+with fake_world(2):
+    model = simple_fsdp(mlp(MLPConfig()), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    options = inductor_passes.options(memory_budget="-10%", dump_plan="plans", dump_problem="problems")
+    torch.compile(model, fullgraph=True, options=options)(mlp_batch(MLPConfig())[0]).sum().backward()
+print("RESULT " + str(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]))
+"""
+
+
+def _dumped(cache: Path, folder: Path) -> tuple[int, dict[str, str]]:
+    """Hits of the cache, and text by name of what one process wrote into an empty folder."""
+    folder.mkdir()
+    done = run_script(DUMPING, folder, TORCHINDUCTOR_CACHE_DIR=str(cache))
+    found = sorted(folder.rglob("*.json"))
+    return int(done.result()), {str(path.relative_to(folder)): path.read_text(encoding="utf-8") for path in found}
+
+
+def test_files_that_were_asked_for_come_out_of_a_warm_cache(tmp_path: Path) -> None:
+    """Found: on a warm cache neither ``dump_plan`` nor ``dump_problem`` wrote anything."""
+    cold, expected = _dumped(tmp_path / "cache", tmp_path / "cold")
+    warm, found = _dumped(tmp_path / "cache", tmp_path / "warm")
+    assert not cold and warm
+    assert {Path(name).parent.name for name in expected} == {"plans", "problems"}
+    assert sum("_step_" in name for name in expected) == 1 and len(expected) == 5
+    assert found == expected
+
+
 def test_whoever_looks_into_a_cache_has_every_operator_of_ours() -> None:
     """Found: code from a cache called an operator of a pass that nobody had imported, and the step ended in an error.
 

@@ -8,7 +8,7 @@ generated statements of every graph are compared with the plan.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from inductor_passes import _torch, verify
@@ -16,7 +16,7 @@ from inductor_passes.engine import judge, naming, timing
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation
 from inductor_passes.engine.complain import complain, warn_once
-from inductor_passes.engine.publish import publish, somebody_looks, write_problem
+from inductor_passes.engine.publish import publish, somebody_looks
 from inductor_passes.ir.parameters import reported
 from inductor_passes.problems.kernel_memory import donated_inputs, saved_together
 from inductor_passes.problems.kernels import build
@@ -27,6 +27,7 @@ from inductor_passes.report import PassReport, Reason
 from inductor_passes.schedule.curve import with_curve
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace import cached
+from inductor_passes.trace.files import AskedFile, problem_of
 from inductor_passes.trace.verdict import explain
 
 #: A budget that is exceeded by less than one part in so many of the peak is not worth a note.
@@ -62,12 +63,16 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     ordered = _checked(ordered, nodes, limit, compilation, report)
     graph.notes += _raised(ordered.least_bytes, compilation)
     _record(ordered, limit, compilation, report)
+    files = list[AskedFile]()
     if config.dump_problem and not compilation.again:
-        curve = () if compilation.known.step is None else compilation.known.step.curve
-        write_problem(with_curve(built.problem, curve), graph, config.dump_problem)
+        step = compilation.known.step
+        curve = () if step is None else step.curve
+        files += () if step is None else step.files
+        files.append(problem_of(with_curve(built.problem, curve), graph.rank, config.dump_problem))
+        files[-1].write()
     report.duration_ns = time.perf_counter_ns() - began
     planned = [nodes[i] for i in ordered.plan.order]
-    _watch(planned, ordered, compilation)
+    _watch(planned, ordered, compilation, files)
     return planned
 
 
@@ -142,7 +147,7 @@ def _record(ordered: Ordered, limit: int | None, compilation: Compilation, repor
     }
 
 
-def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation) -> None:
+def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation, files: Sequence[AskedFile]) -> None:
     """Compare the statements with the plan while the code is generated, and publish the report then."""
     graph, problem = compilation.report, ordered.built.problem
 
@@ -159,7 +164,7 @@ def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation) -> No
         if not compilation.again:
             with guarded("storing the report in the generated code", "a warm cache has no report"):
                 _torch.add_module_statement(
-                    cached.statement(graph, problem, ordered.plan.order, compilation.rank_steps)
+                    cached.statement(graph, problem, ordered.plan.order, compilation.rank_steps, files)
                 )
         if compilation.config.tune:
             with guarded("timing the first steps", "they are not timed"):

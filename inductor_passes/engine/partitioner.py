@@ -226,9 +226,11 @@ class Separation:
             if shrunk is not None:
                 facts = replace(facts, recompute=shrunk.recompute, notes=shrunk.notes, curve=shrunk.curve)
                 facts = replace(facts, proposed=shrunk.proposed[0], reached_bytes=shrunk.reached_bytes)
+                facts = replace(facts, files=shrunk.files)
             facts.attach(both[0])
             theirs = () if shrunk is None else shrunk.proposed[1]
             facts = replace(facts, own_peak_bytes=peaks[1], keep=None, recompute=None, notes=(), proposed=theirs)
+            facts = replace(facts, files=())
             facts.attach(both[1])
 
 

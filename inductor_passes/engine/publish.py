@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from inductor_passes import _torch
+from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation
-from inductor_passes.engine.complain import warn_once
 from inductor_passes.ir.parameters import reported
 from inductor_passes.ir.view import GraphView
-from inductor_passes.pin import file as plan_file
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.schedule.simulate import Timeline, simulate
 from inductor_passes.step.stored import StoredStep
 from inductor_passes.trace.artifacts import emit
 from inductor_passes.trace.collector import deliver, what_if_wanted
+from inductor_passes.trace.files import AskedFile, plan_of
 from inductor_passes.trace.payload import dumps
 from inductor_passes.trace.verdict import explain
 
@@ -38,7 +35,9 @@ def publish(
 
     ``graphs`` are the readable graphs before and after the FX passes.
     """
-    _write_plan(report)
+    with guarded("writing the plan", "there is no file"):
+        if (plan := plan_of(report)) is not None:
+            plan.write()
     deliver(report)
     emit(
         report,
@@ -80,35 +79,8 @@ def publish_fx(compilation: Compilation) -> None:
     publish(report, problem, result.order, before, after, compilation.graphs)
 
 
-def write_problem(problem: Problem, report: GraphReport, directory: str) -> None:
-    """Write a planned problem for ``inductor-passes simulate``; a directory that cannot be written is a warning."""
-    _write(f"rank{report.rank}_{problem.name}_{problem.digest()}.json", problem.to_json(), directory)
-
-
-def write_step(step: StoredStep, directory: str) -> None:
-    """Write a whole step, with what could be computed again and kept, as :func:`write_problem` does with a graph."""
+def step_of(step: StoredStep, directory: str) -> AskedFile:
+    """A whole step for ``inductor-passes simulate``, with what could be computed again and kept."""
     digests = "_".join(problem.digest() for problem in (step.step.forward, step.step.backward))
-    _write(f"rank{_torch.rank_and_world_size()[0]}_step_{digests}.json", step.to_json(), directory)
-
-
-def _write(name: str, data: dict[str, Any], directory: str) -> None:
-    try:
-        folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(dumps(data, indent=None), encoding="utf-8")
-    except OSError as error:
-        warn_once(f"inductor_passes: cannot write the problem to dump_problem={directory}: {error}")
-
-
-def _write_plan(report: GraphReport) -> None:
-    """The graph's plan as a file, by rank 0: what it decided on FX is what all ranks decided."""
-    directory = report.config.get("dump_plan")
-    if not directory or report.rank or not report.plan:
-        return
-    try:
-        graph = plan_file.GraphPlan.from_json(report.plan, report.phase)
-        folder = Path(str(directory))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{graph.title}.json").write_text(plan_file.text_of([graph]), encoding="utf-8")
-    except (OSError, plan_file.PlanFileError) as error:
-        warn_once(f"inductor_passes: cannot write the plan to dump_plan={directory}: {error}")
+    name = f"rank{_torch.rank_and_world_size()[0]}_step_{digests}.json"
+    return AskedFile("dump_problem", directory, name, dumps(step.to_json(), indent=None))

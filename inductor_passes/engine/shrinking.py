@@ -9,7 +9,7 @@ last word on what is saved. Where that is above the budget the next state that n
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.fx
 
@@ -27,6 +27,7 @@ from inductor_passes.schedule.plan import plan
 from inductor_passes.step import keep, picture, recompute, saved, stored
 from inductor_passes.step.merging import Merging, Proposal
 from inductor_passes.step.recompute import Point
+from inductor_passes.trace.files import AskedFile
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 Views = tuple[GraphView, GraphView]
@@ -83,6 +84,7 @@ class Shrunk:
         curve: (peak in bytes, planned step in ns) of what is possible, by memory.
         proposed: the messages that travel together in the step that was chosen, by graph.
         reached_bytes: what the step needs where the budget cannot be reached, else 0.
+        files: that were written about it.
     """
 
     both: Split
@@ -93,6 +95,7 @@ class Shrunk:
     curve: tuple[tuple[int, int], ...] = ()
     proposed: tuple[Proposal, Proposal] = ((), ())
     reached_bytes: int = 0
+    files: tuple[AskedFile, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,14 +136,16 @@ class Shrinking:
         recompute.check(found.step)
         gathered = keep.candidates(*views, self.profile)
         parts = forecast.mergeable(forecast.lines_of(views, fx, self.settings, self.profile))
+        files: tuple[AskedFile, ...] = ()
         if self.settings.dump_problem:
             messages = stored.messages_of(views[0]), stored.messages_of(views[1])
             mine, theirs = (stored.computed_in(*both, self.profile) for both in zip(views, fx))
             one = stored.StoredStep(found.step, tuple(gathered), messages, (mine, theirs), parts)
-            publish.write_step(one, self.settings.dump_problem)
+            files = (publish.step_of(one, self.settings.dump_problem),)
+            files[0].write()
         merging = Merging(found.step.forward, found.step.backward, parts)
         possible = recompute.points(found.step, gathered, merging=merging)
-        return self._best(base, found, gathered, possible)
+        return replace(self._best(base, found, gathered, possible), files=files)
 
     def _best(
         self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], possible: Sequence[Point]

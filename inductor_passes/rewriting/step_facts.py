@@ -12,6 +12,7 @@ from typing import Any
 import torch.fx
 
 from inductor_passes.report import PassReport
+from inductor_passes.trace.files import AskedFile
 
 META_KEY = "inductor_passes_step"
 
@@ -33,6 +34,7 @@ class StepFacts:
         proposed: names of the starts of each bucket with which the step was planned when it was chosen; steers plans.
         reached_bytes: the least that was found for the step where its budget cannot be reached, else 0: what both
             graphs may need then.
+        files: that were written about the step. Do not survive pickling.
 
     Both peaks are those of ``reorder.problem``: equal on ranks whose shards are of unequal size.
     """
@@ -45,6 +47,7 @@ class StepFacts:
     curve: tuple[tuple[int, int], ...] = ()
     proposed: tuple[tuple[str, ...], ...] = ()
     reached_bytes: int = 0
+    files: tuple[AskedFile, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepFacts:
         return self

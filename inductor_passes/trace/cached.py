@@ -19,6 +19,7 @@ from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace import nothing
 
 if TYPE_CHECKING:
+    from inductor_passes.trace.files import AskedFile
     from inductor_passes.verify.rank_check import Steps
 
 #: Reports that this process has just compiled: their first load is not a cache hit.
@@ -31,25 +32,35 @@ def statement(
     problem: Problem,
     order: Sequence[int],
     rank_steps: Mapping[str, Steps] | None = None,
+    files: Sequence[AskedFile] = (),
 ) -> str:
     """A Python statement that replays the report when it runs; deterministic for equal reports.
 
     ``rank_steps`` is what other ranks compare with (``rank_check``); it is published when the module is loaded.
+    ``files`` are written again then, and so is the plan where one is asked for.
     """
     timeless = report.to_json()
     for one in timeless["passes"]:
         one["duration_ns"] = 0
     content = {"report": timeless, "problem": problem.to_json(), "order": list(order)}
+    if files:
+        content["files"] = [one.to_json() for one in files]
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
     text = base64.b85encode(packed).decode()
     _compiled_here.add(report.digest)
     steps = {group: one.to_json() for group, one in (rank_steps or {}).items()}
-    ranks = f", {json.dumps([report.phase, steps])!r}" if steps else ""
-    return f"__import__('inductor_passes.trace.cached', fromlist=['loaded']).loaded({report.digest!r}, {text!r}{ranks})"
+    more = f", ranks={json.dumps([report.phase, steps])!r}" if steps else ""
+    if files or report.config.get("dump_plan"):
+        more += ", asked=True"
+    return f"__import__('inductor_passes.trace.cached', fromlist=['loaded']).loaded({report.digest!r}, {text!r}{more})"
 
 
-def loaded(digest: str, packed: str, ranks: str = "") -> None:
-    """Called by a generated module while it is loaded; emits the stored report unless it was compiled just now."""
+def loaded(digest: str, packed: str, ranks: str = "", asked: bool = False) -> None:
+    """Called by a generated module while it is loaded; emits the stored report unless it was compiled just now.
+
+    Args:
+        asked: whether files are to be written.
+    """
     nothing.planned()
     if digest in _compiled_here:
         _compiled_here.discard(digest)
@@ -57,7 +68,7 @@ def loaded(digest: str, packed: str, ranks: str = "") -> None:
     if ranks:
         _publish(ranks)
     try:
-        _emit(packed)
+        _emit(packed, asked)
     except Exception as error:  # a report must never stop a compiled program from running
         logging.getLogger("inductor_passes").warning("inductor_passes: cannot replay a stored report: %s", error)
 
@@ -73,15 +84,22 @@ def _publish(ranks: str) -> None:
         logging.getLogger("inductor_passes").warning("inductor_passes: cannot compare with other ranks: %s", error)
 
 
-def _emit(packed: str) -> None:
+def _emit(packed: str, asked: bool) -> None:
     from inductor_passes import _torch
+    from inductor_passes.trace import files
     from inductor_passes.trace.artifacts import emit
     from inductor_passes.trace.collector import deliver, listening
 
-    if not (_torch.trace_enabled() or listening()):
+    looked_at = _torch.trace_enabled() or listening()
+    if not (looked_at or asked):
         return
     content = unpack(packed)
     report = GraphReport.from_json(content["report"])
+    for one in (files.plan_of(report), *map(files.from_json, content.get("files", ()))):
+        if one is not None:
+            one.write()
+    if not looked_at:
+        return
     report.from_cache = True
     report.compile_id = _torch.compile_id()
     report.rank, report.world_size = _torch.rank_and_world_size()
