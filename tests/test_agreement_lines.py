@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes.agreement import lines
+from inductor_passes.agreement.difference import first_difference
 from inductor_passes.agreement.grid import Grid, participants, segments
 from inductor_passes.agreement.lines import Description, describe
 from inductor_passes.agreement.roles import IncomparableError
@@ -391,3 +392,20 @@ def test_the_users_source_is_shown_and_does_not_count() -> None:
         told = describe(GraphView(program.graph), {}, 0, 8)
     assert plain.digest == told.digest
     assert lines.SOURCE + "/somewhere/model.py:3" in told.lines[-1]
+
+
+def test_a_difference_in_long_lines_is_shown() -> None:
+    """Found: of two lines that begin with the same 300 characters nobody saw what differed."""
+    same = ", ".join(f"member {k}" for k in range(200))
+    said = first_difference(0, [f"fact groups: {same} one"], 1, [f"fact groups: {same} another"])
+    assert "<fact groups: " in said and " one>" in said and " another>" in said
+    assert len(said) < 1000
+
+
+def test_all_facts_that_differ_are_named() -> None:
+    ones = ["fact setting bucket: on", "fact setting numerics: exact", "fact torch: 2.13.0", "the graph | model.py:7"]
+    others = ["fact setting bucket: off", "fact setting numerics: reassociate", "fact torch: 2.13.0", "another graph"]
+    said = first_difference(0, ones, 1, others)
+    assert said.startswith("at line 0 rank 0 has <fact setting bucket: on> and rank 1 has <fact setting bucket: off>")
+    assert said.endswith("and these differ too: setting numerics")
+    assert first_difference(0, ones[2:], 1, others[2:]).endswith("rank 1 has <another graph>")

@@ -107,6 +107,9 @@ def test_each_of_these_would_go_wrong_without_an_agreement(program: Callable[...
 def test_what_ranks_bring_along_has_to_be_equal(two: Ranks, what: str) -> None:
     for correct, (told,) in two.run(other_facts, what):
         assert correct and not told.agreed and "<fact" in told.why
+        if what == "settings":
+            # Found: the sentence showed the beginning of all settings, which was equal.
+            assert "<fact setting redistribute: " in told.why
 
 
 def other_facts(rank: int, world_size: int, what: str) -> tuple[bool, list[Told]]:

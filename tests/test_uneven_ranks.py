@@ -19,7 +19,7 @@ from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build
 from inductor_passes.problems.record import plan_digest
-from inductor_passes.report import GraphReport, Reason
+from inductor_passes.report import GraphReport, Reason, Verdict
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
@@ -84,6 +84,21 @@ def test_uneven_parameters_make_no_difference(slow: str, reshard: Any, budget: s
         choice = kept(first)
         assert choice is not None and choice.metrics["kept"] > 0
         assert any(p.name == "bucket" and p.changed for r in first for p in r.passes)
+
+
+@pytest.mark.parametrize("settings", [{"async_tp": "force"}, {"compress": {"*": "int8"}}], ids=["in parts", "narrowed"])
+def test_rewrites_of_uneven_parameters_make_no_difference(settings: dict[str, Any]) -> None:
+    """Found: parts of a padded copy, and a padded shard in one message with narrowed ones, made two problems of one.
+
+    Ranks then chose two orders and dropped both, or held two digests.
+    """
+    first, last = (parameters_sharded(rank, True, **settings) for rank in (0, RANKS - 1))
+    assert told(first) == told(last)
+    decisions = [[d for p in r.passes for d in p.decisions if p.name in settings] for r in first]
+    verdicts = {d.verdict for ones in decisions for d in ones}
+    assert verdicts == {Verdict.APPLIED, Verdict.REFUSED}
+    if "async_tp" in settings:
+        assert any("pad theirs" in d.detail and d.reason is Reason.RANKS_DIFFER for d in decisions[0])
 
 
 class Rows(nn.Module):

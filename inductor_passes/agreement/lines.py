@@ -25,7 +25,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.agreement import pieces
 from inductor_passes.agreement.arguments import Texts
-from inductor_passes.agreement.difference import SOURCE
+from inductor_passes.agreement.difference import FACT, SOURCE
 from inductor_passes.agreement.grid import Grid, participants
 from inductor_passes.agreement.literals import Kind, Literals
 from inductor_passes.agreement.roles import IncomparableError, Roles
@@ -88,8 +88,8 @@ def describe(
     roles = Roles(rank, grid, describe_group)
     writer = _Writer(view, uneven(view), roles, rank, max((group.size for group in groups), default=1))
     body = list(writer.graph(view.graph))
-    head = [f"fact {name}: {value}" for name, value in sorted(facts.items()) if name not in FOLLOWS]
-    tail = [f"fact {name}: {value}" for name, value in sorted(facts.items()) if name in FOLLOWS]
+    head = [f"{FACT}{name}: {value}" for name, value in sorted(facts.items()) if name not in FOLLOWS]
+    tail = [f"{FACT}{name}: {value}" for name, value in sorted(facts.items()) if name in FOLLOWS]
     head += roles.lines
     positions = roles.positions() if writer.open else []
     literals = Literals(

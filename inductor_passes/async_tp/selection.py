@@ -21,6 +21,7 @@ from inductor_passes.config import AsyncTpLowering
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, GraphView
+from inductor_passes.operators import CollectiveKind
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import Decision, Reason, Verdict
 from inductor_passes.rewriting.contract import Facts
@@ -29,6 +30,10 @@ from inductor_passes.schedule.simulate import simulate
 
 #: What would change a refusal.
 _SETTINGS = {Reason.DISABLED: 'async_tp="auto"', Reason.HIDDEN: 'async_tp="force"'}
+
+
+#: Why a gather stays whole whatever its mode.
+_PADDED = "ranks hold pieces of unequal size: some of them pad theirs"
 
 
 class Settings(Cutting, Protocol):
@@ -102,10 +107,12 @@ class Selection:
         options: list[tuple[Collective, list[Priced]]] = []
         refusals: dict[Collective, Refusal] = {}
         for collective in self.view.collectives:
-            mode = self.settings.mode_of(collective)
+            mode = self._mode_of(collective)
             refusal = unsupported(collective, self.view)
-            if mode == "off":
+            if self.settings.mode_of(collective) == "off":
                 refusals[collective] = Refusal(Reason.DISABLED, "")
+            elif self._is_padded(collective):
+                refusals[collective] = Refusal(Reason.RANKS_DIFFER, _PADDED)
             elif refusal is not None:
                 refusals[collective] = refusal
             elif pricer is None or search is None:
@@ -178,6 +185,14 @@ class Selection:
         }
         return self.exposed_ns
 
+    def _is_padded(self, collective: Collective) -> bool:
+        """Whether some ranks pad what they send. Parts would be taken from that copy, which others do not have."""
+        return collective.kind is CollectiveKind.ALL_GATHER and collective in self.facts.shards.uneven
+
+    def _mode_of(self, collective: Collective) -> str:
+        """``auto``, ``force`` or ``off``."""
+        return "off" if self._is_padded(collective) else self.settings.mode_of(collective)
+
     def _options(self, search: Search, collective: Collective) -> tuple[list[Priced], Refusal | None]:
         """All regions around a collective, the best first, and why there is none."""
         around = search.around(collective)
@@ -186,7 +201,7 @@ class Selection:
         return sorted(found, key=lambda p: -p.gain_ns), around.refusal
 
     def _worth(self, priced: Priced) -> bool:
-        modes = [self.settings.mode_of(c) for c in priced.region.collectives]
+        modes = [self._mode_of(c) for c in priced.region.collectives]
         if "off" in modes:
             return False
         return "force" in modes or priced.gain_ns > self.settings.least_gain * priced.before_ns

@@ -70,7 +70,7 @@ def reach(
 
         found = agreement.reach(
             view,
-            _facts(settings, profile, phase, _told(step, view)),
+            facts_of(settings, profile, phase, _told(step, view)),
             timeout_s=timeout_s,
             name=phase,
             describe_group=describe,
@@ -87,13 +87,12 @@ def _told(step: StepFacts | None, view: GraphView) -> str:
     return f"{step.own_peak_bytes} {step.step_peak_bytes} {step.reached_bytes} {proposed}"
 
 
-def _facts(settings: PassConfig, profile: CostProfile, phase: str, step: str) -> Mapping[str, str]:
+def facts_of(settings: PassConfig, profile: CostProfile, phase: str, step: str) -> Mapping[str, str]:
     """What decisions depend on besides the graph.
 
     Args:
         step: see :func:`_told`.
     """
-    chosen = {name: value for name, value in settings.to_json().items() if name not in _OWN}
     plans = identity.load_plan(settings)
     known = availability.established()
     return {
@@ -101,7 +100,8 @@ def _facts(settings: PassConfig, profile: CostProfile, phase: str, step: str) ->
         "phase": phase,
         "source": identity.source_hash(),
         "torch": torch.__version__,
-        "settings": json.dumps(chosen, sort_keys=True),
+        # One line each: the sentence about a difference names the setting.
+        **{f"setting {name}": json.dumps(value) for name, value in settings.to_json().items() if name not in _OWN},
         "estimator": str(getattr(settings.estimator, "inductor_passes_uuid", "") if settings.estimator else None),
         "cost profile": f"{profile.device} {profile.hash()}",
         "plan": plans.digest if plans is not None else "",
@@ -148,7 +148,7 @@ def compare_messages(
     """
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("comparing collectives with the other ranks", "collectives stay as they are", settings):
-        facts = [f"fact {key}: {value}" for key, value in _facts(settings, profile, phase, "").items()]
+        facts = [f"fact {key}: {value}" for key, value in facts_of(settings, profile, phase, "").items()]
         found = agreement.compare(before, [*facts, _torch.compile_id(), *sent], "collectives")
     return found
 

@@ -66,11 +66,14 @@ def _written(view: GraphView) -> set[torch.fx.Node]:
     return {n for storage in view.storages.all if storage.writers for n in storage.members}
 
 
-def preparations(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
+def preparations(
+    view: GraphView, uneven: Collection[Collective] = ()
+) -> dict[torch.fx.Node, torch.fx.Node]:
     """Compute nodes that only prepare a collective's input from graph inputs -> that collective's start.
 
     A node qualifies when all its inputs are graph inputs (or qualify themselves) and all its users are one start (or
-    qualify for it). O(nodes + edges), by one sweep forwards and one backwards.
+    qualify for it). Before the gathers of ``uneven`` all that moves data qualifies: a padded shard may be joined there
+    with what was computed, as a narrowed one. O(nodes + edges), by one sweep forwards and one backwards.
     """
     roles = view.roles
     from_inputs: set[torch.fx.Node] = set()
@@ -78,9 +81,10 @@ def preparations(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
         if roles[node] is Role.INPUT or (moves_data(view, node) and from_inputs.issuperset(node.all_input_nodes)):
             from_inputs.add(node)
     found: dict[torch.fx.Node, torch.fx.Node] = {}
+    padding = {c.start for c in uneven if c.kind is CollectiveKind.ALL_GATHER}
     written = _written(view)
     for node in reversed(view.nodes):
-        if node not in from_inputs or roles[node] is Role.INPUT:
+        if roles[node] is Role.INPUT or not (node in from_inputs or (padding and moves_data(view, node))):
             continue
         if node in written or not written.isdisjoint(node.all_input_nodes):
             continue
@@ -91,7 +95,7 @@ def preparations(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
             for user in node.users
             if not (free and user.op == "output")
         }
-        if len(starts) == 1 and (start := starts.pop()) is not None:
+        if len(starts) == 1 and (start := starts.pop()) is not None and (node in from_inputs or start in padding):
             found[node] = start
     return found
 
@@ -163,7 +167,7 @@ class Shards:
 def shards(view: GraphView) -> Shards:
     """See :class:`Shards`; O(nodes + edges)."""
     uneven = frozenset(c for c in view.collectives if _is_uneven(view, c))
-    owner = {**preparations(view), **trims(view, uneven)}
+    owner = {**preparations(view, uneven), **trims(view, uneven)}
     exchanges = any(c.kind == CollectiveKind.ALL_TO_ALL and _has_unequal_splits(c.start) for c in view.collectives)
     return Shards(uneven, owner, not exchanges and all(_is_at_the_edge(view, c, owner) for c in uneven))
 
@@ -195,9 +199,9 @@ def _is_cut(view: GraphView, wait: torch.fx.Node, ranks: int) -> bool:
                 ends[dim] = max(ends.get(dim, 0), end)
             else:
                 ends[-1] = 0
-                if moves_data(view, user):
-                    # Taken out of a message that several gathers share, or put together again.
-                    todo.append(user)
+            if moves_data(view, user):
+                # Taken out of a message that several gathers share, or put together again.
+                todo.append(user)
         value = node.meta.get("val")
         if len(ends) == 1 and -1 not in ends and isinstance(value, torch.Tensor):
             ((dim, end),) = ends.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from inductor_passes import _torch, agreement
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import identity
+from inductor_passes.engine import agreeing, identity
 from inductor_passes.engine.compilation import Known, phase_of
 from inductor_passes.engine.hooks import split_with
 from inductor_passes.engine.passes import passes_of
@@ -66,11 +65,11 @@ class Gate:
         """Ask, then rewrite and order one graph in place."""
         view = GraphView(graph)
         phase = phase_of(graph, is_inference)
-        facts = {"settings": json.dumps(self.settings.to_json()), "source": identity.source_hash(), **self.facts}
+        profile = CostProfile.default("cpu")
+        facts = {**agreeing.facts_of(self.settings, profile, phase, ""), **self.facts}
         began = time.monotonic()
         verdict = agreement.reach(view, facts, timeout_s=self.timeout_s, name=phase)
         seconds = time.monotonic() - began
-        profile = CostProfile.default("cpu")
         known = Known(phase, agreed=verdict.agreed)
         done = run_passes(graph, passes_of(self.settings), self.settings, profile, known=known, view=view)
         applied = sum(d.verdict is Verdict.APPLIED for p in done.report.passes for d in p.decisions)
