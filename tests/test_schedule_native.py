@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
@@ -249,12 +249,42 @@ def test_numbers_that_do_not_fit_are_pythons() -> None:
     assert plan(problem, None).makespan_ns == 1 << 62
 
 
-def test_small_problems_start_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def unbuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody has built the core, and Python has not searched anything."""
+    kept_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(native, "_states", native._States())
     native._load.cache_clear()
+    native._is_there.cache_clear()
+    yield
+    native._load.cache_clear()
+    native._is_there.cache_clear()
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_small_problems_start_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_built", lambda: pytest.fail("built"))
     assert plan(random_problem(3, native.WORTH_BUILDING // 2), None).feasible
-    monkeypatch.undo()
-    native._load.cache_clear()
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_small_problems_use_a_core_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = tables(random_problem(3, native.WORTH_BUILDING // 2))
+    assert native.flat(small) is None
+    native._built()
+    assert native.flat(small) is None
+    native._is_there.cache_clear()
+    assert native.flat(small) is not None
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_a_small_problem_that_takes_long_has_the_core_built() -> None:
+    """Found: a graph of 90 tasks was searched in Python for minutes, because larger ones only got the core."""
+    small = tables(random_problem(3, native.WORTH_BUILDING // 2))
+    native.looked_at(native.MANY_STATES - 1)
+    assert native.flat(small) is None
+    native.looked_at(1)
+    assert native.flat(small) is not None
 
 
 def kept_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

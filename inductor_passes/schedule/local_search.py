@@ -54,8 +54,14 @@ def _improved(
     """One pass over all windows of a length, with so many states kept; the number of states expanded."""
     if shape[0] <= native.LONGEST and (flat := native.flat(t)) is not None:
         return native.sweep(*flat, order, shape, cap_bytes, allowance)
-    search = functools.partial(improve_window, t, cap_bytes=cap_bytes, width=shape[1])
+    search = functools.partial(_in_python, t, cap_bytes=cap_bytes, width=shape[1])
     return _sweep(t, order, shape[0], search, allowance)
+
+
+def _in_python(t: Tables, window: Sequence[int], place: Place, cap_bytes: int | None, width: int) -> Answer:
+    answer = improve_window(t, window, place, cap_bytes, width)
+    native.looked_at(answer.expanded)
+    return answer
 
 
 def exact_search(t: Tables, order: Sequence[int], cap_bytes: int | None, windows: int) -> list[int]:
@@ -88,7 +94,7 @@ def search_whole(t: Tables, cap_bytes: int, limit_ns: int) -> list[int] | None:
     unread = [len(r) for r in t.readers]
     limit = (limit_ns, limit_ns + 1)
     place = Place(head, Tail.at_end(t), unread, limit)
-    answer = improve_window(t, range(t.n), place, cap_bytes, WHOLE_WIDTH)
+    answer = _in_python(t, range(t.n), place, cap_bytes, WHOLE_WIDTH)
     return answer.tasks or None
 
 
@@ -108,7 +114,7 @@ def search_all(t: Tables, order: Sequence[int], cap_bytes: int | None, states: i
     if (flat := native.flat(t)) is not None:
         tasks, _, _, complete = native.improve_window(*flat, range(t.n), place, cap_bytes, width)
     else:
-        answer = improve_window(t, range(t.n), place, cap_bytes, width)
+        answer = _in_python(t, range(t.n), place, cap_bytes, width)
         tasks, complete = answer.tasks, answer.optimal
     return tasks or list(order), complete
 

@@ -1,10 +1,11 @@
 """The planner's inner loops, compiled: the same results sooner.
 
 ``planner.cpp`` is built by the C++ compiler that Inductor uses too (``CXX``, else ``g++``, ``clang++``, ``c++``) when
-the first problem of more than ``WORTH_BUILDING`` tasks is planned, and kept in ``$TORCHINDUCTOR_CACHE_DIR`` and in the
-user's cache folder. Building it takes as long as several kernels of a model, but it belongs to no model, so an empty
-cache of Inductor's is no reason to build it again. Where there is no compiler, no place to write or
-``INDUCTOR_PASSES_NATIVE=0``, Python does the work. Both give the same numbers, so ranks need not have the same.
+the first problem of more than ``WORTH_BUILDING`` tasks is planned or Python has searched for long. It is kept in
+``$TORCHINDUCTOR_CACHE_DIR`` and in the user's cache folder, and used for all problems once it is there. Building it
+takes as long as several kernels of a model, but it belongs to no model, so an empty cache of Inductor's is no reason to
+build it again. Where there is no compiler, no place to write or ``INDUCTOR_PASSES_NATIVE=0``, Python does the work.
+Both give the same numbers, so ranks need not have the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,8 +36,8 @@ from inductor_passes.schedule.problem import ProblemError
 from inductor_passes.schedule.tables import Tables
 from inductor_passes.schedule.window import Place
 
-#: Up to this many tasks Python is done before a compiler would be.
-WORTH_BUILDING = 96
+#: Up to this many tasks Python is done before a compiler would be, unless it has looked at so many states by then.
+WORTH_BUILDING, MANY_STATES = 96, 2_000
 #: Members of a window that fit into the core's sets.
 LONGEST = 120
 #: Numbers whose sums surely fit into 64 bits.
@@ -93,7 +95,8 @@ def core() -> ctypes.CDLL | None:
 
 def flat(t: Tables) -> tuple[ctypes.CDLL, Flat] | None:
     """The core and ``t`` as it reads it; None: Python shall do the work."""
-    if t.n <= WORTH_BUILDING and not _load.cache_info().currsize:
+    small = t.n <= WORTH_BUILDING and _states.value < MANY_STATES
+    if small and not _load.cache_info().currsize and not _is_there():
         return None
     library = core()
     if library is None:
@@ -102,6 +105,29 @@ def flat(t: Tables) -> tuple[ctypes.CDLL, Flat] | None:
         object.__setattr__(t, "flat", _flatten(t))
     found: Flat | bool = t.flat
     return (library, found) if isinstance(found, Flat) else None
+
+
+class _States(threading.local):
+    """How many states Python has looked at on this thread."""
+
+    value = 0
+
+
+_states = _States()
+
+
+def looked_at(states: int) -> None:
+    """Python has searched: after some of that the core is worth building for small problems too."""
+    _states.value += states
+
+
+@functools.cache
+def _is_there() -> bool:
+    """Whether somebody has built it, so that loading it takes no time."""
+    try:
+        return any(path.exists() for path in _paths(_compiler()))
+    except OSError:
+        return False
 
 
 def _flatten(t: Tables) -> Flat | bool:
@@ -435,6 +461,15 @@ def _compiler() -> str | None:
     return next(filter(None, map(shutil.which, wanted)), None)
 
 
+def _paths(compiler: str | None) -> list[Path]:
+    """Where the library would be, by folder; nowhere without a compiler."""
+    if compiler is None:
+        return []
+    facts = (_SOURCE.read_text(), compiler, *_FLAGS, platform.platform(), platform.machine())
+    name = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
+    return [folder / f"planner-{name}.so" for folder in _folders()]
+
+
 def _built() -> Path:
     """The library's file, in the first folder that has it, or can be written to.
 
@@ -442,11 +477,9 @@ def _built() -> Path:
         OSError, subprocess.SubprocessError: no compiler, no place, or it does not compile.
     """
     compiler = _compiler()
+    paths = _paths(compiler)
     if compiler is None:
         raise FileNotFoundError("no C++ compiler")
-    facts = (_SOURCE.read_text(), compiler, *_FLAGS, platform.platform(), platform.machine())
-    name = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
-    paths = [folder / f"planner-{name}.so" for folder in _folders()]
     there = next((path for path in paths if path.exists()), None) or _first_built(compiler, paths)
     for path in paths:
         if not path.exists():

@@ -1150,9 +1150,11 @@ class Search {
         return at->second;
     }
 
-    bool none_later(const i64 *a, const i64 *b) const {
+    // Whether no clock of a state is later than those of one whose compute lane is at ``now`` or behind it. What is
+    // over by then makes no difference, however long it has been over.
+    bool none_later(const i64 *a, const i64 *b, i64 now) const {
         for (i64 c = 0; c < machines_ + slots_; c++)
-            if (a[c] > b[c]) return false;
+            if (a[c] > b[c] && a[c] > now) return false;
         return true;
     }
 
@@ -1201,11 +1203,11 @@ class Search {
         if (fresh) groups_.emplace_back();
         auto &rivals = groups_[at->second];
         for (int32_t r : rivals)
-            if (states_[r].now <= now && none_later(&clocks_[states_[r].clocks], mine_.data())) return;
+            if (states_[r].now <= now && none_later(&clocks_[states_[r].clocks], mine_.data(), now)) return;
         rivals.erase(std::remove_if(rivals.begin(), rivals.end(),
                                     [&](int32_t r) {
                                         return now <= states_[r].now &&
-                                               none_later(mine_.data(), &clocks_[states_[r].clocks]);
+                                               none_later(mine_.data(), &clocks_[states_[r].clocks], states_[r].now);
                                     }),
                      rivals.end());
         live -= t_.transient[i];

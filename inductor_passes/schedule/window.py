@@ -7,14 +7,15 @@ candidate costs as much as the window is long. Live bytes depend only on which t
 local to the window too.
 
 The search goes through the sets of tasks that have run, one task more per level. Of the states with the same set only
-those that no other dominates (all clocks no later) are kept, and of all states of a level the ``width`` best by a
-lower bound on the resulting makespan. If no state was cut off for width, the answer is optimal for the window.
+those that no other dominates are kept (all clocks no later, or over when the compute lane gets there), and of all
+states of a level the ``width`` best by a lower bound on the resulting makespan. If no state was cut off for width, the
+answer is optimal for the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.tables import Tables
@@ -87,7 +88,9 @@ class _State:
     live: int
     parent: _State | None
     task: int
-    bound: tuple[int, int] = field(default=(0, 0))
+    bound: tuple[int, int] = (0, 0)
+    #: ``now``, ``free`` and ``ends``, none of them before ``now``.
+    clocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,17 +224,17 @@ class _Search:
             if (bound, finish) >= incumbent:
                 continue
             rivals = following.setdefault(mask, [])
+            # What is over when the compute lane gets there makes no difference, however long it has been over.
+            clocks = (now, *[f if f > now else now for f in free], *[e if e > now else now for e in ends])
             for r in rivals:
-                if r.now <= now and _all_le(r.free, free) and _all_le(r.ends, ends):
+                if _all_le(r.clocks, clocks):
                     break
             else:
-                rivals[:] = [
-                    r for r in rivals if not (now <= r.now and _all_le(free, r.free) and _all_le(ends, r.ends))
-                ]
+                rivals[:] = [r for r in rivals if not _all_le(clocks, r.clocks)]
                 live -= t.transient[i]
                 if self.releases[k]:
                     live -= self._freed(k, mask)
-                rivals.append(_State(mask, now, free, ends, live, state, i, (bound, finish)))
+                rivals.append(_State(mask, now, free, ends, live, state, i, (bound, finish), clocks))
 
     def _freed(self, k: int, mask: int) -> int:
         """Bytes of the storages that die with member ``k`` as the last of ``mask``."""
