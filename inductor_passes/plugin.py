@@ -72,6 +72,11 @@ def compile_options(
             in_tree.complain_about(found, resolved)
     if own.get(SIMPLE_OVERLAP):
         in_tree.complain_about([f"{SIMPLE_OVERLAP}=True"], resolved)
+    if in_tree.switched_off(lookup):
+        why = f"{in_tree.POST_GRAD}=True: Inductor would not call these passes"
+        if mode is not None and in_tree.POST_GRAD not in (inductor or {}):
+            raise ConfigError("mode", mode, f"a mode with {why}")
+        raise ConfigError(in_tree.POST_GRAD, False, why)
     identity.load_profile(resolved)
     identity.load_plan(resolved)
     return with_ours(own, lookup, _hooks(resolved))
@@ -131,6 +136,8 @@ def backend(
             fields[key[len(PREFIX) :]] = value
         elif key in config.FIELDS and key not in _torch.inductor_option_names():
             raise ConfigError("options", {key: value}, f'"{PREFIX}{key}": a setting of ours has that prefix here')
+        elif not isinstance(key, str) or key.replace("-", "_") not in _torch.inductor_option_names():
+            raise ConfigError("options", {key: value}, f'options of Inductor, and ours as "{PREFIX}<setting>"')
         else:
             inductor[key] = value
     for key in fields:

@@ -334,3 +334,28 @@ def test_the_garbage_collector_is_paused_and_comes_back() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "named"),
+    [({"mode": "lite"}, "mode='lite'"), ({"inductor": {"use_post_grad_passes": False}}, "use_post_grad_passes=False")],
+)
+def test_options_with_which_no_pass_is_called_are_refused(wanted: dict[str, Any], named: str) -> None:
+    """Found: nothing was planned, and nobody said so."""
+    with pytest.raises(ConfigError, match=f"{named} is not allowed; expected .*use_post_grad_passes=True"):
+        inductor_passes.options(**wanted)
+
+
+def test_a_process_in_which_no_pass_is_called_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    given = inductor_passes.options()
+    with caplog.at_level(logging.WARNING, "inductor_passes"), torch._inductor.config.patch(use_post_grad_passes=False):
+        compiled = torch.compile(model, fullgraph=True, options=given)
+        assert train(compiled) == []
+    said = [r.getMessage() for r in caplog.records if "use_post_grad_passes=False" in r.getMessage()]
+    assert len(said) == 1 and "nothing is planned" in said[0]
+
+
+def test_an_option_that_nobody_knows_is_named_alone() -> None:
+    compiled = torch.compile(model, backend="inductor_passes", options={"max_autotunex": True, "max_autotune": False})
+    with pytest.raises(Exception, match=r"options=\{'max_autotunex': True\} is not allowed; expected options of Ind"):
+        train(compiled)

@@ -49,9 +49,10 @@ def guarded(run: Callable[[], Any]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read us has seen enough (`| head`); what is left in the buffer goes nowhere.
+        # Whoever read us has seen enough (`| head`); what is left in the buffer goes nowhere. The status is that of a
+        # program which SIGPIPE ends: 1 says something else.
         _discard_output()
-        return 1
+        return 141
     except Exception as error:
         return _report(error)
 

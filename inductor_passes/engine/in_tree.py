@@ -12,6 +12,8 @@ from inductor_passes.engine.options import SIMPLE_OVERLAP, has_simple_overlap
 from inductor_passes.engine.ours import is_ours
 
 _OFF = (None, False, "none")
+#: The option without which Inductor calls no pass behind its own.
+POST_GRAD = "use_post_grad_passes"
 
 #: Options that, when on, make Inductor reorder, merge or replace collectives itself.
 CLASHING = (
@@ -67,6 +69,20 @@ def complain_about(found: list[str], settings: PassConfig) -> None:
             'all of them off, or inductor_passes.options(in_tree_passes="warn") to leave such graphs to them',
         )
     warn_once(f"inductor_passes: leaving graphs alone, Inductor's own communication passes are on: {shown}")
+
+
+def switched_off(lookup: Callable[[str], Any]) -> bool:
+    """Whether Inductor is told not to call the passes after its own, ours among them, as ``mode="lite"`` tells it."""
+    return lookup(POST_GRAD) is False
+
+
+def warn_if_switched_off() -> None:
+    """Say so where torch was told without :func:`inductor_passes.options`, which refuses it."""
+    if switched_off(_torch.inductor_option):
+        warn_once(
+            f"inductor_passes: nothing is planned, {POST_GRAD}=False (as mode=\"lite\" sets it) keeps Inductor from "
+            "calling the passes"
+        )
 
 
 def overlay(options: Mapping[str, Any]) -> Callable[[str], Any]:

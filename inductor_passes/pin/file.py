@@ -153,7 +153,8 @@ def _files(path: str) -> list[Path]:
             raise PlanFileError(f"{path} holds {len(files)} files; expected at most {MAX_FILES}")
         return files
     if not root.is_file():
-        raise PlanFileError(f"plan={path!r} is not allowed; expected the path of an existing file or directory")
+        wanted = "expected the path of an existing file or directory"
+        raise PlanFileError(f"inductor_passes: plan={path!r} is not allowed; {wanted}")
     return [root]
 
 

@@ -7,6 +7,7 @@ a rounding after such a cast is that rounding alone.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -123,6 +124,18 @@ class Resolver:
             if not isinstance(step, Access):
                 return step
             a = step
+
+    def trail(self, a: Access) -> list[Access]:
+        """Where an element is read that is only moved, from ``a`` on: as far as it is understood."""
+        found = [a]
+        # What cannot be followed ends it. Whatever it is, nothing is concluded from the end.
+        with contextlib.suppress(Exception):
+            while not self.is_overwritten(found[-1]):
+                step = self._step(found[-1])
+                if not isinstance(step, Access):
+                    break
+                found.append(step)
+        return found
 
     def cast_behind(self, a: Access) -> Cast | None:
         """The cast that made an element, through whatever moves it; None where it was made otherwise.

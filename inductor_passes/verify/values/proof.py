@@ -33,7 +33,7 @@ from inductor_passes.verify.values.program import Program, Record
 from inductor_passes.verify.values.questions import Question
 from inductor_passes.verify.values.replicas import Replicas
 from inductor_passes.verify.values.signatures import Signature
-from inductor_passes.verify.values.sizes import NoHintError
+from inductor_passes.verify.values.sizes import NoHintError, UndecidedError
 from inductor_passes.verify.values.strided import NotRegularError
 from inductor_passes.verify.values.terms import Flattener, Sum, in_any_order, is_zero, sum_op
 
@@ -189,7 +189,12 @@ class Proof:
             return [q._replace(old=q.old._replace(byte=byte), new=q.new._replace(byte=byte))]
 
     def _answered(self, q: Question, asked: list[object]) -> list[Question]:
-        old, new = _same_byte(self.old.head(q.old), self.new.head(q.new))
+        try:
+            old, new = _same_byte(self.old.head(q.old), self.new.head(q.new))
+        except NoHintError:
+            if (wider := self._wider(q)) is None:
+                raise
+            return wider
         if self._known(old, new):
             return []
         key = self._key(old, new)
@@ -200,6 +205,31 @@ class Proof:
         if isinstance(new, Access) and new.record.called in ROUND_FREELY:
             return freely.begun(q, new)
         return [Question(a, b, q.where) for a, b in self._compared(old, new, q)]
+
+    def _wider(self, q: Question) -> list[Question] | None:
+        """What answers a question about a piece whose size has a range that leaves it open where its elements are.
+
+        A table of positions is cut to the length of a sequence, for example, after its shards were gathered. If one
+        index into two values on the way is the same, it is enough that these are known to be equal, or that all of
+        their elements are: those of values whose own sizes are numbers are asked about. Their elements are closer to
+        the graph's inputs than the piece, so no question leads to itself. None where there are no such values.
+        """
+        if any(m.any for m in self.memories):
+            return None
+        trails = self.old.trail(q.old), self.new.trail(q.new)
+        pairs = [(a, b) for a in reversed(trails[0]) for b in reversed(trails[1]) if _at_one_place(a, b)]
+        if any(self._known(a, b) for a, b in pairs):
+            return []
+        for a, b in pairs:
+            if not self._open(a) or not all(isinstance(size, int) for size in a.shape):
+                continue
+            index = self.space.box(a.shape)
+            return [Question(a._replace(indices=index), b._replace(indices=index), q.where)]
+        return None
+
+    def _open(self, a: Access) -> bool:
+        """Whether an index runs as far as a size that has a range."""
+        return any(not isinstance(self.space.extents[v], int) for index in a.indices for v, _ in index.terms)
 
     # -- equal heads ------------------------------------------------------------------------------------------
 
@@ -302,7 +332,8 @@ class Proof:
             if v not in old.variables() | new.variables():
                 return True
             return all(self._nested_alike(old.put(v, piece), new.put(v, piece), op) for piece in cut.pieces)
-        except NeedsBytes:
+        except (NeedsBytes, UndecidedError):
+            # Whether they are equal is asked next.
             return True
         return (sum_op(heads[0]) == op) == (sum_op(heads[1]) == op)
 
@@ -423,3 +454,13 @@ def _label(head: Head) -> tuple[object, tuple[Affine, ...]]:
         inner, functions = _label(head.term)
         return ("reduction", head.op, head.dtype, head.group.sorted_digits(), inner, head.byte), functions
     return head, ()
+
+
+def _at_one_place(old: Access, new: Access) -> bool:
+    """Whether two reads are of values of one form, at one index."""
+    if (old.rank, old.indices, old.byte, old.dtype) != (new.rank, new.indices, new.byte, new.dtype):
+        return False
+    try:
+        return old.shape == new.shape
+    except UndecidedError:
+        return False
