@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,11 +49,13 @@ def guarded(run: Callable[[], Any]) -> int:
         return status if isinstance(status, int) else 0
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # Whoever read us has seen enough (`| head`); what is left in the buffer goes nowhere. The status is that of a
-        # program which SIGPIPE ends: 1 says something else.
+    except (BrokenPipeError, SystemExit) as error:
+        # Typer makes an exit of it, with a status that says something else.
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
+        # Whoever read us has seen enough (`| head`); what is left in the buffer goes nowhere.
         _discard_output()
-        return 141
+        return 128 + signal.SIGPIPE
     except Exception as error:
         return _report(error)
 
