@@ -202,9 +202,11 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
                 readers.add(m.chains[b][0] if buckets[b].pack_ns is not None else m.entry[r])
             else:
                 readers.add(m.entry[r])
-        moved = dataclasses.replace(
-            storage, producer=m.exit[producer] if own is None and producer != INPUT else producer,
-            readers=tuple(readers),
+        if own is None and producer != INPUT:
+            producer = m.exit[producer]
+        # Not ``dataclasses.replace``: that takes as long as everything else here.
+        moved = Storage(
+            storage.size_bytes, producer, tuple(readers), storage.pinned, storage.name, storage.workspace
         )
         if own is not None and buckets[own].shared_output and buckets[own].unpack_ns is None:
             views.setdefault(own, []).append(moved)
@@ -281,7 +283,6 @@ def _renumber(
         lanes=problem.lanes,
         storages=tuple(
             [
-                # Not ``dataclasses.replace``: that takes as long as everything else here.
                 Storage(
                     s.size_bytes,
                     number[s.producer],

@@ -155,10 +155,10 @@ def _without_unread(forward: Problem, chosen: Sequence[Candidate]) -> Problem:
         return forward
     storages = []
     for s in forward.storages:
-        if s.producer in unread:
-            s = dataclasses.replace(s, size_bytes=0)
-        if not unread.isdisjoint(s.readers):
-            s = dataclasses.replace(s, readers=tuple([r for r in s.readers if r not in unread]))
+        gone = s.producer in unread
+        if gone or not unread.isdisjoint(s.readers):
+            readers = tuple([r for r in s.readers if r not in unread])
+            s = Storage(0 if gone else s.size_bytes, s.producer, readers, s.pinned, s.name, s.workspace)
         storages.append(s)
     return dataclasses.replace(
         forward,
