@@ -233,7 +233,10 @@ def more_buys(point: Point, curve: Sequence[Point]) -> str:
     return f"Its step is planned at {point.step_ns} ns; {first.peak_bytes} bytes allow {first.step_ns} ns. "
 
 
-_DIFFER = "what a rank saves and computes again has to be the same on all ranks, and here it might not be"
+_DIFFER = (
+    "what a rank saves and computes again has to be the same on all ranks, and here it might not be (a rank whose "
+    "memory_budget asks for no such choice does not answer)"
+)
 
 
 def _tag(graph: torch.fx.Graph, again: Collection[str], names: Collection[str]) -> None:
