@@ -8,9 +8,10 @@ dtypes shares a key (it travels as bytes); a reduction's dtype is part of its ke
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from inductor_passes import _torch
+from inductor_passes.ir.canonical import given
 from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
@@ -32,6 +33,8 @@ class GroupKey:
         dtype: of a reduction; "" for data movement, unless padding would depend on symbolic sizes.
         epoch: number of fences before the start and the waits: nothing crosses a fence.
         tags: what checkpointing and partitioning were told about the starts, "" once that no longer matters.
+        computed: a gather of what the graph computes, where others are of shards of unequal size. Some ranks pad
+            theirs: in a message that has nothing else, that counts as part of the message on all ranks.
     """
 
     kind: CollectiveKind
@@ -41,6 +44,7 @@ class GroupKey:
     device: str
     epoch: int
     tags: str
+    computed: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +72,7 @@ def candidates(
     uneven_all_to_all: bool = False,
     joint: bool = False,
     apart: Collection[str] = (),
+    uneven: Collection[Collective] = (),
 ) -> tuple[list[Candidate], list[Decision]]:
     """Every collective that could join a bucket with at least one other, in graph order, and a refusal for the rest.
 
@@ -78,7 +83,9 @@ def candidates(
         joint: the graph is yet to be partitioned into forward and backward: only collectives with equal recompute
             tags travel together.
         apart: names of starts that must not be merged: parts that were made so that they overlap.
+        uneven: collectives whose shards are of unequal size, see ``canonical.Shards``.
     """
+    ready = given(view) if any(c.kind is CollectiveKind.ALL_GATHER for c in uneven) else None
     epoch_at = _epochs(view)
     found: list[Candidate] = []
     refused: dict[int, Decision] = {}
@@ -90,6 +97,8 @@ def candidates(
             if not uneven_all_to_all and not all(slot.even for slot in its_slots):
                 raise Refused(Reason.RANKS_DIFFER, "unequal splits may differ between ranks, and so would the decision")
             key = _key(view, collective, its_slots, epoch_at, RECOMPUTE_META if joint else ())
+            if ready is not None and collective.kind is CollectiveKind.ALL_GATHER:
+                key = replace(key, computed=not ready.issuperset(collective.inputs))
         except Refused as error:
             refused[collective.index] = refusal(collective, error.reason, error.detail)
             continue
@@ -192,5 +201,7 @@ def _differences(mine: GroupKey, other: GroupKey) -> Iterable[tuple[int, Reason,
         yield 8, Reason.MIXED_DTYPE, f"others reduce {other.dtype}, this one {mine.dtype}"
     if mine.epoch != other.epoch:
         yield 4, Reason.FENCE, "a fence lies between it and the others"
+    if mine.computed != other.computed:
+        yield 1, Reason.RANKS_DIFFER, "shards that some ranks pad travel apart from what is computed"
     if mine.tags != other.tags:
         yield 2, Reason.UNSUPPORTED, f"recompute tags differ: {mine.tags or 'none'} and {other.tags or 'none'}"

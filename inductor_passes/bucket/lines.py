@@ -39,9 +39,10 @@ def of_graph(view: GraphView, fx: FxProblem, profile: CostProfile, *, call_copie
     Args:
         call_copies: see :class:`BucketCosts`.
     """
-    found, _ = candidates(view)
+    known = shards(view)
+    found, _ = candidates(view, uneven=known.uneven)
     coalesced = frozenset(name for name in {c.key.group for c in found} if coalesces(name))
-    owner = shards(view).owner
+    owner = known.owner
     return of(found, BucketCosts(view, profile, coalesced, owner, compute=fx.costs, call_copies=call_copies))
 
 

@@ -92,7 +92,9 @@ class BucketPass:
 
     def _chosen(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         view, limit = facts.view, facts.limit_bytes
-        found, decisions = candidates(view, uneven_all_to_all=self.uneven_all_to_all, apart=facts.apart)
+        found, decisions = candidates(
+            view, uneven_all_to_all=self.uneven_all_to_all, apart=facts.apart, uneven=facts.shards.uneven
+        )
         off = [c for c in found if c.collective.kind not in self.kinds]
         decisions += [refusal(c.collective, Reason.DISABLED, "kind switched off") for c in off]
         found = [c for c in found if c.collective.kind in self.kinds]

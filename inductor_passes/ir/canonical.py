@@ -66,25 +66,27 @@ def _written(view: GraphView) -> set[torch.fx.Node]:
     return {n for storage in view.storages.all if storage.writers for n in storage.members}
 
 
-def preparations(
-    view: GraphView, uneven: Collection[Collective] = ()
-) -> dict[torch.fx.Node, torch.fx.Node]:
+def given(view: GraphView) -> set[torch.fx.Node]:
+    """Graph inputs and what is only moved, padded or converted from them. O(nodes + edges)."""
+    found: set[torch.fx.Node] = set()
+    for node in view.nodes:
+        if view.roles[node] is Role.INPUT or (moves_data(view, node) and found.issuperset(node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def preparations(view: GraphView) -> dict[torch.fx.Node, torch.fx.Node]:
     """Compute nodes that only prepare a collective's input from graph inputs -> that collective's start.
 
     A node qualifies when all its inputs are graph inputs (or qualify themselves) and all its users are one start (or
-    qualify for it). Before the gathers of ``uneven`` all that moves data qualifies: a padded shard may be joined there
-    with what was computed, as a narrowed one. O(nodes + edges), by one sweep forwards and one backwards.
+    qualify for it). O(nodes + edges), by one sweep forwards and one backwards.
     """
     roles = view.roles
-    from_inputs: set[torch.fx.Node] = set()
-    for node in view.nodes:
-        if roles[node] is Role.INPUT or (moves_data(view, node) and from_inputs.issuperset(node.all_input_nodes)):
-            from_inputs.add(node)
+    from_inputs = given(view)
     found: dict[torch.fx.Node, torch.fx.Node] = {}
-    padding = {c.start for c in uneven if c.kind is CollectiveKind.ALL_GATHER}
     written = _written(view)
     for node in reversed(view.nodes):
-        if roles[node] is Role.INPUT or not (node in from_inputs or (padding and moves_data(view, node))):
+        if node not in from_inputs or roles[node] is Role.INPUT:
             continue
         if node in written or not written.isdisjoint(node.all_input_nodes):
             continue
@@ -95,7 +97,7 @@ def preparations(
             for user in node.users
             if not (free and user.op == "output")
         }
-        if len(starts) == 1 and (start := starts.pop()) is not None and (node in from_inputs or start in padding):
+        if len(starts) == 1 and (start := starts.pop()) is not None:
             found[node] = start
     return found
 
@@ -167,7 +169,7 @@ class Shards:
 def shards(view: GraphView) -> Shards:
     """See :class:`Shards`; O(nodes + edges)."""
     uneven = frozenset(c for c in view.collectives if _is_uneven(view, c))
-    owner = {**preparations(view, uneven), **trims(view, uneven)}
+    owner = {**preparations(view), **trims(view, uneven)}
     exchanges = any(c.kind == CollectiveKind.ALL_TO_ALL and _has_unequal_splits(c.start) for c in view.collectives)
     return Shards(uneven, owner, not exchanges and all(_is_at_the_edge(view, c, owner) for c in uneven))
 

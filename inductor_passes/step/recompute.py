@@ -157,8 +157,8 @@ def _without_unread(forward: Problem, chosen: Sequence[Candidate]) -> Problem:
     for s in forward.storages:
         gone = s.producer in unread
         if gone or not unread.isdisjoint(s.readers):
-            readers = tuple([r for r in s.readers if r not in unread])
-            s = Storage(0 if gone else s.size_bytes, s.producer, readers, s.pinned, s.name, s.workspace)
+            left = tuple([r for r in s.readers if r not in unread])
+            s = Storage(0 if gone else s.size_bytes, s.producer, left, s.pinned, s.name, s.workspace)
         storages.append(s)
     return dataclasses.replace(
         forward,

@@ -126,11 +126,13 @@ class Resolver:
             a = step
 
     def trail(self, a: Access) -> list[Access]:
-        """Where an element is read that is only moved, from ``a`` on: as far as it is understood."""
+        """Where an element is read that is only moved, from ``a`` on: as far as it is understood, and not rounded."""
+        if self.other is not None and a.record.program is self.other.own.program is not self.own.program:
+            return self.other.trail(a)
         found = [a]
         # What cannot be followed ends it. Whatever it is, nothing is concluded from the end.
         with contextlib.suppress(Exception):
-            while not self.is_overwritten(found[-1]):
+            while not self.is_overwritten(found[-1]) and found[-1].record.name not in self.rounds:
                 step = self._step(found[-1])
                 if not isinstance(step, Access):
                     break
