@@ -97,10 +97,10 @@ def test_rewrites_of_uneven_parameters_make_no_difference(settings: dict[str, An
     decisions = [[d for p in r.passes for d in p.decisions if p.name in settings] for r in first]
     # Where what ranks have differs, nothing would be ordered.
     assert any(p.changed for r in first for p in r.passes if p.name == "reorder")
-    verdicts = {d.verdict for ones in decisions for d in ones}
-    assert verdicts == {Verdict.APPLIED, Verdict.REFUSED}
+    assert any(d.verdict is Verdict.APPLIED for ones in decisions for d in ones)
     if "async_tp" in settings:
-        assert any("pad theirs" in d.detail and d.reason is Reason.RANKS_DIFFER for d in decisions[0])
+        cut = [d for d in decisions[0] if d.verdict is Verdict.APPLIED]
+        assert len(cut) > 2, "gathers of uneven shards are cut, too"
 
 
 class Rows(nn.Module):

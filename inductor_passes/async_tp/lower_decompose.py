@@ -19,6 +19,7 @@ schedules the pieces like all other nodes, and Inductor fuses epilogues into the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +59,7 @@ def lower(
     order: tuple[Instance, ...],
     position: dict[torch.fx.Node, int],
     moved: dict[torch.fx.Node, torch.fx.Node],
+    prepared: Collection[torch.fx.Node] = (),
 ) -> Lowered:
     """Replace a region by its parts, in place.
 
@@ -65,11 +67,13 @@ def lower(
         order: the instances in the order in which they should run.
         position: of every node that was in the graph before any lowering.
         moved: nodes that earlier lowerings replaced, with what holds their value now; this one adds its own.
+        prepared: of what is sent, what only makes it as long as on the other ranks. Every part has its own, so that it
+            counts as part of that message on all ranks, whether or not they have to pad.
 
     Returns:
         What came; the graph is in a legal order, ``order.legal_order`` gives the intended one.
     """
-    return _Lowering(graph, region, order, position, moved).run()
+    return _Lowering(graph, region, order, position, moved, prepared).run()
 
 
 class _Lowering:
@@ -80,8 +84,9 @@ class _Lowering:
         order: tuple[Instance, ...],
         position: dict[torch.fx.Node, int],
         moved: dict[torch.fx.Node, torch.fx.Node],
+        prepared: Collection[torch.fx.Node],
     ) -> None:
-        self.graph, self.region, self.position, self.moved = graph, region, position, moved
+        self.graph, self.region, self.position, self.moved, self.prepared = graph, region, position, moved, prepared
         self.needs = {
             node: {moved.get(operand, operand): part for operand, part in needs.items()}
             for node, needs in region.needs.items()
@@ -146,7 +151,8 @@ class _Lowering:
             else:
                 key = (source, wanted, part)
                 if key not in self.taken:
-                    found = take(emit, source, wanted, self.region.widths, part)
+                    origin = self._prepared_again(emit, source) if send else source
+                    found = take(emit, origin, wanted, self.region.widths, part)
                     if form is not None and scattered(source.meta["val"], wanted, width):
                         found = emit.call(aten.clone.default, found)
                     self.taken[key] = found
@@ -160,6 +166,13 @@ class _Lowering:
             target, args, kwargs = form.product, (form.left, form.right), {}
         args, kwargs = torch.fx.node.map_arg((args, kwargs), operand)
         return emit.call(target, *args, **kwargs)
+
+    def _prepared_again(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
+        """What a node of ``prepared`` gives, made once more; other nodes themselves."""
+        if node not in self.prepared:
+            return node
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self._prepared_again(emit, n))
+        return emit.call(node.target, *args, **kwargs)
 
     def _whole(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         cut = self.region.cuts[node]
@@ -195,6 +208,13 @@ class _Lowering:
                     user.replace_input_with(node, whole)
             self.moved[node] = whole
             self.result.replaced.append((node.name, whole.name))
+        sources = {source for node in self.roots for source in node.all_input_nodes}
         for node in reversed(list(region.cuts)):
             if node not in kept:
+                self.graph.erase_node(node)
+        while sources:
+            # What made a whole shard longer: every part has its own.
+            node = sources.pop()
+            if node in self.prepared and not node.users:
+                sources.update(node.all_input_nodes)
                 self.graph.erase_node(node)

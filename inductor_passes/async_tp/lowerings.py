@@ -39,12 +39,14 @@ class Graph:
 
     Attributes:
         owned: nodes that belong to a region that is carried out.
+        prepared: what makes shards of unequal size equal before they are gathered: some ranks need it, others do not.
     """
 
     view: GraphView
     profile: CostProfile
     costs: ComputeCosts
     owned: dict[torch.fx.Node, Region] = field(default_factory=dict)
+    prepared: frozenset[torch.fx.Node] = frozenset()
     _sites: dict[Region, tuple[Site, ...] | str] = field(default_factory=dict)
 
     def sites(self, region: Region) -> tuple[Site, ...] | str:
@@ -99,7 +101,9 @@ class Decompose:
         moved: dict[torch.fx.Node, torch.fx.Node],
     ) -> Lowered:
         """See ``lower_decompose``."""
-        return lower_decompose.lower(graph.view.graph, priced.region, priced.order.order, position, moved)
+        return lower_decompose.lower(
+            graph.view.graph, priced.region, priced.order.order, position, moved, graph.prepared
+        )
 
 
 @dataclass(frozen=True)

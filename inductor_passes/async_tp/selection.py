@@ -32,10 +32,6 @@ from inductor_passes.schedule.simulate import simulate
 _SETTINGS = {Reason.DISABLED: 'async_tp="auto"', Reason.HIDDEN: 'async_tp="force"'}
 
 
-#: Why a gather stays whole whatever its mode.
-_PADDED = "ranks hold pieces of unequal size: some of them pad theirs"
-
-
 class Settings(Cutting, Protocol):
     """What the selection asks of the pass's options."""
 
@@ -80,7 +76,10 @@ class Selection:
     def graph(self) -> Graph:
         """What lowerings need to know."""
         costs = ComputeCosts(self.view, self.facts.profile, self.facts.config.estimator)
-        return Graph(self.view, self.facts.profile, costs)
+        shards = self.facts.shards
+        padding = {c.start for c in shards.uneven if c.kind is CollectiveKind.ALL_GATHER}
+        prepared = frozenset(node for node, start in shards.owner.items() if start in padding)
+        return Graph(self.view, self.facts.profile, costs, prepared=prepared)
 
     @cached_property
     def _asked(self) -> Graph | None:
@@ -107,12 +106,10 @@ class Selection:
         options: list[tuple[Collective, list[Priced]]] = []
         refusals: dict[Collective, Refusal] = {}
         for collective in self.view.collectives:
-            mode = self._mode_of(collective)
+            mode = self.settings.mode_of(collective)
             refusal = unsupported(collective, self.view)
-            if self.settings.mode_of(collective) == "off":
+            if mode == "off":
                 refusals[collective] = Refusal(Reason.DISABLED, "")
-            elif self._is_padded(collective):
-                refusals[collective] = Refusal(Reason.RANKS_DIFFER, _PADDED)
             elif refusal is not None:
                 refusals[collective] = refusal
             elif pricer is None or search is None:
@@ -185,14 +182,6 @@ class Selection:
         }
         return self.exposed_ns
 
-    def _is_padded(self, collective: Collective) -> bool:
-        """Whether some ranks pad what they send. Parts would be taken from that copy, which others do not have."""
-        return collective.kind is CollectiveKind.ALL_GATHER and collective in self.facts.shards.uneven
-
-    def _mode_of(self, collective: Collective) -> str:
-        """``auto``, ``force`` or ``off``."""
-        return "off" if self._is_padded(collective) else self.settings.mode_of(collective)
-
     def _options(self, search: Search, collective: Collective) -> tuple[list[Priced], Refusal | None]:
         """All regions around a collective, the best first, and why there is none."""
         around = search.around(collective)
@@ -201,7 +190,7 @@ class Selection:
         return sorted(found, key=lambda p: -p.gain_ns), around.refusal
 
     def _worth(self, priced: Priced) -> bool:
-        modes = [self._mode_of(c) for c in priced.region.collectives]
+        modes = [self.settings.mode_of(c) for c in priced.region.collectives]
         if "off" in modes:
             return False
         return "force" in modes or priced.gain_ns > self.settings.least_gain * priced.before_ns
