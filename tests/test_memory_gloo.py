@@ -44,12 +44,14 @@ def _gloo_threads() -> dict[str, tuple[str, ...]]:
     """State and context switches of each thread of gloo's, by its number. One that polls sockets has a state only."""
     found = {}
     for thread in Path("/proc/self/task").iterdir():
-        # "number (name) state ...": how proc(5) writes a thread's line.
-        name, _, rest = (thread / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(")")
-        if "gloo" in name:
-            lines = (thread / "status").read_text(encoding="utf-8").splitlines()
-            polls = "runloop" not in name
-            found[thread.name] = (rest.split()[0], *(line for line in lines if "ctxt_switches" in line and not polls))
+        # Other threads may end meanwhile.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # "number (name) state ...": how proc(5) writes a thread's line.
+            name, _, rest = (thread / "stat").read_text(encoding="utf-8").partition("(")[2].rpartition(")")
+            if "gloo" in name:
+                lines = (thread / "status").read_text(encoding="utf-8").splitlines()
+                switches = [line for line in lines if "ctxt_switches" in line and "runloop" in name]
+                found[thread.name] = (rest.split()[0], *switches)
     assert found, "gloo's threads have other names"
     return found
 

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-
 from inductor_passes.config import PassConfig
+from inductor_passes.records import once
 from inductor_passes.records.errors import MeantError
 from inductor_passes.report import PassReport
 
-log = logging.getLogger("inductor_passes")
-_warned: set[str] = set()
+_warned, warn_once = once.warned, once.warn_once
 
 
 class VerificationError(MeantError, RuntimeError):
     """``verify="strict"`` and a pass produced something that is not allowed, or failed."""
-
-
-def warn_once(message: str) -> None:
-    """A warning that appears once per process, however many graphs repeat its cause."""
-    if message not in _warned:
-        _warned.add(message)
-        log.warning("%s", message)
 
 
 def complain(what: str, report: PassReport, config: PassConfig, error: BaseException | None) -> None:

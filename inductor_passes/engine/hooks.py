@@ -154,8 +154,8 @@ class FusionHook(identity.Configured, _torch.scheduler_pass_base()):  # type: ig
         """The nodes, in an order that keeps the waits where they have to be."""
         for one in self.others:
             nodes = one(nodes)
-        in_tree.warn_if_switched_off()
         with guarded("keeping waits behind messages", "Inductor may move them", lambda: self.settings):
+            in_tree.warn_if_switched_off()
             from inductor_passes.problems.kernel_waits import held
 
             nodes = held(nodes)

@@ -6,17 +6,15 @@ when the module is loaded.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from inductor_passes.pin import file as plan_file
+from inductor_passes.records.once import warn_once
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace.payload import dumps
-
-_refused: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -43,10 +41,7 @@ class AskedFile:
             (folder / self.name).write_text(self.text, encoding="utf-8")
         except OSError as error:
             what = self.setting.removeprefix("dump_")
-            message = f"inductor_passes: cannot write the {what} to {self.setting}={self.directory}: {error}"
-            if message not in _refused:
-                _refused.add(message)
-                logging.getLogger("inductor_passes").warning("%s", message)
+            warn_once(f"inductor_passes: cannot write the {what} to {self.setting}={self.directory}: {error}")
 
     def to_json(self) -> list[str]:
         """Plain data; inverse of :func:`from_json`."""

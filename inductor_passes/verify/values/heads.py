@@ -24,6 +24,8 @@ from inductor_passes.verify.values.movement import ALIASES, starts_of
 from inductor_passes.verify.values.moves import CASTS, MOVES
 from inductor_passes.verify.values.own import Own
 from inductor_passes.verify.values.program import Record
+from inductor_passes.verify.values.sizes import NoHintError
+from inductor_passes.verify.values.strided import NotRegularError
 
 
 class Cast(NamedTuple):
@@ -130,8 +132,8 @@ class Resolver:
         if self.other is not None and a.record.program is self.other.own.program is not self.own.program:
             return self.other.trail(a)
         found = [a]
-        # What cannot be followed ends it. Whatever it is, nothing is concluded from the end.
-        with contextlib.suppress(Exception):
+        # Nothing is concluded from where it ends.
+        with contextlib.suppress(NeedsCut, NeedsBytes, NoHintError, NotRegularError):
             while not self.is_overwritten(found[-1]) and found[-1].record.name not in self.rounds:
                 step = self._step(found[-1])
                 if not isinstance(step, Access):
