@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import inductor_passes
 from inductor_passes import _torch, agreement
 from inductor_passes.agreement import asking, cached
 from inductor_passes.agreement.claim import Claim
@@ -199,6 +200,53 @@ def test_bundled_entries_are_refused_too(tmp_path: Path) -> None:
             found = pool.run(bundled, str(tmp_path), patience_s, timeout=400)
         assert all(correct for correct, _ in found)
         assert any("compiling a graph anew" in text for text in found[0][1]) is anew
+
+
+def two_variants(rank: int, world_size: int, folder: str, late: bool) -> tuple[bool, list[str]]:
+    """A function's first graph, to which rank 0 may come too late, and a further one, to which both come."""
+    heard = _Heard()
+    log = logging.getLogger("inductor_passes")
+    log.addHandler(heard)
+    use_cache(f"{folder}/{rank}")
+    known = _torch.default_store()
+    assert known is not None
+    _, store = known
+    if late and rank == 0:
+        store.wait(["told"], datetime.timedelta(seconds=300))
+    if late and rank == 1:
+
+        def impatient(claim: Claim) -> agreement.Agreement:
+            found = asking.ask(dataclasses.replace(claim, timeout_s=1.0))
+            store.set("told", "")
+            return found
+
+        cached.ask = impatient  # type: ignore[assignment]
+
+    def model(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return (x @ WorldGather.apply(w)).relu() @ WorldGather.apply(v)
+
+    options = inductor_passes.options(memory_budget="unlimited", rank_agreement="60s")
+    compiled = torch.compile(model, options=options, dynamic=False)
+    weights = [torch.full((2, 4), k + 1.0) for k in range(2)]
+    correct = []
+    for rows in (3, 5):
+        x = torch.full((rows, 4), rank + 1.0)
+        correct.append(torch.equal(compiled(x, *weights), model(x, *weights)))
+        cached.ask = asking.ask  # type: ignore[assignment]
+        dist.barrier()
+    log.removeHandler(heard)
+    return all(correct), heard.said
+
+
+def test_code_that_is_not_used_has_not_answered_before(tmp_path: Path) -> None:
+    """A further variant out of a cache whose first graph sends something else here: it answers for what it becomes."""
+    for late in (False, True):
+        shutil.rmtree(tmp_path / "0", ignore_errors=True)
+        with Ranks(2) as pool:
+            (right0, said0), (right1, said1) = pool.run(two_variants, str(tmp_path), late, timeout=400)
+        assert right0 and right1
+    assert any("an earlier graph with its collectives sends something else" in text for text in said1), said1
+    assert not any("did not all do the same" in text for text in (*said0, *said1)), (said0, said1)
 
 
 # the statement by itself

@@ -234,8 +234,10 @@ def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) ->
 
     def load(number: int, variant: variants.Variant, alone: bool = False, agreed: bool = True) -> None:
         monkeypatch.setattr(_torch, "compile_id", lambda: f"31/{number}")
-        text = variants.statement(About("", "forward", "settings"), variant, alone=alone, agreed=agreed)
-        exec(text)
+        refuse, keep = variants.statements(About("", "forward", "settings"), variant, alone=alone, agreed=agreed)
+        module: dict[str, Any] = {}
+        exec(refuse, module)
+        exec(keep, module)
 
     def known(number: int) -> variants.Variant | None:
         return variants.earlier(About(f"31/{number}", "forward", "settings"), came, together=False)

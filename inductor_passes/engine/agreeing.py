@@ -198,11 +198,16 @@ def attach_for_either(graph: torch.fx.Graph, found: Agreement) -> None:
     attach(graph, found if found.claim is None else replace(found, claim=replace(found.claim, agreed=None)))
 
 
-def leave(graph: torch.fx.Graph, *statements: str) -> None:
-    """Leave statements with a graph, for its generated code; they run in this order."""
+def leave(graph: torch.fx.Graph, *statements: str, first: bool = False) -> None:
+    """Leave statements with a graph, for its generated code; they run in this order.
+
+    Args:
+        first: before those that were left so far, else behind them.
+    """
     module: Any = graph.owning_module
     if module is not None:
-        module.meta[META_KEY] = tuple(dict.fromkeys((*module.meta.get(META_KEY, ()), *statements)))
+        before = module.meta.get(META_KEY, ())
+        module.meta[META_KEY] = tuple(dict.fromkeys((*statements, *before) if first else (*before, *statements)))
 
 
 def state() -> None:

@@ -164,7 +164,9 @@ def _decide(
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
         buckets = variants.places(view.collectives, compilation.buckets)
         variant = variants.Variant(came, sent, buckets, rewritten, job.known.phase, agreed.digest, any_order)
-        agreeing.leave(graph, variants.statement(about, variant, alone=conforms, agreed=agreed.agreed))
+        refuse, keep = variants.statements(about, variant, alone=conforms, agreed=agreed.agreed)
+        agreeing.leave(graph, refuse, first=True)
+        agreeing.leave(graph, keep)
         variants.note(about, kind)
         if not conforms or earlier is None:
             variants.remember(about, variant)

@@ -29,6 +29,9 @@ from inductor_passes.tuning.callers import nobody_calls
 Buckets = tuple[tuple[int | str, ...], ...]
 #: Forms that are remembered of graphs with the same collectives, and kinds of such graphs in all.
 _MOST_VARIANTS, _MOST_KINDS = 16, 4096
+#: Variable of a generated module; why code is not used of which this variable is no text of ours, and what that raises.
+_TEXT, _UNKNOWN = "inductor_passes_variant", "it cannot be told what it sends"
+_UNREADABLE = (ValueError, KeyError, TypeError, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -244,8 +247,11 @@ def earlier(about: About, kind: tuple[str, ...], *, together: bool, graph: str =
         return next(iter((*same, *(one for one in found if one.phase == about.phase), *found)), None)
 
 
-def statement(about: About, variant: Variant, *, alone: bool, agreed: bool = True) -> str:
-    """A Python statement for the generated module: remembers the variant, or refuses it, when code is loaded.
+def statements(about: About, variant: Variant, *, alone: bool, agreed: bool = True) -> tuple[str, str]:
+    """Two Python statements for the generated module: refuse the variant, or remember it, when code is loaded.
+
+    The first has to run before other ranks are asked: code that says yes and is then refused is compiled to something
+    else than it said.
 
     Args:
         alone: it sends what an earlier one sends although the ranks did not agree on it.
@@ -264,40 +270,65 @@ def statement(about: About, variant: Variant, *, alone: bool, agreed: bool = Tru
         "agreed": agreed,
     }
     text = b85encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 6)).decode()
-    return f"__import__('inductor_passes.engine.variants', fromlist=['loaded']).loaded(globals(), {text!r})"
+    ours = "__import__('inductor_passes.engine.variants', fromlist=['loaded'])"
+    return f"{_TEXT} = {ours}.fitting({text!r})", f"{ours}.loaded(globals(), {_TEXT})"
+
+
+def fitting(text: str) -> str:
+    """Called by a generated module before it asks other ranks.
+
+    Returns:
+        The text.
+
+    Raises:
+        StaleVerdictError: the code must not be used: an earlier graph with its collectives sends something else.
+    """
+    why = _UNKNOWN
+    try:
+        about, variant, alone, agreed = _of_text(text)
+        why = _unfit(about, variant, alone=alone, agreed=agreed)
+    except _UNREADABLE as error:
+        why = f"{why}: {type(error).__name__}: {error}"
+    if why:
+        agreement.refuse(why)
+    return text
 
 
 def loaded(module: dict[str, Any], text: str) -> None:
-    """Called by a generated module while it is loaded.
+    """Called by a generated module while it is loaded: remembers what it sends.
 
     Args:
         module: its globals.
 
     Raises:
-        StaleVerdictError: the code must not be used: an earlier graph with its collectives sends something else.
+        StaleVerdictError: as for :func:`fitting`; another thread may have compiled something since.
     """
-    why = "it cannot be told what it sends"
-    try:
-        data = json.loads(zlib.decompress(b85decode(text)))
-        about = About(_torch.compile_id(), data["phase"], data["settings"])
-        buckets = _places(data["buckets"])
-        came, sent_then = tuple(data["came"]), tuple(data["sent"])
-        variant = Variant(
-            came, sent_then, buckets, data["rewritten"], about.phase, data["graph"], data["any_order"]
-        )
-        note(about, variant.kind, module)
-        with _lock:
-            sent = [one.sent for one in _known.get((about.settings, variant.kind), ())]
-        if variant.sent in sent:
-            why = ""  # just compiled, or as good as
-        elif sent and (about.number or not data["agreed"]):
-            why = "an earlier graph with its collectives sends something else"
-        elif data["alone"]:
-            why = "it sends what a graph sends that is not known here"
-        else:
-            why = ""
-            remember(about, variant)
-    except (ValueError, KeyError, TypeError, zlib.error) as error:
-        why = f"{why}: {type(error).__name__}: {error}"
-    if why:
-        agreement.refuse(why)
+    about, variant, alone, _ = _of_text(fitting(text))
+    note(about, variant.kind, module)
+    if not alone and variant.sent not in _sent(about, variant):
+        remember(about, variant)
+
+
+def _of_text(text: str) -> tuple[About, Variant, bool, bool]:
+    """What :func:`statements` wrote: the last two are its ``alone`` and ``agreed``."""
+    data = json.loads(zlib.decompress(b85decode(text)))
+    about = About(_torch.compile_id(), data["phase"], data["settings"])
+    came, sent, buckets = tuple(data["came"]), tuple(data["sent"]), _places(data["buckets"])
+    variant = Variant(came, sent, buckets, data["rewritten"], about.phase, data["graph"], data["any_order"])
+    return about, variant, data["alone"], data["agreed"]
+
+
+def _unfit(about: About, variant: Variant, *, alone: bool, agreed: bool) -> str:
+    """Why code must not be used, ""."""
+    sent = _sent(about, variant)
+    if variant.sent in sent:
+        return ""  # just compiled, or as good as
+    if sent and (about.number or not agreed):
+        return "an earlier graph with its collectives sends something else"
+    return "it sends what a graph sends that is not known here" if alone else ""
+
+
+def _sent(about: About, variant: Variant) -> list[tuple[str, ...]]:
+    """What is remembered of graphs with its collectives."""
+    with _lock:
+        return [one.sent for one in _known.get((about.settings, variant.kind), ())]
