@@ -84,6 +84,7 @@ class _Again:
         self._outputs: tuple[str, ...] = ()
         self._sent: tuple[str, ...] = ()
         self._buckets: variants.Buckets = ()
+        self._left_out: tuple[str, ...] = ()
         self.same = False
         self.why = ""
 
@@ -125,6 +126,7 @@ class _Again:
         done.participants = kept.participants
         self._sent = messages(GraphView(graph))
         self._buckets = variants.places(view.collectives, done.buckets)
+        self._left_out = done.left_out
         gloo.respell(graph, kept.settings)
         unpack_op.lower(graph)
         report.plan = plan_of(done, kept.collectives, kept.names)
@@ -162,7 +164,7 @@ class _Again:
         def call(inputs: list[Any], alive: Any = compiled) -> Any:
             return run(inputs)
 
-        variant = replace(kept.variant, sent=self._sent, buckets=self._buckets)
+        variant = replace(kept.variant, sent=self._sent, buckets=self._buckets, left_out=self._left_out)
         # Nodes and kernels are not called the same on all ranks: places, and the plan's digest, are what ranks share.
         content = json.dumps([self._sent, self._buckets, planned.about.digest], default=str)
         digest = hashlib.sha256(content.encode()).hexdigest()

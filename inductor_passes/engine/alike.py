@@ -10,8 +10,6 @@ import torch.fx
 
 from inductor_passes import _torch, agreement
 from inductor_passes.agreement import Agreement
-from inductor_passes.bucket.pass_ import BucketPass
-from inductor_passes.bucket.unpack_pass import UnpackPass
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, variants
@@ -19,10 +17,9 @@ from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report
 from inductor_passes.engine.complain import warn_once
-from inductor_passes.engine.passes import passes_of
+from inductor_passes.engine.passes import NO_REWRITES, passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
-from inductor_passes.reorder.pass_ import ReorderPass
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.messages import in_any_order, messages
@@ -39,8 +36,6 @@ LIMIT = (
 )
 #: Ranks that wait for the first rank's plan wait for so many times ``rank_agreement``.
 _PATIENCE = 30
-#: Passes that merge and reorder collectives and change nothing else about them.
-_NO_REWRITES = (BucketPass, UnpackPass, ReorderPass)
 
 
 def rewritten(compilation: Compilation) -> bool:
@@ -50,7 +45,7 @@ def rewritten(compilation: Compilation) -> bool:
 
 
 def _rewrites(settings: PassConfig) -> set[str]:
-    return {one.name for one in passes_of(settings) if not isinstance(one, _NO_REWRITES)}
+    return {one.name for one in passes_of(settings) if not isinstance(one, NO_REWRITES)}
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class Job:
         report.passes = list(self.begun)
         passes, about = passes_of(self.settings, like), replace(self.known, **known)
         if not rewrite:
-            passes = [one for one in passes if isinstance(one, _NO_REWRITES)]
+            passes = [one for one in passes if isinstance(one, NO_REWRITES)]
         return run_passes(self.graph, passes, self.settings, self.profile, known=about, report=report, view=view)
 
     def run_like(

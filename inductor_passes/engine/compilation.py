@@ -49,6 +49,8 @@ class Compilation:
         scheduled: the order that the graph has now; None when nothing ordered it.
         buckets: names of the starts that were merged, per bucket.
         carriers: name of the start that a bucket became -> names of the starts that it was made of.
+        left_out: passes that were undone, and parts that passes left out, see ``GraphPlan.left_out``; not of those that
+            merge and reorder.
         graph_before / graph_after: as it came and as the FX passes left it, as text; "" unless somebody debugs.
         pins: the pinned plan as far as it still holds.
         rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
@@ -68,6 +70,7 @@ class Compilation:
     scheduled: Scheduled | None = None
     buckets: list[tuple[str, ...]] = field(default_factory=list)
     carriers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
     graph_before: str = ""
     graph_after: str = ""
     pins: Pins | None = None

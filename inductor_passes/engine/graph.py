@@ -163,7 +163,9 @@ def _decide(
         alike.warn_of_limit(about)
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
         buckets = variants.places(view.collectives, compilation.buckets)
-        variant = variants.Variant(came, sent, buckets, rewritten, job.known.phase, agreed.digest, any_order)
+        variant = variants.Variant(
+            *(came, sent, buckets, rewritten, job.known.phase, agreed.digest, any_order, compilation.left_out)
+        )
         refuse, keep = variants.statements(about, variant, alone=conforms, agreed=agreed.agreed)
         agreeing.leave(graph, refuse, first=True)
         agreeing.leave(graph, keep)

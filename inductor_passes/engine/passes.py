@@ -12,6 +12,11 @@ from inductor_passes.rewrites.pass_ import RewriteCollectives
 from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
 from inductor_passes.rewriting.contract import Pass
 
+#: Passes that merge and reorder collectives and change nothing else about them.
+NO_REWRITES = (BucketPass, UnpackPass, ReorderPass)
+#: The other ones, as a plan file's ``left_out`` names them.
+REWRITES = (RewriteCollectives.name, AsyncTpPass.name, CompressPass.name, ScatterByExchange.name)
+
 
 def passes_of(settings: PassConfig, like: tuple[str, ...] = ()) -> list[Pass]:
     """The FX passes that a configuration switches on, in order.

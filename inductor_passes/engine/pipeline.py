@@ -13,9 +13,10 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import torch.fx
 
@@ -25,6 +26,7 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import judge
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
 from inductor_passes.engine.complain import VerificationError, complain, warn_once
+from inductor_passes.engine.passes import NO_REWRITES, REWRITES
 from inductor_passes.engine.snapshot import Snapshot
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.file import PlanFileError
@@ -36,6 +38,7 @@ from inductor_passes.rewriting.contract import (
     Beaten,
     Cap,
     Facts,
+    InParts,
     Look,
     Outcome,
     Pass,
@@ -53,6 +56,10 @@ log = logging.getLogger("inductor_passes")
 ALTERNATIVES_NODES = 1200
 #: The same where the user wants more effort: everything below the budget up to 6000 nodes, one try up to 24,000.
 PATIENT = 20
+#: Number of a pass -> what runs in its place; None: nothing.
+Instead: TypeAlias = Mapping[int, Pass | None]
+#: Why a pass does not run.
+SLOWER, PINNED = "the graph plans faster without it", "the pinned plan leaves it out"
 #: How often one pass may ask to be run again on the graph as it was.
 MAX_ATTEMPTS = 64
 
@@ -97,6 +104,7 @@ def run_passes(
     if came is not None:
         _compare(run, _Run(came, compilation, GraphView(came), passes, run.cap), tries)
     compilation.cap, compilation.least_peak_bytes = run.cap, run.least_peak_bytes()
+    compilation.left_out = run.left_out()
     for step in run.steps:
         report.passes.append(step.report)
         if step.asked and step.report.rolled_back in judge.BY_COST:
@@ -147,11 +155,13 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
         best, least, forced = done.tried, done.standing(), done.forced()
         # Buckets that fit into less memory can be the better ones, however close to its own bound the graph is.
         lower = list(rungs.lower(run.cap))
-        others = [(cap, frozenset[int]()) for cap in lower]
-        others += [(cap, one) for cap in (run.cap, *lower) for one in _combinations(done)]
-        for cap, left_out in others[:tries]:
+        others: list[tuple[Cap, Instead]] = [(cap, {}) for cap in lower]
+        fewer = _combinations(done)
+        others += [(run.cap, one) for one in fewer] + [(run.cap, one) for one in _smaller(done)]
+        others += [(cap, one) for cap in lower for one in fewer]
+        for cap, instead in others[:tries]:
             # What was asked for whatever it gains is not given up for a faster step.
-            if run.again(cap, left_out, least[1]) and run.forced() >= forced and run.standing() < least:
+            if run.again(cap, instead, least[1]) and run.forced() >= forced and run.standing() < least:
                 best, least = run.tried, run.standing()
     except NoHintError:
         return
@@ -159,14 +169,22 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
         done.again(*best)
 
 
-def _combinations(run: _Run) -> list[frozenset[int]]:
-    """The passes that changed the graph and may be left out, in every combination but none."""
-    outcomes = [step.outcome for step in run.steps]
-    changed = [
-        k for k, o in enumerate(outcomes) if o is not None and o.report.changed and o.scheduled is None and not o.forced
-    ]
+def _optional(run: _Run) -> dict[int, Outcome]:
+    """The passes that changed the graph and may be left out."""
+    outcomes = ((k, step.outcome) for k, step in enumerate(run.steps))
+    return {k: o for k, o in outcomes if o is not None and o.report.changed and o.scheduled is None and not o.forced}
+
+
+def _combinations(run: _Run) -> list[Instead]:
+    """Passes that may be left out, in every combination but none."""
+    changed = _optional(run)
     found = chain.from_iterable(itertools.combinations(changed, n) for n in range(1, len(changed) + 1))
-    return [frozenset(one) for one in found]
+    return [dict.fromkeys(one) for one in found]
+
+
+def _smaller(run: _Run) -> list[Instead]:
+    """Passes that may do a part of what they did, one at a time."""
+    return [{k: one} for k, outcome in _optional(run).items() for one in outcome.smaller]
 
 
 def _settle(run: _Run) -> None:
@@ -232,8 +250,9 @@ class _Run:
         #: The same for every copy of a graph, so a run over a copy is told.
         self.cap = cap or judge.cap(look, known.step, self._snapshot().reference.peak_bytes)
         self.facts = Facts(look, self.cap, None if known.pins is None or known.pins.given_up else known.pins)
+        self._check_left_out()
         self.steps: list[_Step] = []
-        self.tried = self.cap, frozenset[int]()
+        self.tried: tuple[Cap, Instead] = self.cap, {}
 
     def standing(self) -> tuple[bool, int, int]:
         """How good the graph is as it stands: above the cap, makespan in ns, peak in bytes; the less the better."""
@@ -257,13 +276,14 @@ class _Run:
             return None if self.cap.limit_bytes is None else self.facts.look.least_peak_bytes
         return None
 
-    def again(self, cap: Cap, without: frozenset[int] = frozenset(), beat_ns: int | None = None) -> bool:
-        """Run everything once more from the graph as it came, under a cap and without some of the passes.
+    def again(self, cap: Cap, instead: Instead, beat_ns: int | None = None) -> bool:
+        """Run everything once more from the graph as it came, under a cap and with less than all passes.
 
         Args:
+            instead: what runs in the place of passes.
             beat_ns: stop before the last pass, and return False, where no order can be faster than that.
         """
-        self.tried = cap, without
+        self.tried = cap, instead
         if self.steps:
             self.back_to(0)
         self.facts = dataclasses.replace(self.facts, cap=cap)
@@ -289,11 +309,56 @@ class _Run:
             one = self.passes[number]
             if beat_ns is not None and not any(may_shorten(later, self.facts) for later in self.passes[number + 1 :]):
                 self.facts = dataclasses.replace(self.facts, beat_ns=beat_ns)
-            if number in self.tried[1]:
-                report = PassReport(one.name, rolled_back=Reason.SLOWER, detail="the graph plans faster without it")
+            pinned = self._pinned(one)
+            smaller = self.tried[1].get(number, pinned)
+            if smaller is None:
+                why = (Reason.PLAN_PINNED, PINNED) if pinned is None else (Reason.SLOWER, SLOWER)
+                report = PassReport(one.name, rolled_back=why[0], detail=why[1])
                 self.steps.append(_Step(one, self.facts, self._snapshot(), report))
                 continue
-            self.steps.append(self._timed(one))
+            self.steps.append(self._timed(smaller))
+
+    def _pinned(self, one: Pass) -> Pass | None:
+        """A pass with as much as the plan file leaves to it; None: with nothing.
+
+        Raises:
+            PlanFileError: the file names a part that there is not, and the settings do not allow to plan anew.
+        """
+        pins = self.facts.pins
+        parts = () if pins is None else pins.left_out_of(one.name)
+        if parts is None:
+            return None
+        if not parts or pins is None:
+            return one
+        try:
+            if not isinstance(one, InParts):
+                raise ValueError(f"{one.name} has no parts; expected {one.name!r}")
+            return one.without(parts)
+        except ValueError as error:
+            with contextlib.suppress(GivenUp):
+                pins.refuse(f"`left_out`: {error}")
+            return one
+
+    def _check_left_out(self) -> None:
+        """Raise :class:`PlanFileError` where the plan file leaves out a pass that there is not."""
+        pins = self.facts.pins
+        known = dict.fromkeys((*REWRITES, *(one.name for one in self.passes if not isinstance(one, NO_REWRITES))))
+        for said in () if pins is None else pins.graph.left_out or ():
+            if pins is not None and said.partition("/")[0] not in known:
+                with contextlib.suppress(GivenUp):
+                    pins.refuse(f"`left_out` names {said!r}; expected some of {', '.join(known)}")
+
+    def left_out(self) -> tuple[str, ...]:
+        """What rewriting passes did not do, see ``GraphPlan.left_out``."""
+        found: list[str] = []
+        for step in self.steps:
+            if isinstance(step.one, NO_REWRITES):
+                continue
+            if step.report.rolled_back is not None:
+                found.append(step.one.name)
+            elif isinstance(step.one, InParts):
+                found += [f"{step.one.name}/{part}" for part in step.one.left_out]
+        return tuple(found)
 
     def back_to(self, number: int) -> None:
         """The graph as it was before the pass of that number; the passes from there on count as not run."""

@@ -43,6 +43,7 @@ class Variant:
         sent: those that it has since.
         buckets: starts that were merged, by their places in ``came``; by name those that rewrites made.
         rewritten: collectives were changed in other ways than merging and reordering.
+        left_out: what passes that do so left out, see ``GraphPlan.left_out``.
         phase: ``forward``, ``backward`` or ``inference``.
         graph: digest of the graph, "" where it has none.
         any_order: a graph that came with these collectives in another order is a variant as well.
@@ -55,6 +56,7 @@ class Variant:
     phase: str = ""
     graph: str = ""
     any_order: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
     def kind(self) -> tuple[str, ...]:
@@ -76,7 +78,8 @@ class Variant:
             return place if isinstance(place, str) else starts[place]
 
         buckets = tuple(tuple(map(name, bucket)) for bucket in self.buckets)
-        return Pins(GraphPlan(buckets=buckets), "an earlier variant", "", rank, replan=True)
+        plan = GraphPlan(buckets=buckets, left_out=self.left_out)
+        return Pins(plan, "an earlier variant", "", rank, replan=True)
 
     def text(self) -> str:
         """What ranks with other graphs and the same collectives need of it."""
@@ -266,6 +269,7 @@ def statements(about: About, variant: Variant, *, alone: bool, agreed: bool = Tr
         "rewritten": variant.rewritten,
         "graph": variant.graph,
         "any_order": variant.any_order,
+        "left_out": variant.left_out,
         "alone": alone,
         "agreed": agreed,
     }
@@ -314,7 +318,10 @@ def _of_text(text: str) -> tuple[About, Variant, bool, bool]:
     data = json.loads(zlib.decompress(b85decode(text)))
     about = About(_torch.compile_id(), data["phase"], data["settings"])
     came, sent, buckets = tuple(data["came"]), tuple(data["sent"]), _places(data["buckets"])
-    variant = Variant(came, sent, buckets, data["rewritten"], about.phase, data["graph"], data["any_order"])
+    left_out = tuple(data["left_out"])
+    variant = Variant(
+        came, sent, buckets, data["rewritten"], about.phase, data["graph"], data["any_order"], left_out
+    )
     return about, variant, data["alone"], data["agreed"]
 
 

@@ -26,6 +26,7 @@ def plan_of(
         world_size=report.world_size,
         collectives=collectives,
         parameters={start: names[start] for start in collectives if start in names},
+        left_out=compilation.left_out,
         buckets=tuple(compilation.buckets),
         kept=_kept(compilation.known.step),
         order=order,

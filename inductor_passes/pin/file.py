@@ -57,6 +57,7 @@ class GraphPlan:
         compile_id, rank, world_size: where it came from, for people; ``rank`` also tells whose kernels are listed.
         collectives: start node of the graph that came in -> ``kind, bytes, ranks``; None: fits any graph.
         buckets: starts that travel together, in buckets of two or more; None: plan them.
+        left_out: passes whose changes were undone, and parts of passes (``redistribute/R5``); None: the passes decide.
         kept: starts of a forward graph's gathers whose results are held for backward; None: choose them.
         order: names of the FX tasks in order; None: plan them.
         kernels: names of the fused kernels in order; None: plan them.
@@ -67,6 +68,7 @@ class GraphPlan:
     phase: Annotated[str, one_of(*PHASES)] | None = None
     graph_index: Count | None = None
     collectives: Mapping[str, str] | None = None
+    left_out: Names | None = None
     buckets: tuple[Names, ...] | None = None
     kept: Names | None = None
     order: Names | None = None
@@ -86,7 +88,7 @@ class GraphPlan:
                 name = sorted(twice)[0]
                 raise PlanFileError(f"buckets[{number}] is {name!r}; expected a collective in one bucket only")
             taken.update(bucket)
-        lists = {"kept": self.kept, "order": self.order, "kernels": self.kernels}
+        lists = {"left_out": self.left_out, "kept": self.kept, "order": self.order, "kernels": self.kernels}
         lists |= {f"buckets[{number}]": bucket for number, bucket in enumerate(self.buckets or ())}
         for key, names in lists.items():
             if names is not None and len(set(names)) != len(names):

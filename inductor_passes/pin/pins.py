@@ -53,6 +53,12 @@ class Pins:
         """Pinned buckets, None when they are not pinned."""
         return self.graph.buckets
 
+    def left_out_of(self, name: str) -> tuple[str, ...] | None:
+        """The parts that a pass is to leave out, by the plan; None: the whole pass."""
+        found = [said.partition("/") for said in self.graph.left_out or ()]
+        mine = [part for head, _, part in found if head == name]
+        return None if "" in mine else tuple(mine)
+
     def refuse(self, message: str) -> NoReturn:
         """The plan cannot be used: raise :class:`GivenUp`, or :class:`PlanFileError`, as the setting says."""
         text = f"{self.path}: {self.graph.title}: {message}"

@@ -14,6 +14,7 @@ collectives or of bytes copied, so the bound is a guard and not part of the meth
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -32,6 +33,8 @@ from inductor_passes.rewriting.contract import NOT_AGREED, Facts, GroupOrder, Ou
 from inductor_passes.verify.values import Numerics
 
 MAX_ROUNDS = 8
+#: The part of the pass that may be left out, besides single rewrites: those that keep a tensor alive for longer.
+EXTENDING = "extending"
 #: How often it is tried which coalesced collectives to take apart; the last time none is.
 MAX_ATTEMPTS = 4
 
@@ -44,6 +47,7 @@ class RewriteCollectives:
         exactness: which rewrites may be applied, see ``docs/redistribute.md``; ``off`` decides but applies nothing.
         only: names of rewrites to run, e.g. ``("R1",)``; () for all, and a list of all redistributions for the report.
         may_extend: whether a rewrite may keep a tensor alive for longer.
+        not_these: names of rewrites that are not applied because the graph plans faster without them.
         apart: names of the coalesced collectives to take apart; None: all that can be.
         attempt / told: how often the pass has been run on this graph, and what it decided then.
     """
@@ -51,6 +55,7 @@ class RewriteCollectives:
     exactness: Exactness = "exact"
     only: tuple[str, ...] = ()
     may_extend: bool = True
+    not_these: frozenset[str] = frozenset()
     apart: frozenset[str] | None = None
     attempt: int = 0
     told: tuple[Decision, ...] = ()
@@ -65,7 +70,7 @@ class RewriteCollectives:
     def __post_init__(self) -> None:
         check_exactness(self.exactness)
         known = [rewrite.name for rewrite in REWRITES]
-        for name in self.only:
+        for name in (*self.only, *sorted(self.not_these)):
             if name not in known:
                 raise ValueError(f"there is no rewrite {name!r}; expected some of {', '.join(known)}")
 
@@ -74,6 +79,27 @@ class RewriteCollectives:
         """What runs."""
         return tuple(r for r in REWRITES if not self.only or r.name in self.only)
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """See ``contract.InParts``: rewrites by name, and those that keep a tensor alive for longer."""
+        names = [rewrite.name for rewrite in REWRITES if rewrite.name in self.not_these]
+        return (*names, *(() if self.may_extend else (EXTENDING,)))
+
+    def without(self, parts: Collection[str]) -> RewriteCollectives:
+        """See ``contract.InParts``."""
+        names = frozenset(parts) - {EXTENDING}
+        if unknown := sorted(names - {rewrite.name for rewrite in REWRITES}):
+            known = ", ".join([*(rewrite.name for rewrite in REWRITES), EXTENDING])
+            raise ValueError(f"{self.name} has no part {unknown[0]!r}; expected some of {known}")
+        return replace(
+            self,
+            may_extend=self.may_extend and EXTENDING not in parts,
+            not_these=self.not_these | names,
+            apart=None,
+            attempt=0,
+            told=(),
+        )
+
     def run(self, graph: torch.fx.Graph, facts: Facts) -> Outcome:
         """Apply rewrites until none matches."""
         found = [] if self.only else audit.listed(facts.view)
@@ -81,7 +107,7 @@ class RewriteCollectives:
         apart = self._apart(taken, facts)
         splits = taken.apart(graph, apart) if self.exactness != "off" and facts.agreed else []
         work = Work(graph, facts.of(graph) if splits else facts, self.exactness, splits)
-        run = _Run(work, self.rewrites, self.exactness, self._may_extend(facts))
+        run = _Run(work, self.rewrites, self.exactness, self._may_extend(facts), self.not_these)
         run.to_fixpoint()
         ending = taken.together(work, splits, run.families, list(run.refused.items()))
         told = (*self.told, *ending.refused)
@@ -103,8 +129,21 @@ class RewriteCollectives:
         }
         after = facts.of(graph) if certificates else facts
         redistributions = tuple(audit.settled(found, report.decisions, certificates, after.view))
-        otherwise = replace(self, may_extend=False, apart=None, attempt=0, told=()) if run.extended else None
-        return Outcome(report, certificates, redistributions=redistributions, after=after, otherwise=otherwise)
+        return Outcome(
+            report,
+            certificates,
+            redistributions=redistributions,
+            after=after,
+            otherwise=self.without((EXTENDING,)) if run.extended else None,
+            smaller=self._smaller(run.applied),
+        )
+
+    def _smaller(self, applied: Sequence[Decision]) -> tuple[RewriteCollectives, ...]:
+        """The pass without one of the rewrites that it applied, the one that should save least first."""
+        gains: dict[str, int] = {}
+        for one in applied:
+            gains[one.subject] = gains.get(one.subject, 0) + one.gain_ns
+        return tuple(self.without((name,)) for name in sorted(gains, key=gains.__getitem__)) if len(gains) > 1 else ()
 
     def _apart(self, taken: Taken, facts: Facts) -> frozenset[str]:
         """Names of the coalesced collectives to take apart."""
@@ -123,6 +162,7 @@ class _Run:
     rewrites: tuple[Rewrite, ...]
     exactness: Exactness
     may_extend: bool = True
+    not_these: frozenset[str] = frozenset()
     applied: list[Decision] = field(default_factory=list)
     refused: dict[tuple[str, torch.fx.Node], Decision] = field(default_factory=dict)
     queue: list[tuple[int, int, int, torch.fx.Node]] = field(default_factory=list)
@@ -168,6 +208,8 @@ class _Run:
                 raise Refusal(Reason.DISABLED, match.detail, 'redistribute="exact"')
             if match.gain_ns < 0:
                 raise Refusal(Reason.NOT_PROFITABLE, f"{match.loss} by {-match.gain_ns} ns")
+            if rewrite.name in self.not_these:
+                raise Refusal(Reason.SLOWER, f"the whole graph plans faster without {rewrite.name}")
             if match.extends and not self.may_extend:
                 raise Refusal(Reason.MEMORY_BUDGET, "keeps a tensor alive for longer", 'memory_budget="unlimited"')
         except Refusal as refusal:

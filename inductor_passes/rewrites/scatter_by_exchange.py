@@ -21,6 +21,7 @@ budget does not hold all, the ones that save most are taken.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -43,6 +44,8 @@ from inductor_passes.verify.values import Numerics
 aten = torch.ops.aten
 #: Below this share of the reduction's time on the link the measurement's noise would decide.
 LEAST_GAIN = 0.1
+#: The part of the pass that may be left out: exchanges for which there is no room where they are.
+TOO_LARGE = "large"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,17 @@ class ScatterByExchange:
 
     def __post_init__(self) -> None:
         check_exactness(self.exactness)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """See ``contract.InParts``: the exchanges for which there is no room."""
+        return (TOO_LARGE,) if self.fitting else ()
+
+    def without(self, parts: Collection[str]) -> ScatterByExchange:
+        """See ``contract.InParts``."""
+        if unknown := sorted(set(parts) - {TOO_LARGE}):
+            raise ValueError(f"{self.name} has no part {unknown[0]!r}; expected {TOO_LARGE}")
+        return replace(self, fitting=self.fitting or bool(parts))
 
     def may_shorten(self, facts: Facts) -> bool:
         """Only a measured profile can say that an exchange is faster."""
@@ -95,7 +109,7 @@ class ScatterByExchange:
                 decisions.append(_decision(collective, Verdict.REFUSED, *budget))
         certificates = tuple(_replace(graph, collective) for collective in taken)
         report = PassReport(self.name, changed=bool(taken), decisions=decisions)
-        return Outcome(report, certificates, otherwise=None if self.fitting else replace(self, fitting=True))
+        return Outcome(report, certificates, otherwise=None if self.fitting else self.without((TOO_LARGE,)))
 
     def _refusal(self, collective: Collective, facts: Facts) -> tuple[Reason, str, str] | None:
         """Reason, setting that would change it, and detail."""

@@ -11,9 +11,10 @@ as it was, ``otherwise`` says what to run when the result is above the cap or sl
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch.fx
 
@@ -290,6 +291,7 @@ class Outcome:
         insist: the setting with which the result would be kept although the graph plans no faster.
         again: run this on the graph as it was; nothing of this outcome is kept.
         otherwise: run this on the graph as it was when the result is above the cap or plans slower.
+        smaller: passes that do a part of this, for graphs that are small enough to try whether one plans faster.
         notes: sentences that nobody who reads the report should miss.
     """
 
@@ -310,7 +312,24 @@ class Outcome:
     insist: str = ""
     again: Pass | None = None
     otherwise: Pass | None = None
+    smaller: tuple[Pass, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A pass that can do with less than it could do: what it leaves out is written to plan files."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the parts that it does without, in order."""
+
+    def without(self, parts: Collection[str]) -> Pass:
+        """The pass without these parts.
+
+        Raises:
+            ValueError: it has no such part.
+        """
 
 
 class Pass(Protocol):

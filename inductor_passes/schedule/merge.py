@@ -236,6 +236,14 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
     return result
 
 
+def _moved(wait: Task, start: int) -> Task:
+    """The task with another start. Not ``dataclasses.replace``: that takes as long as everything else here."""
+    return Task(
+        *(wait.name, wait.kind, wait.duration_ns, wait.lane, start, wait.issue_ns, wait.size_bytes, wait.label),
+        *(wait.source, wait.fence, wait.slowdown_percent),
+    )
+
+
 def _renumber(
     problem: Problem,
     m: _Merging,
@@ -244,15 +252,24 @@ def _renumber(
     storages: Sequence[Storage],
 ) -> Problem:
     """Topological order by the tasks' keys, and everything renumbered to it."""
-    pairs = {(p, i) for i, ps in enumerate(preds) for p in ps}
-    pairs.update(order_edges)
-    pairs.update((s.producer, r) for s in storages if s.producer != INPUT for r in s.readers)
-    pairs.update((t.start, i) for i, t in enumerate(m.tasks) if t is not None and t.kind is Kind.WAIT)
+    # An edge that is there twice counts twice, here and below.
     successors: list[list[int]] = [[] for _ in m.tasks]
-    missing = [0] * len(m.tasks)
-    for p, i in sorted(pairs):
+    missing = [len(before) for before in preds]
+    for i, before in enumerate(preds):
+        for p in before:
+            successors[p].append(i)
+    for p, i in order_edges:
         successors[p].append(i)
         missing[i] += 1
+    for s in storages:
+        if s.producer != INPUT:
+            successors[s.producer] += s.readers
+            for r in s.readers:
+                missing[r] += 1
+    for i, task in enumerate(m.tasks):
+        if task is not None and task.kind is Kind.WAIT:
+            successors[task.start].append(i)
+            missing[i] += 1
     alive = [i for i, task in enumerate(m.tasks) if task is not None]
     ready = [(m.keys[i], i) for i in alive if not missing[i]]
     heapq.heapify(ready)
@@ -270,16 +287,14 @@ def _renumber(
         raise ProblemError(
             f"{problem.name}: members of a bucket depend on each other; one of {', '.join(stuck)}"
         )
-    number = {i: k for k, i in enumerate(order)}
-    number[INPUT] = INPUT
-    tasks = [
-        dataclasses.replace(t, start=number[t.start]) if t.kind is Kind.WAIT else t
-        for t in (m.tasks[i] for i in order)
-        if t is not None
-    ]
+    # One more, because ``INPUT`` is the last index.
+    number = [INPUT] * (len(m.tasks) + 1)
+    for k, i in enumerate(order):
+        number[i] = k
+    tasks = [_moved(t, number[t.start]) if t.kind is Kind.WAIT else t for t in map(m.tasks.__getitem__, order) if t]
     return Problem(
         tasks=tuple(tasks),
-        preds=tuple(tuple(sorted(number[p] for p in preds[i])) for i in order),
+        preds=tuple([tuple(sorted([number[p] for p in preds[i]])) for i in order]),
         lanes=problem.lanes,
         storages=tuple(
             [

@@ -30,7 +30,7 @@ from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import Plan, plan
-from inductor_passes.schedule.problem import INPUT, Kind, Problem, Task
+from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage, Task
 
 NAME = "keep"
 #: A prefix counts as fast as a longer one when it is at most this share slower: memory is worth more than that.
@@ -263,7 +263,10 @@ def holding(problem: Problem, starts: set[str]) -> Problem:
     if not starts:
         return problem
     storages = tuple(
-        dataclasses.replace(s, pinned=True) if s.name in starts else s for s in problem.storages
+        [
+            Storage(s.size_bytes, s.producer, s.readers, True, s.name, s.workspace) if s.name in starts else s
+            for s in problem.storages
+        ]
     )
     return dataclasses.replace(problem, storages=storages)
 
@@ -281,12 +284,13 @@ def without_gathers(problem: Problem, starts: set[str]) -> Problem:
     storages = []
     for s in problem.storages:
         if s.producer in gone and s.name in starts:
-            storages.append(dataclasses.replace(s, producer=INPUT))
+            storages.append(Storage(s.size_bytes, INPUT, s.readers, s.pinned, s.name, s.workspace))
             continue
         # What only prepared a message is not there; the parameter itself is the caller's.
         if s.producer in gone:
             continue
-        storages.append(dataclasses.replace(s, readers=tuple(r for r in s.readers if r not in gone and r not in waits)))
+        left = tuple([r for r in s.readers if r not in gone and r not in waits])
+        storages.append(Storage(s.size_bytes, s.producer, left, s.pinned, s.name, s.workspace))
     return dataclasses.replace(problem, tasks=tasks, storages=tuple(storages))
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
-from inductor_passes.schedule.bounds import any_order, urgency
+from inductor_passes.schedule.bounds import urgency, work_alone
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.memory import peak_bytes, profile
 from inductor_passes.schedule.plan import plan
@@ -452,7 +452,7 @@ def _within(blank: Point, way: Way, known: Sequence[Point]) -> list[Point]:
     came = [value(t, range(t.n)) for t in flat]
     peak = max(own for _, own in came)
     if blank.recomputed:
-        least_ns = sum(any_order(t) for t in flat)
+        least_ns = sum(work_alone(t) for t in flat)
         if any(p.peak_bytes <= peak and p.step_ns <= least_ns for p in known):
             return []
     result = [dataclasses.replace(blank, peak_bytes=peak, step_ns=sum(ns for ns, _ in came))]

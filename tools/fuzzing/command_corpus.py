@@ -60,7 +60,7 @@ def _corpus() -> Corpus:
         shapes=(ShapeRate("matmul", "float32", 8, 0.1), ShapeRate("attention", "float32", 0, 0.2)),
     )
     named = {"ag0": "all_gather 8 bytes, 2 ranks", "ag1": ""}
-    plan = GraphPlan("forward", 0, named, (("ag0", "ag1"),), ("ag0",), ("ag0",))
+    plan = GraphPlan("forward", 0, named, ("redistribute/R5",), (("ag0", "ag1"),), ("ag0",), ("ag0",))
     logs = [_log(rank, plan) for rank in range(2)]
     return Corpus(
         problem=problem.to_json(),
