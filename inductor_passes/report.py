@@ -266,7 +266,8 @@ class ScheduleReport:
     reports of versions that did not ask. ``contention_*``: what kernels take longer because something transfers beside
     them; 0 where the cost profile knows no such slowdown. ``came_ns``: of ``fx``, the step of the graph as it came in,
     before any pass, in its own order; ``makespan_before_ns`` is that of the graph that was ordered, merged messages
-    included. 0 where it is not known, and in reports of versions that did not ask.
+    included; ``came_peak_bytes`` the same for memory. 0 where it is not known, and in reports of versions that did not
+    ask.
     """
 
     level: str
@@ -293,6 +294,7 @@ class ScheduleReport:
     contention_before_ns: Count = 0
     contention_after_ns: Count = 0
     came_ns: Count = 0
+    came_peak_bytes: Count = 0
 
 
 class Cause(str, Enum):

@@ -100,7 +100,10 @@ def test_the_report_says_what_all_passes_gain() -> None:
         came[bucket] = [s.came_ns for s in planned]
         shown = "step with all passes" in str(explained)
         assert shown == (planned[0].came_ns != planned[0].makespan_before_ns) == (bucket == "on")
+        assert shown == ("peak memory with all passes" in str(explained))
+        assert all(s.came_peak_bytes > 0 for s in planned)
         if bucket == "on":
+            assert planned[0].came_peak_bytes < planned[0].peak_before_bytes, "merged messages take memory"
             assert all(s.came_ns > s.makespan_before_ns >= s.makespan_after_ns for s in planned)
     assert came["on"] == came["off"], "the graph as it came is one, whatever the passes make of it"
 

@@ -250,7 +250,10 @@ def ddp_problems(ddp: nn.parallel.DistributedDataParallel) -> list[str]:
     """Settings of a DDP wrapper that only its hooks can serve, each with the way out."""
     found = []
     if getattr(ddp, "_comm_hooks", None):
-        found.append("register_comm_hook cannot be taken over: adopt the model without the hook")
+        found.append(
+            "register_comm_hook cannot be taken over: adopt the model without the hook, and narrow messages with "
+            "options(compress=...)"
+        )
     if hasattr(ddp, "buffer_hook"):
         found.append("a buffer communication hook cannot be taken over: adopt the model without it")
     if getattr(ddp, "mixed_precision", None) is not None:

@@ -240,7 +240,10 @@ class AdoptedDDP(DistributedDataParallel):
 
     def register_comm_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the collectives are part of the compiled graph."""
-        raise AdoptError("register_comm_hook has no place in an adopted model: its collectives are in the graph")
+        raise AdoptError(
+            "register_comm_hook has no place in an adopted model: its collectives are in the graph. To narrow messages "
+            'use options(compress="bf16") or another form of docs/compress.md'
+        )
 
 
 def send_buffers(module: nn.Module, ignored: set[str], group: str) -> None:

@@ -17,12 +17,16 @@ from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report
 from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.judge import limit_bytes
 from inductor_passes.engine.passes import NO_REWRITES, passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.messages import in_any_order, messages
+from inductor_passes.schedule.least_memory import least_peak
+from inductor_passes.schedule.tables import tables
+from inductor_passes.trace.units import size
 
 _FIRST = "this variant of a function sends what the function's first graph sends"
 UNLIKE = (
@@ -86,8 +90,7 @@ class Job:
     ) -> Compilation | None:
         """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it cannot.
 
-        Where it cannot within the memory budget it takes the next larger one that is enough: ranks that send something
-        else hang.
+        Where it cannot within the memory budget it takes the least that is enough: ranks that send something else hang.
 
         Args:
             why: for the report, why it has to.
@@ -102,14 +105,54 @@ class Job:
             backup.restore()
         else:
             return None
+        if budget != self.settings.memory_budget:
+            # That budget was one of a few. Now it is known what the graph needs with these messages.
+            found, budget = self._with_less(earlier, found, budget, backup)
+            why = f"{why}. {self._above(found, budget)}"
+            warn_once(f"inductor_passes: {why}")
+            allowed = self._allowed(found)
+            found.report.schedules = [replace(one, budget_bytes=allowed) for one in found.report.schedules]
         found.config, found.pins = self.settings, None
         found.report.config = self.settings.to_json()
         found.report.notes.append(why)
-        if budget != self.settings.memory_budget:
-            more = f"It takes the memory budget {budget!r}: within {self.settings.memory_budget!r} it cannot."
-            found.report.notes[-1] += f". {more}"
-            warn_once(f"inductor_passes: {found.report.notes[-1]}")
         return found
+
+    def _with_less(
+        self, earlier: variants.Variant, found: Compilation, budget: str, backup: Backup
+    ) -> tuple[Compilation, str]:
+        """The graph with the same messages and what it needs with them, or as it is; and the budget that it took."""
+        least, needed, scheduled = found.cap.least_peak_bytes, found.least_peak_bytes, found.scheduled
+        if needed is None and scheduled is not None:
+            needed = least_peak(tables(scheduled.fx.problem))
+        if least is None or needed is None:
+            return found, budget
+        exact = f"+0% or {max(1, needed - least)}B"
+        backup.restore()
+        less = replace(self, settings=replace(self.settings, memory_budget=exact))._run_like(earlier)
+        if less is not None:
+            return less, exact
+        backup.restore()
+        again = replace(self, settings=replace(self.settings, memory_budget=budget))._run_like(earlier)
+        assert again is not None, "passes do the same each time"
+        return again, budget
+
+    def _allowed(self, found: Compilation) -> int | None:
+        """What the graph's own memory budget allows, in bytes."""
+        least = found.cap.least_peak_bytes
+        return None if least is None else limit_bytes(least, self.known.step, self.settings, least)
+
+    def _above(self, found: Compilation, budget: str) -> str:
+        """How far a graph is above its memory budget, and what to do about it."""
+        asked, least, scheduled = self.settings.memory_budget, found.cap.least_peak_bytes, found.scheduled
+        if least is None or scheduled is None:
+            return f"It takes the memory budget {budget!r}: within {asked!r} it cannot."
+        allowed = self._allowed(found)
+        return (
+            f"The {self.known.phase} graph of {found.report.compile_id or 'this function'} needs "
+            f"{size(scheduled.plan.peak_bytes)} for that, memory_budget={asked!r} allows "
+            f"{'any' if allowed is None else size(allowed)}. A function of its own, compiled beside this one "
+            "(def evaluate(x): return model(x)), keeps to the budget"
+        )
 
     def _run_like(self, earlier: variants.Variant) -> Compilation | None:
         # A rewrite of what one rank alone reads must not make this rank send something else than the others.

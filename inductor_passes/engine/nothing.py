@@ -30,7 +30,9 @@ _IN_HOOKS = (
 )
 _LINES = {
     NothingPlanned.FSDP2: _HEAD + _IN_HOOKS.format("FSDP2 (fully_shard)"),
-    NothingPlanned.DDP: _HEAD + _IN_HOOKS.format("DDP (DistributedDataParallel)"),
+    NothingPlanned.DDP: _HEAD
+    + _IN_HOOKS.format("DDP (DistributedDataParallel)")
+    + ". It takes no communication hook (register_comm_hook): the setting compress narrows messages instead",
     NothingPlanned.REPLICATE: _HEAD + _IN_HOOKS.format("replicate"),
     NothingPlanned.FSDP1: _HEAD
     + "FSDP1 (FullyShardedDataParallel) runs its collectives in hooks and is not supported. Use fully_shard and "

@@ -123,7 +123,9 @@ def _of_budget(outcome: Outcome, cap: Cap, came_ns: int) -> Outcome:
     if found is None:
         return outcome
     plan = dataclasses.replace(found.plan, budget_bytes=cap.limit_bytes)
-    record = dataclasses.replace(found.record, budget_bytes=cap.limit_bytes, came_ns=came_ns)
+    record = dataclasses.replace(
+        found.record, budget_bytes=cap.limit_bytes, came_ns=came_ns, came_peak_bytes=cap.input_peak_bytes or 0
+    )
     return dataclasses.replace(outcome, scheduled=dataclasses.replace(found, plan=plan, record=record))
 
 

@@ -28,6 +28,7 @@ from inductor_passes.step import keep, picture, recompute, saved, stored
 from inductor_passes.step.merging import Merging, Proposal
 from inductor_passes.step.recompute import Point
 from inductor_passes.trace.files import AskedFile
+from inductor_passes.trace.units import duration, size
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 Views = tuple[GraphView, GraphView]
@@ -218,9 +219,9 @@ class Shrinking:
         # From "+0%" on it is another kind of budget: per graph, and nothing is computed again for it.
         relative = f', or "{share}%" of what it needs as it came' if share < 0 else ""
         warn_once(
-            f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {limit} bytes, and no plan "
-            f'was found that needs less than {needs} ("={needs}B"{relative}): that '
-            f"one is used. {told}Bytes are those of the graph before Inductor fuses it; generated code often needs less"
+            f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {size(limit)}, and no plan "
+            f'was found that needs less than {size(needs)} ("={needs}B"{relative}): that '
+            f"one is used. {told}Memory is that of the graph before Inductor fuses it; generated code often needs less"
         )
 
 
@@ -230,7 +231,8 @@ def more_buys(point: Point, curve: Sequence[Point]) -> str:
     if not faster:
         return ""
     first = min(faster, key=lambda p: p.peak_bytes)
-    return f"Its step is planned at {point.step_ns} ns; {first.peak_bytes} bytes allow {first.step_ns} ns. "
+    now, then = duration(point.step_ns), duration(first.step_ns)
+    return f"A first, simple schedule of its step takes {now}, and {then} with {size(first.peak_bytes)}. "
 
 
 _DIFFER = (

@@ -287,6 +287,14 @@ def _figures(s: ScheduleReport, all_passes: ScheduleReport | None) -> Table:
         change(s.peak_before_bytes, s.peak_after_bytes),
         "unlimited" if s.budget_bytes is None else f"budget {size(s.budget_bytes)}",
     )
+    if all_passes is not None and all_passes.came_peak_bytes:
+        table.add_row(
+            "peak memory with all passes",
+            size(all_passes.came_peak_bytes),
+            size(all_passes.peak_after_bytes),
+            change(all_passes.came_peak_bytes, all_passes.peak_after_bytes),
+            "the graph as it came, before fusion",
+        )
     return table
 
 
