@@ -354,8 +354,8 @@ class PassConfig:
         "Cap on the peak memory of a planned graph, relative to what the original graph needs, in its own order or one "
         'that needs less: "0" (never above it), "+5%", "2GiB" (on top of it), "+5% or 1MiB" (the larger of both: a '
         'small graph has room for a few messages; a plain "+5%" is kept exactly) or "unlimited". A plan above the cap '
-        'is not used, but for [further variants](agreement.md#variants-of-a-function) that have no other choice, with a '
-        'warning. "-30%" (below the peak of the step as Inductor would save and gather for it) and "=12GiB" (the '
+        "is not used, but for [further variants](agreement.md#variants-of-a-function) that have no other choice, with "
+        'a warning. "-30%" (below the peak of the step as Inductor would save and gather for it) and "=12GiB" (the '
         "peak of the step, whatever it was) also compute activations again in backward where that is needed. See "
         "[tuning](tuning.md#less-memory-than-before).",
         DEFAULT_BUDGET,

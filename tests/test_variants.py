@@ -316,7 +316,7 @@ def test_a_variant_with_other_sizes_sends_the_same_in_the_same_order() -> None:
 
     with fake_world(2):
         captured = {tokens: graphs_of(tokens) for tokens in (8, 1, 3, 7)}
-        for budget, rows in (("0", 1), ("+5%", 3), ("64KiB", 7), ("unlimited", 3)):
+        for budget, rows in (("0", 1), ("+5%", 3), ("256KiB", 7), ("unlimited", 3)):
             settings = PassConfig(memory_budget=budget, verify="strict")
             above: list[bool] = []
             for phase in ("forward", "backward"):

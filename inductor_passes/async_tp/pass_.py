@@ -80,6 +80,8 @@ class AsyncTpPass:
     name: str = "async_tp"
     group_order: ClassVar[GroupOrder] = "kept"
     numerics: ClassVar[Numerics] = "reassociate"
+    #: Every trial of its regions plans the graph: see ``contract.plannings``.
+    plannings: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         for mode in (self.mode, *(m for _, m in self.groups), *(m for _, m in self.sizes)):

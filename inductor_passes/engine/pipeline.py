@@ -44,6 +44,7 @@ from inductor_passes.rewriting.contract import (
     Pass,
     Scheduled,
     may_shorten,
+    plannings,
 )
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.simulate import simulate
@@ -51,7 +52,8 @@ from inductor_passes.trace import spans
 from inductor_passes.trace.artifacts import emit_failure
 
 log = logging.getLogger("inductor_passes")
-#: How many nodes may be planned in all while alternatives are tried: 8 times a graph of 150 nodes, none above 1200.
+#: How many nodes may be planned in all while alternatives are tried: 8 times a graph of 150 nodes, none above 1200; a
+#: quarter of that with async TP, which plans the graph itself.
 #: On larger graphs each try doubles the time of planning, and on models it finds nothing.
 ALTERNATIVES_NODES = 1200
 #: The same where the user wants more effort: everything below the budget up to 6000 nodes, one try up to 24,000.
@@ -95,7 +97,8 @@ def run_passes(
     compilation = Compilation(config, profile, report, known, pins=known.pins)
     view = view or GraphView(graph)
     nodes = ALTERNATIVES_NODES * (1 if config.effort == "normal" else PATIENT)
-    tries = nodes // max(1, len(view.nodes)) if known.pins is None and known.agreed else 0
+    work = len(view.nodes) * max([plannings(one) for one in passes], default=1)
+    tries = nodes // max(1, work) if known.pins is None and known.agreed else 0
     came = _copied(graph) if tries else None
     run = _Run(graph, compilation, view, passes)
     came_ns = run.step_ns()

@@ -350,6 +350,12 @@ class Pass(Protocol):
         """Change the graph; one decision per candidate. May raise: the pipeline puts the graph back."""
 
 
+def plannings(one: Pass) -> int:
+    """How many times as long as an ordinary pass one takes, because it plans the graph itself: its ``plannings``."""
+    found: int = getattr(one, "plannings", 1)
+    return found
+
+
 def may_shorten(one: Pass, facts: Facts) -> bool:
     """Whether a pass may change a graph so that an order can be faster than any order of the graph as it comes.
 
