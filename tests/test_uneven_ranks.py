@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import inductor_passes
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import pipeline
 from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build
@@ -139,6 +141,15 @@ def test_uneven_rows_are_left_in_their_order(slow: str, async_tp: str) -> None:
                 planned += 1
         found.append([[(c.kind, c.size_bytes) for c in r.collectives] for r in reports])
     assert found[0] == found[1] and planned == 2
+
+
+@pytest.mark.parametrize(("rows", "compared"), [(32, True), (30, False)])
+def test_alternatives_are_tried_where_ranks_have_one_problem(rows: int, compared: bool) -> None:
+    """Which one plans faster would be another answer on a rank with another problem."""
+    with fake_world(RANKS, 0), mock.patch.object(pipeline, "_compare") as compare:
+        model = Rows(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
+        compiled_reports(model, torch.ones(rows, 32), codegen="aot_eager")
+    assert ("forward" in [call.args[0].about.phase for call in compare.call_args_list]) is compared
 
 
 def train(rank: int, world_size: int, cost_profile: str) -> list[list[torch.Tensor]]:

@@ -98,9 +98,10 @@ def run_passes(
     view = view or GraphView(graph)
     nodes = ALTERNATIVES_NODES * (1 if config.effort == "normal" else PATIENT)
     work = len(view.nodes) * max([plannings(one) for one in passes], default=1)
-    tries = nodes // max(1, work) if known.pins is None and known.agreed else 0
-    came = _copied(graph) if tries else None
     run = _Run(graph, compilation, view, passes)
+    # Where ranks have other problems they would find other alternatives better.
+    tries = nodes // max(1, work) if known.pins is None and run.facts.ranks_agree else 0
+    came = _copied(graph) if tries else None
     came_ns = run.step_ns()
     run.rest()
     _settle(run)
