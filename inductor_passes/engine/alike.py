@@ -107,7 +107,11 @@ class Job:
             return None
         if budget != self.settings.memory_budget:
             # That budget was one of a few. Now it is known what the graph needs with these messages.
-            found, budget = self._with_less(earlier, found, budget, backup)
+            less = self._with_less(earlier, found, budget, backup)
+            if less is None:
+                backup.restore()
+                return None
+            found, budget = less
             why = f"{why}. {self._above(found, budget)}"
             warn_once(f"inductor_passes: {why}")
             allowed = self._allowed(found)
@@ -119,8 +123,11 @@ class Job:
 
     def _with_less(
         self, earlier: variants.Variant, found: Compilation, budget: str, backup: Backup
-    ) -> tuple[Compilation, str]:
-        """The graph with the same messages and what it needs with them, or as it is; and the budget that it took."""
+    ) -> tuple[Compilation, str] | None:
+        """The graph with the same messages and what it needs with them, or as it is; and the budget that it took.
+
+        None where the passes do not do again what they did (an estimator of the user's that is no function).
+        """
         least, needed, scheduled = found.cap.least_peak_bytes, found.least_peak_bytes, found.scheduled
         if needed is None and scheduled is not None:
             needed = least_peak(tables(scheduled.fx.problem))
@@ -133,8 +140,7 @@ class Job:
             return less, exact
         backup.restore()
         again = replace(self, settings=replace(self.settings, memory_budget=budget))._run_like(earlier)
-        assert again is not None, "passes do the same each time"
-        return again, budget
+        return None if again is None else (again, budget)
 
     def _allowed(self, found: Compilation) -> int | None:
         """What the graph's own memory budget allows, in bytes."""
