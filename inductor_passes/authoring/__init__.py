@@ -14,7 +14,7 @@ from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.problems.fx import FxProblem, NoHintError, build
 from inductor_passes.report import Decision, Finding, GraphReport, PassReport, Reason, Verdict
 from inductor_passes.rewriting.arrange import arrange
-from inductor_passes.rewriting.contract import Facts, Outcome, Pass
+from inductor_passes.rewriting.contract import Facts, InParts, Outcome, Pass
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.plan import Plan, plan
@@ -37,6 +37,7 @@ __all__ = [
     "GraphView",
     "Known",
     "NoHintError",
+    "InParts",
     "Outcome",
     "Pass",
     "PassConfig",
