@@ -252,7 +252,8 @@ def test_out_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 SAMPLE = GraphPlan(
-    "forward", 0, {"a": "all_gather 8 bytes, 2 ranks", "b": ""}, (("a", "b"),), ("a",), ("a", "w"), ("k",), "0/0", 0, 2
+    *("forward", 0, {"a": "all_gather 8 bytes, 2 ranks", "b": ""}, ("redistribute/R5",), (("a", "b"),)),
+    *(("a",), ("a", "w"), ("k",), "0/0", 0, 2),
 )
 BAD: dict[str, tuple[Any, str]] = {
     "no object": ([], "expected an object"),
