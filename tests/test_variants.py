@@ -28,6 +28,8 @@ from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.variants import About
 from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import CollectiveKind
+from inductor_passes.pin.file import GraphPlan, PlanFileError
+from inductor_passes.pin.pins import Pins
 from inductor_passes.report import GraphReport
 from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.messages import in_any_order, messages
@@ -529,7 +531,9 @@ def test_ranks_may_meet_a_size_that_torch_specialises_at_other_times(two_ranks: 
         assert buckets > 0 and len(sends) == 2 * len(set(sends)), sends
 
 
-def evaluated(rank: int, world_size: int, budget: str, apart: bool) -> dict[str, tuple[int, int | None, str]]:
+def evaluated(
+    rank: int, world_size: int, budget: str, apart: bool, **more: str
+) -> dict[str, tuple[int, int | None, str]]:
     """A step of training and an evaluation under a budget: peak, cap and notes of each graph.
 
     Args:
@@ -554,7 +558,7 @@ def evaluated(rank: int, world_size: int, budget: str, apart: bool) -> dict[str,
         out: torch.Tensor = model(x)
         return out
 
-    settings = {"memory_budget": budget, "codegen": "aot_eager", "rank_agreement": "60s"}
+    settings = {"memory_budget": budget, "codegen": "aot_eager", "rank_agreement": "60s", **more}
     options = {f"inductor_passes.{key}": value for key, value in settings.items()}
     compiled, alone = (torch.compile(one, backend="inductor_passes", options=options) for one in (model, evaluate))
     x = torch.full((4, 32), rank + 1.0)
@@ -585,3 +589,31 @@ def test_an_evaluation_takes_no_more_than_it_needs_to_send_what_training_sends(a
             assert peak > cap, "else this tests nothing"
             assert peak <= max(found["forward"][0], found["backward"][0])
             assert f"needs {size(peak)} for that, memory_budget='+5%' allows {size(cap)}" in notes
+
+
+def pinned_evaluation(rank: int, world_size: int, key: str, folder: str) -> dict[str, tuple[int, int | None, str]]:
+    return evaluated(rank, world_size, "+5%", False, **{key: folder})
+
+
+@pytest.mark.ranks
+def test_the_plan_of_such_an_evaluation_is_followed(tmp_path: Path) -> None:
+    """It is above the budget, and says which one it took instead."""
+    found = {}
+    for key in ("dump_plan", "plan"):
+        with Ranks(2) as ranks:
+            found[key] = ranks.run(pinned_evaluation, key, str(tmp_path), timeout=300)
+    for written, followed in zip(found["dump_plan"], found["plan"]):
+        assert {name: one[:2] for name, one in written.items()} == {name: one[:2] for name, one in followed.items()}
+        assert all("pinned by" in notes for _, _, notes in followed.values())
+        assert "the plan file gives it the memory budget" in followed["inference"][2]
+
+
+def test_a_plan_whose_budget_is_none_is_refused() -> None:
+    with fake_world(2):
+        torch._dynamo.reset()
+        (captured,) = capture_graphs(lambda x: WorldGather.apply(x).relu(), [torch.randn(4, 4)]).inference
+        plan = Pins(GraphPlan(memory_budget="a lot"), "a file", "", 0)
+        known, agreed = Known("inference", True, pins=plan), Agreement(True, "", "", ())
+        job = alike.Job(captured.graph, PassConfig(), CostProfile.default("cpu"), known, agreed, [])
+        with pytest.raises(PlanFileError, match="memory_budget='a lot' is not allowed; expected"):
+            job.run_pinned(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ import torch.fx
 
 from inductor_passes import _torch, agreement
 from inductor_passes.agreement import Agreement
-from inductor_passes.config import PassConfig
+from inductor_passes.config import ConfigError, MemoryBudget, PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, variants
 from inductor_passes.engine.backup import Backup
@@ -21,6 +22,7 @@ from inductor_passes.engine.judge import limit_bytes
 from inductor_passes.engine.passes import NO_REWRITES, passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
+from inductor_passes.pin.pins import GivenUp
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.messages import in_any_order, messages
@@ -114,12 +116,39 @@ class Job:
             found, budget = less
             why = f"{why}. {self._above(found, budget)}"
             warn_once(f"inductor_passes: {why}")
-            allowed = self._allowed(found)
-            found.report.schedules = [replace(one, budget_bytes=allowed) for one in found.report.schedules]
+            self._enter(found, budget)
         found.config, found.pins = self.settings, None
         found.report.config = self.settings.to_json()
         found.report.notes.append(why)
         return found
+
+    def run_pinned(self, view: GraphView | None) -> Compilation:
+        """Run the passes, within the budget that a plan file gives the graph, if it does.
+
+        Raises:
+            PlanFileError: it is no budget, and the settings do not allow to plan anew.
+        """
+        pins = self.known.pins
+        larger = None if pins is None or pins.given_up else pins.graph.memory_budget
+        if pins is None or larger is None:
+            return self.run(view)
+        try:
+            MemoryBudget.parse(larger)
+        except ConfigError as error:
+            with contextlib.suppress(GivenUp):
+                pins.refuse(str(error).removeprefix("inductor_passes: "))
+            return self.run(view)
+        found = replace(self, settings=replace(self.settings, memory_budget=larger)).run(view)
+        self._enter(found, larger)
+        found.config, found.report.config = self.settings, self.settings.to_json()
+        found.report.notes.append(f"the plan file gives it the memory budget {larger!r}")
+        return found
+
+    def _enter(self, found: Compilation, budget: str) -> None:
+        """Enter that the graph took a larger budget; the report holds it to its own one."""
+        allowed = self._allowed(found)
+        found.larger_budget = budget
+        found.report.schedules = [replace(one, budget_bytes=allowed) for one in found.report.schedules]
 
     def _with_less(
         self, earlier: variants.Variant, found: Compilation, budget: str, backup: Backup
@@ -190,7 +219,7 @@ def run_alike(
     if earlier is not None and agreed.agreed and job.known.pins is None:
         # Ranks that meet other sizes run two variants at the same time.
         compilation = job.run_like(earlier, above=not first)
-    compilation = compilation or job.run(view)
+    compilation = compilation or job.run_pinned(view)
     if earlier is not None and not first and messages(GraphView(graph)) != earlier.sent:
         warn_once(UNLIKE)
     if not agreed.agreed:

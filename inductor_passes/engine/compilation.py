@@ -51,6 +51,7 @@ class Compilation:
         carriers: name of the start that a bucket became -> names of the starts that it was made of.
         left_out: passes that were undone, and parts that passes left out, see ``GraphPlan.left_out``; not of those that
             merge and reorder.
+        larger_budget: what it takes in the place of ``memory_budget`` to send what another variant sends; "": nothing.
         graph_before / graph_after: as it came and as the FX passes left it, as text; "" unless somebody debugs.
         pins: the pinned plan as far as it still holds.
         rank_steps: what ``rank_check`` compared, by process group; empty when it is off.
@@ -71,6 +72,7 @@ class Compilation:
     buckets: list[tuple[str, ...]] = field(default_factory=list)
     carriers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    larger_budget: str = ""
     graph_before: str = ""
     graph_after: str = ""
     pins: Pins | None = None

@@ -30,6 +30,7 @@ def plan_of(
         buckets=tuple(compilation.buckets),
         kept=_kept(compilation.known.step),
         order=order,
+        memory_budget=compilation.larger_budget or None,
     ).to_json()
 
 

@@ -63,6 +63,7 @@ class GraphPlan:
         kernels: names of the fused kernels in order; None: plan them.
         predicted: step time in ns and peak in bytes when the plan was made; not read back.
         parameters: start node of the graph that came in -> parameters that it carries, where known; not read back.
+        memory_budget: what the graph takes instead of the setting, because it has to send what another variant sends.
     """
 
     phase: Annotated[str, one_of(*PHASES)] | None = None
@@ -78,6 +79,7 @@ class GraphPlan:
     world_size: Count = 1
     predicted: Mapping[str, Integer] = field(default_factory=dict)
     parameters: Mapping[str, Names] = field(default_factory=dict)
+    memory_budget: Annotated[str, Meta(min_length=1)] | None = None
 
     def __post_init__(self) -> None:
         taken: set[str] = set()
