@@ -163,9 +163,9 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
         lower = list(rungs.lower(run.cap))
         others: list[tuple[Cap, Instead]] = [(cap, {}) for cap in lower]
         fewer = _combinations(done)
-        others += [(run.cap, one) for one in fewer] + [(run.cap, one) for one in _smaller(done)]
-        others += [(cap, one) for cap in lower for one in fewer]
-        for cap, instead in others[:tries]:
+        others += [(cap, one) for cap in (run.cap, *lower) for one in fewer]
+        parts = [(cap, one) for cap in (run.cap, *lower) for one in _smaller(done)]
+        for cap, instead in (*others[:tries], *parts[:tries]):
             # What was asked for whatever it gains is not given up for a faster step.
             if run.again(cap, instead, least[1]) and run.forced() >= forced and run.standing() < least:
                 best, least = run.tried, run.standing()
