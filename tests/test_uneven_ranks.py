@@ -88,6 +88,21 @@ def test_uneven_parameters_make_no_difference(slow: str, reshard: Any, budget: s
         assert any(p.name == "bucket" and p.changed for r in first for p in r.passes)
 
 
+@pytest.mark.parametrize(("reshard", "budget"), [(True, "0"), ("auto", "+30%")])
+def test_a_plan_of_the_first_rank_is_followed_by_the_last(reshard: Any, budget: str, tmp_path: Path) -> None:
+    """Found by an outsider: pads have other numbers on the last rank, which refused the file and left the others."""
+    settings = {"memory_budget": budget, "codegen": "aot_eager"}
+    first = parameters_sharded(0, reshard, dump_plan=str(tmp_path), **settings)
+    last = parameters_sharded(RANKS - 1, reshard, plan=str(tmp_path), **settings)
+    assert told(first)[-2:] == told(last)[-2:]
+    assert all(any("pinned by" in note for note in report.notes) for report in last)
+    # On FX the order is the same, name by name, but for what the ranks number differently.
+    orders = [[report.plan["order"] for report in reports] for reports in (first, last)]
+    assert orders[0] != orders[1], "else this tests nothing"
+    for one, other in zip(*orders):
+        assert [name.rstrip("_0123456789") for name in one] == [name.rstrip("_0123456789") for name in other]
+
+
 @pytest.mark.parametrize("settings", [{"async_tp": "force"}, {"compress": {"*": "int8"}}], ids=["in parts", "narrowed"])
 def test_rewrites_of_uneven_parameters_make_no_difference(settings: dict[str, Any]) -> None:
     """Found: parts of a padded copy, and a padded shard in one message with narrowed ones, made two problems of one.

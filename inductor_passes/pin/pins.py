@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -73,7 +73,10 @@ class Pins:
             GivenUp, PlanFileError: see :meth:`refuse`.
         """
         hint = "; after a change of buckets remove `order` and `kernels` to have them planned"
-        return self._plan(problem, [t.name for t in problem.tasks], self.graph.order, limit_bytes, "order", hint)
+        names, order = [t.name for t in problem.tasks], self.graph.order
+        if order is not None and self.rank != self.graph.rank:
+            order = _renamed(order, names)
+        return self._plan(problem, names, order, limit_bytes, "order", hint)
 
     def kernel_plan(self, problem: Problem, names: Sequence[str], limit_bytes: int | None) -> Plan | None:
         """The pinned order of the fused kernels as a plan; None when it is not pinned.
@@ -298,6 +301,31 @@ def _difference(planned: Mapping[str, str], found: Mapping[str, str]) -> str:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             parts.append(f"{what}: {', '.join(names[:_SHOWN])}{more}")
     return "; ".join(parts)
+
+
+def _renamed(order: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """A pinned order in the names of another rank, which may number its own nodes differently: pads of uneven shards.
+
+    Nodes are numbered as they are made, and made in the same order: of those that one rank alone knows, and that are
+    called the same but for the number, the first is the first.
+    """
+    pinned, found = set(order), set(names)
+    theirs, ours = (_by_base(n for n in one if n not in known) for one, known in ((order, found), (names, pinned)))
+    renamed: dict[str, str] = {}
+    for base, mine in ours.items():
+        if len(mine) == len(theirs.get(base, ())):
+            renamed.update(zip(theirs[base], mine))
+    return tuple(renamed.get(name, name) for name in order)
+
+
+def _by_base(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names without their number -> the names, by number."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        base, _, number = name.rpartition("_")
+        key = (base, int(number)) if base and number.isdecimal() else (name, -1)
+        found.setdefault(key[0], []).append((key[1], name))
+    return {base: [name for _, name in sorted(ones)] for base, ones in found.items()}
 
 
 def _broken_rule(problem: Problem, order: Sequence[int], names: Sequence[str]) -> str:
