@@ -159,19 +159,30 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
         return  # nothing says in which order the graph will run
     try:
         best, least, forced = done.tried, done.standing(), done.forced()
+        beaten_ns: int | None = None
         # Buckets that fit into less memory can be the better ones, however close to its own bound the graph is.
         lower = list(rungs.lower(run.cap))
         others: list[tuple[Cap, Instead]] = [(cap, {}) for cap in lower]
         fewer = _combinations(done)
         others += [(cap, one) for cap in (run.cap, *lower) for one in fewer]
-        parts = [(cap, one) for cap in (run.cap, *lower) for one in _smaller(done)]
-        for cap, instead in (*others[:tries], *parts[:tries]):
-            # What was asked for whatever it gains is not given up for a faster step.
-            if run.again(cap, instead, least[1]) and run.forced() >= forced and run.standing() < least:
-                best, least = run.tried, run.standing()
+        # A pass applies other rewrites under another cap: there it may be another one that costs.
+        parts = [(run.cap, one) for one in _smaller(done)]
+        waiting = others[:tries]
+        while waiting:
+            cap, instead = waiting.pop(0)
+            # What was asked for whatever it gains is not given up for a faster step. All passes under a smaller cap run
+            # to the end: the parts that are tried are then those that a smaller budget tries.
+            beat_ns = least[1] if instead else None
+            if run.again(cap, instead, beat_ns) and run.forced() >= forced and run.standing() < least:
+                best, least, beaten_ns = run.tried, run.standing(), beat_ns
+            if not instead:
+                parts += [(cap, one) for one in _smaller(run)]
+            if not waiting:
+                waiting, parts = parts[: 2 * tries], []
     except NoHintError:
         return
-    if best != done.tried:
+    if best != done.tried and not done.again(*best, beaten_ns):
+        # What had to be beaten says which partitions were planned: without it others may look better, and end worse.
         done.again(*best)
 
 
