@@ -52,7 +52,7 @@ def step_ns(gm: torch.fx.GraphModule) -> int:
 
 
 # Seeds that leave out: one rewrite, what extends, both, a whole pass.
-@pytest.mark.parametrize("seed", [54, 58, 61, 59])
+@pytest.mark.parametrize("seed", [70, 58, 61, 59])
 def test_a_graph_does_without_the_rewrite_that_costs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others stay, and the graph plans no slower than where all or none are applied."""
     with mesh_world((2, 2)) as mesh:
@@ -113,6 +113,7 @@ def test_plans_of_graphs_that_leave_something_out(seed: int, shape: tuple[int, i
         ("redistribute/R99", "`left_out`: redistribute has no part 'R99'; expected some of R0"),
         ("exchange/small", "`left_out`: exchange has no part 'small'; expected large"),
         ("async_tp/half", "`left_out`: async_tp has no parts; expected 'async_tp'"),
+        ("compress/large", "`left_out`: compress has no parts; expected 'compress'"),
     ],
 )
 def test_what_there_is_not_is_an_error_or_planned_anew(left_out: str, message: str) -> None:

@@ -608,12 +608,19 @@ def test_the_plan_of_such_an_evaluation_is_followed(tmp_path: Path) -> None:
         assert "the plan file gives it the memory budget" in followed["inference"][2]
 
 
-def test_a_plan_whose_budget_is_none_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("a lot", "memory_budget='a lot' is not allowed; expected"),
+        ("-20%", 'expected nothing beside memory_budget="-20%"'),
+    ],
+)
+def test_a_plan_whose_budget_is_none_is_refused(budget: str, message: str) -> None:
     with fake_world(2):
         torch._dynamo.reset()
         (captured,) = capture_graphs(lambda x: WorldGather.apply(x).relu(), [torch.randn(4, 4)]).inference
-        plan = Pins(GraphPlan(memory_budget="a lot"), "a file", "", 0)
+        plan = Pins(GraphPlan(memory_budget=budget), "a file", "", 0)
         known, agreed = Known("inference", True, pins=plan), Agreement(True, "", "", ())
-        job = alike.Job(captured.graph, PassConfig(), CostProfile.default("cpu"), known, agreed, [])
-        with pytest.raises(PlanFileError, match="memory_budget='a lot' is not allowed; expected"):
+        job = alike.Job(captured.graph, PassConfig(plan="plans"), CostProfile.default("cpu"), known, agreed, [])
+        with pytest.raises(PlanFileError, match=message):
             job.run_pinned(None)

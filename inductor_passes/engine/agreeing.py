@@ -34,6 +34,8 @@ _OWN = (
     *("cost_profile", "plan", "dump_plan", "dump_problem", "estimator", "rank_check", "rank_agreement"),
     *("tune", "tune_file", "tune_swap"),
 )
+#: Of these, what says what is done: a rank that has other ones does something else.
+_DECIDE = ("plan", "estimator")
 #: Verdicts on graphs that are not compiled themselves.
 _waiting: Waiting[Agreement] = Waiting()
 
@@ -108,6 +110,18 @@ def facts_of(settings: PassConfig, profile: CostProfile, phase: str, step: str) 
         "step": step,
         "groups": json.dumps(sorted({json.dumps(one, sort_keys=True) for one in known.values()})),
     }
+
+
+def deciding(settings: PassConfig) -> PassConfig:
+    """The settings without those that name files, or say what is written, timed or waited for.
+
+    Under "trust" nobody is asked, which decides. A cost profile counts by its content.
+    """
+    plain = PassConfig()
+    own = {name: getattr(plain, name) for name in _OWN if name not in _DECIDE}
+    if settings.rank_timeout_s is None:
+        own["rank_agreement"] = settings.rank_agreement
+    return replace(settings, **own)
 
 
 def confirm(

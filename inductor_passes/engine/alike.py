@@ -11,7 +11,7 @@ import torch.fx
 
 from inductor_passes import _torch, agreement
 from inductor_passes.agreement import Agreement
-from inductor_passes.config import ConfigError, MemoryBudget, PassConfig
+from inductor_passes.config import ConfigError, PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, variants
 from inductor_passes.engine.backup import Backup
@@ -31,6 +31,11 @@ from inductor_passes.schedule.tables import tables
 from inductor_passes.trace.units import size
 
 _FIRST = "this variant of a function sends what the function's first graph sends"
+#: What to do about a variant that is above its memory budget; where it is an evaluation.
+_INSTEAD = (
+    "Batches of one size, or dynamic=True, have one plan",
+    "A function of its own, compiled beside this one (def evaluate(x): return model(x)), keeps to the budget",
+)
 UNLIKE = (
     "inductor_passes: two variants of a function send different messages. Ranks that run both at the same time may "
     "hang: pad inputs to equal sizes on all ranks, or compile with dynamic=True"
@@ -133,12 +138,12 @@ class Job:
         if pins is None or larger is None:
             return self.run(view)
         try:
-            MemoryBudget.parse(larger)
+            settings = replace(self.settings, memory_budget=larger)
         except ConfigError as error:
             with contextlib.suppress(GivenUp):
                 pins.refuse(str(error).removeprefix("inductor_passes: "))
             return self.run(view)
-        found = replace(self, settings=replace(self.settings, memory_budget=larger)).run(view)
+        found = replace(self, settings=settings).run(view)
         self._enter(found, larger)
         found.config, found.report.config = self.settings, self.settings.to_json()
         found.report.notes.append(f"the plan file gives it the memory budget {larger!r}")
@@ -185,8 +190,7 @@ class Job:
         return (
             f"The {self.known.phase} graph of {found.report.compile_id or 'this function'} needs "
             f"{size(scheduled.plan.peak_bytes)} for that, memory_budget={asked!r} allows "
-            f"{'any' if allowed is None else size(allowed)}. A function of its own, compiled beside this one "
-            "(def evaluate(x): return model(x)), keeps to the budget"
+            f"{'any' if allowed is None else size(allowed)}. {_INSTEAD[self.known.phase == 'inference']}"
         )
 
     def _run_like(self, earlier: variants.Variant) -> Compilation | None:

@@ -83,7 +83,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     idle = ""
     with guarded("counting what the entries of compress fit", "nobody is told", settings):
         idle = unfit.note(view, settings, phase)
-    about = variants.About(report.compile_id, phase, identity.cache_key(_deciding(settings), profile) or "")
+    about = variants.About(report.compile_id, phase, identity.cache_key(agreeing.deciding(settings), profile) or "")
     came_as = _kept(graph, view, settings, (collectives, names))
     compilation = _decide(job, view, about, pinned, came_as)
     compilation.participants = _participants(agreed, settings)
@@ -108,19 +108,6 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     _look_at(graph, compilation)
     _hand_on(graph, compilation)
     return compilation
-
-
-def _deciding(settings: PassConfig) -> PassConfig:
-    """The settings without those that say what is written and waited for: what is sent does not depend on them."""
-    plain = PassConfig()
-    asked = settings.rank_agreement if settings.rank_timeout_s is None else plain.rank_agreement
-    return replace(
-        settings,
-        rank_agreement=asked,
-        rank_check=plain.rank_check,
-        dump_plan=plain.dump_plan,
-        dump_problem=plain.dump_problem,
-    )
 
 
 def _kept(

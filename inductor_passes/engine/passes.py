@@ -14,8 +14,9 @@ from inductor_passes.rewriting.contract import Pass
 
 #: Passes that merge and reorder collectives and change nothing else about them.
 NO_REWRITES = (BucketPass, UnpackPass, ReorderPass)
-#: The other ones, as a plan file's ``left_out`` names them.
+#: The other ones, as a plan file's ``left_out`` names them, and those of them that have parts.
 REWRITES = (RewriteCollectives.name, AsyncTpPass.name, CompressPass.name, ScatterByExchange.name)
+PARTED: tuple[Pass, ...] = (RewriteCollectives(), ScatterByExchange())
 
 
 def passes_of(settings: PassConfig, like: tuple[str, ...] = ()) -> list[Pass]:

@@ -26,11 +26,11 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import judge
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
 from inductor_passes.engine.complain import VerificationError, complain, warn_once
-from inductor_passes.engine.passes import NO_REWRITES, REWRITES
+from inductor_passes.engine.passes import NO_REWRITES, PARTED, REWRITES
 from inductor_passes.engine.snapshot import Snapshot
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.file import PlanFileError
-from inductor_passes.pin.pins import GivenUp
+from inductor_passes.pin.pins import GivenUp, Pins
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import GraphReport, PassReport, Reason
 from inductor_passes.rewriting import rungs
@@ -53,7 +53,8 @@ from inductor_passes.trace.artifacts import emit_failure
 
 log = logging.getLogger("inductor_passes")
 #: How many nodes may be planned in all while alternatives are tried: 8 times a graph of 150 nodes, none above 1200; a
-#: quarter of that with async TP, which plans the graph itself.
+#: quarter of that where async TP, which plans the graph itself, cut something. Parts of a pass that is better left out
+#: are not counted: there are as many as it applied kinds of rewrites.
 #: On larger graphs each try doubles the time of planning, and on models it finds nothing.
 ALTERNATIVES_NODES = 1200
 #: The same where the user wants more effort: everything below the budget up to 6000 nodes, one try up to 24,000.
@@ -97,15 +98,15 @@ def run_passes(
     compilation = Compilation(config, profile, report, known, pins=known.pins)
     view = view or GraphView(graph)
     nodes = ALTERNATIVES_NODES * (1 if config.effort == "normal" else PATIENT)
-    work = len(view.nodes) * max([plannings(one) for one in passes], default=1)
     run = _Run(graph, compilation, view, passes)
     # Where ranks have other problems they would find other alternatives better.
-    tries = nodes // max(1, work) if known.pins is None and run.facts.ranks_agree else 0
+    tries = nodes // max(1, len(view.nodes)) if known.pins is None and run.facts.ranks_agree else 0
     came = _copied(graph) if tries else None
     came_ns = run.step_ns()
     run.rest()
     _settle(run)
-    if came is not None:
+    tries //= max([plannings(step.one) for step in run.steps if step.changed], default=1)
+    if came is not None and tries:
         _compare(run, _Run(came, compilation, GraphView(came), passes, run.cap), tries)
     compilation.cap, compilation.least_peak_bytes = run.cap, run.least_peak_bytes()
     compilation.left_out = run.left_out()
@@ -165,24 +166,23 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
         others: list[tuple[Cap, Instead]] = [(cap, {}) for cap in lower]
         fewer = _combinations(done)
         others += [(cap, one) for cap in (run.cap, *lower) for one in fewer]
-        # A pass applies other rewrites under another cap: there it may be another one that costs.
-        parts = [(run.cap, one) for one in _smaller(done)]
-        waiting = others[:tries]
-        while waiting:
-            cap, instead = waiting.pop(0)
-            # What was asked for whatever it gains is not given up for a faster step. All passes under a smaller cap run
-            # to the end: the parts that are tried are then those that a smaller budget tries.
-            beat_ns = least[1] if instead else None
-            if run.again(cap, instead, beat_ns) and run.forced() >= forced and run.standing() < least:
-                best, least, beaten_ns = run.tried, run.standing(), beat_ns
-            if not instead:
-                parts += [(cap, one) for one in _smaller(run)]
-            if not waiting:
-                waiting, parts = parts[: 2 * tries], []
+
+        def better(cap: Cap, instead: Instead) -> bool:
+            # What was asked for whatever it gains is not given up for a faster step.
+            return run.again(cap, instead, least[1]) and run.forced() >= forced and run.standing() < least
+
+        for cap, instead in others[:tries]:
+            if better(cap, instead):
+                best, least, beaten_ns = run.tried, run.standing(), least[1]
+        # Where a pass is better left out, a part of it may be all that costs.
+        cap, without = best
+        for part in _smaller(done):
+            if without.keys() >= part.keys() and better(cap, {**without, **part}):
+                best, least, beaten_ns = run.tried, run.standing(), least[1]
     except NoHintError:
         return
+    # What had to be beaten says which partitions were planned: without it another one may look better, and end worse.
     if best != done.tried and not done.again(*best, beaten_ns):
-        # What had to be beaten says which partitions were planned: without it others may look better, and end worse.
         done.again(*best)
 
 
@@ -222,6 +222,26 @@ def _settle(run: _Run) -> None:
         slower = judge.slower(step.facts, step.outcome, run.scheduled())
         if slower:
             run.drop(number, Reason.SLOWER, slower)
+
+
+def _objection(left_out: Sequence[str], passes: Sequence[Pass]) -> str:
+    """What is wrong with the names of a plan file's ``left_out``; "" where nothing is."""
+    # A pass that is switched off has a name and parts, too.
+    known: dict[str, Pass | None] = dict.fromkeys(REWRITES)
+    known |= {one.name: one for one in (*PARTED, *passes) if not isinstance(one, NO_REWRITES)}
+    for said in left_out:
+        name, _, part = said.partition("/")
+        if name not in known:
+            return f" names {said!r}; expected some of {', '.join(known)}"
+        one = known[name]
+        if part and not isinstance(one, InParts):
+            return f": {name} has no parts; expected {name!r}"
+        try:
+            if part and isinstance(one, InParts):
+                one.without((part,))
+        except ValueError as error:
+            return f": {error}"
+    return ""
 
 
 @dataclass
@@ -266,8 +286,7 @@ class _Run:
         self.snapshot: Snapshot | None = None
         #: The same for every copy of a graph, so a run over a copy is told.
         self.cap = cap or judge.cap(look, known.step, self._snapshot().reference.peak_bytes)
-        self.facts = Facts(look, self.cap, None if known.pins is None or known.pins.given_up else known.pins)
-        self._check_left_out()
+        self.facts = Facts(look, self.cap, self._usable(known.pins))
         self.steps: list[_Step] = []
         self.tried: tuple[Cap, Instead] = self.cap, {}
 
@@ -336,34 +355,28 @@ class _Run:
             self.steps.append(self._timed(smaller))
 
     def _pinned(self, one: Pass) -> Pass | None:
-        """A pass with as much as the plan file leaves to it; None: with nothing.
-
-        Raises:
-            PlanFileError: the file names a part that there is not, and the settings do not allow to plan anew.
-        """
+        """A pass with as much as the plan file leaves to it; None: with nothing."""
         pins = self.facts.pins
         parts = () if pins is None else pins.left_out_of(one.name)
-        if parts is None:
-            return None
-        if not parts or pins is None:
-            return one
-        try:
-            if not isinstance(one, InParts):
-                raise ValueError(f"{one.name} has no parts; expected {one.name!r}")
-            return one.without(parts)
-        except ValueError as error:
-            with contextlib.suppress(GivenUp):
-                pins.refuse(f"`left_out`: {error}")
-            return one
+        if not parts:
+            return None if parts is None else one
+        assert isinstance(one, InParts), "checked before"
+        return one.without(parts)
 
-    def _check_left_out(self) -> None:
-        """Raise :class:`PlanFileError` where the plan file leaves out a pass that there is not."""
-        pins = self.facts.pins
-        known = dict.fromkeys((*REWRITES, *(one.name for one in self.passes if not isinstance(one, NO_REWRITES))))
-        for said in () if pins is None else pins.graph.left_out or ():
-            if pins is not None and said.partition("/")[0] not in known:
-                with contextlib.suppress(GivenUp):
-                    pins.refuse(f"`left_out` names {said!r}; expected some of {', '.join(known)}")
+    def _usable(self, pins: Pins | None) -> Pins | None:
+        """The pinned plan, without what it leaves out where there is no such thing.
+
+        Raises:
+            PlanFileError: that is so, and the settings do not allow to plan anew.
+        """
+        if pins is None or pins.given_up:
+            return None
+        why = _objection(pins.graph.left_out or (), self.passes)
+        if not why:
+            return pins
+        with contextlib.suppress(GivenUp):
+            pins.refuse(f"`left_out`{why}")
+        return dataclasses.replace(pins, graph=dataclasses.replace(pins.graph, left_out=None))
 
     def left_out(self) -> tuple[str, ...]:
         """What rewriting passes did not do, see ``GraphPlan.left_out``."""
