@@ -202,7 +202,7 @@ mm [8, 5]
 view [8, 6]
 reduce_scatter_tensor [2, 6]
 view [8, 6]
-split 4 pieces
+split_with_sizes 4 pieces
 getitem [2, 6]
 add [2, 6]
 pow [2, 6]

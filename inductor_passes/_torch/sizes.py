@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import sympy
@@ -33,7 +33,9 @@ def _shape_env_hint(value: torch.SymInt) -> int | None:
     if shape_env is None:
         return None
     try:
-        return int(shape_env.size_hint(value.node.expr))
+        # torch 2.13 renamed it and warns of the old name.
+        ask = getattr(shape_env, "guarding_hint_or_throw", None) or shape_env.size_hint
+        return int(ask(value.node.expr))
     except Exception:  # a symbol without a hint raises one of several private error types
         return None
 
@@ -57,6 +59,14 @@ def tensor_bytes(tensor: torch.Tensor) -> int | None:
             return None
         total *= hint
     return total
+
+
+def size_symbols(value: object) -> frozenset[sympy.Symbol]:
+    """The symbols in a symbolic number (size, float or bool); none in any other value."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return frozenset()
+    expr = value.node.expr
+    return frozenset(expr.free_symbols) if isinstance(expr, sympy.Basic) else frozenset()
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
@@ -126,6 +136,11 @@ def size_expression(value: torch.SymInt) -> sympy.Expr:
     expr = node.expr
     env = getattr(node, "shape_env", None)
     return expr if env is None else env.simplify(expr)
+
+
+def size_key(value: int | torch.SymInt) -> Hashable:
+    """What a size is known by in a table: sizes with one key are equal."""
+    return value if isinstance(value, int) else size_expression(value)
 
 
 def floor_division(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:

@@ -62,6 +62,16 @@ class Joined:
         return before == after == 1
 
 
+#: A size, possibly symbolic.
+Size = int | torch.SymInt
+
+
+def sizes(node: torch.fx.Node) -> list[Size] | None:
+    """The node's shape, symbolic sizes included; None when it is no tensor."""
+    value = node.meta.get("val")
+    return list(value.shape) if isinstance(value, torch.Tensor) else None
+
+
 def static_shape(node: torch.fx.Node) -> list[int] | None:
     """The node's shape; None when it is symbolic or no tensor."""
     value = node.meta.get("val")

@@ -19,8 +19,8 @@ Right because every operator of the region computes a row of its result from tha
 with taking rows; the reduce_scatter of row-major rows is the share of the all_reduce, and the gather puts the shares
 behind each other in the order of ranks. A rank computes rows for the others: all that the region reads has to be equal
 on the ranks (``replicas``). What is not known to be ends the region. Where the order matters in which a library adds
-over ranks, or over rows, this reassociates. Left alone: rows that the group does not divide, symbolic sizes,
-regions without a reduction of a row.
+over ranks, or over rows, this reassociates. Left alone: rows that the group does not divide, regions without a
+reduction of a row. Symbolic sizes have to divide for their whole range, and if rows have several dimensions, the first.
 
 Bytes on the link stay the same. Saved is (ranks - 1) / ranks of reading and writing the region's inputs and results,
 and memory of what lives in it. Async TP can cut a matmul in front of an all_reduce, but not one behind it; here it cuts
@@ -44,11 +44,13 @@ from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.movement import movement_behind, name_of
+from inductor_passes.rewrites.packing import sizes
 from inductor_passes.rewrites.row_regions import Region, found, gather_ns, pruned, size_bytes
 from inductor_passes.rewrites.rows import OnShares, copied_bytes, is_free
 from inductor_passes.rewrites.work import Match, Work, refuse
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense, gathered, reduced, scattered
+from inductor_passes.rewriting.numbers import Numbers
 
 _PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::bmm"))
 
@@ -77,8 +79,10 @@ class RowsOnShards:
         if not isinstance(whole, Region) or not whole.intact(work):
             return None
         shares, (first, *_) = whole.shares, whole.sources.values()
-        if shares.rows % shares.ranks:
-            refuse(Reason.UNSUPPORTED, f"{shares.rows} rows on {shares.ranks} ranks")
+        if not shares.divides:
+            reason = Reason.UNSUPPORTED if isinstance(shares.rows, int) else Reason.RANGE
+            refuse(reason, f"{shares.rows} rows on {shares.ranks} ranks")
+        _sizes_are_known(work, whole)
         for source in whole.sources.values():
             work.may_reassociate(source, "a reduce_scatter may add in another order than an all_reduce")
         region = pruned(work, whole)
@@ -99,6 +103,25 @@ class RowsOnShards:
             lambda: _apply(work, self.name, region, first),
             "shares of rows take longer",
         )
+
+
+def _sizes_are_known(work: Work, region: Region) -> None:
+    """Refuse symbolic sizes that nothing can be estimated with, that cannot be computed from the graph's inputs, or
+    for which the verifier cannot say where a share begins: where it may begin in the middle of the first dimension."""
+    if not isinstance(region.shares.rows, int):
+        for node, lead in region.leads.items():
+            shape = sizes(node)
+            if shape and lead > 1 and not _torch.is_multiple(shape[0], region.shares.ranks):
+                ranks = region.shares.ranks
+                refuse(Reason.RANGE, f"{node.name} has {shape[0]} x {shape[1]} rows: the first is to divide by {ranks}")
+    found = [region.shares.share, *(size for node in (*region.leads, *region.sums) for size in sizes(node) or ())]
+    symbolic = {_torch.size_key(size): size for size in found if isinstance(size, torch.SymInt)}
+    numbers = Numbers(work.graph.nodes) if symbolic else None
+    for size in symbolic.values():
+        if _torch.size_hint(size) is None:
+            refuse(Reason.NO_HINT, f"nothing says how large {size} usually is")
+        if numbers is not None and not numbers.has(size):
+            refuse(Reason.RANGE, f"{size} does not follow from the sizes of the graph's inputs")
 
 
 def _gain_ns(work: Work, region: Region) -> int:

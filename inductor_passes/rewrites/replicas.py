@@ -5,6 +5,10 @@ or over ranks that contain it, and what is computed of equal values alone by ope
 before anything is changed (``agreement``; pieces, selected rows and offsets of whole numbers are left open there, so
 equality ends at them).
 
+Symbolic numbers are no part of what ranks compare. Equal is a symbol on which alone the size of a collective's tensor
+depends: ranks of its group have to bring as many elements. An operator whose numbers depend on another symbol proves
+nothing, unless it only moves elements.
+
 The weight of a norm, a bias, a position embedding and the first residual are inputs: nothing shows that ranks hold the
 same. ``replicas="implied"`` says that they do. Then an operand is taken to be equal if it is combined element by
 element with an equal value of the result's shape, and spans the last dimension as that does.
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import operator
 
+import sympy
 import torch
 import torch.fx
 
@@ -22,7 +27,7 @@ from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.rewrites.movement import name_of
-from inductor_passes.rewrites.packing import static_shape
+from inductor_passes.rewrites.packing import Size, sizes
 from inductor_passes.rewrites.work import Work
 
 _SHARING = (CollectiveKind.ALL_REDUCE, CollectiveKind.ALL_GATHER, CollectiveKind.BROADCAST)
@@ -49,6 +54,7 @@ def equal_values(work: Work, ranks: tuple[int, ...], *, implied: bool) -> set[to
         implied: whether operands count that are implied to be equal.
     """
     equal: set[torch.fx.Node] = set()
+    known = _known_symbols(work, ranks)
     for node in work.graph.nodes:
         if node.op != "call_function":
             continue
@@ -58,7 +64,7 @@ def equal_values(work: Work, ranks: tuple[int, ...], *, implied: bool) -> set[to
                 equal.add(node)
             continue
         operands = tensor_operands(node)
-        if not _compares(node, operands) or work.is_written(node):
+        if not _compares(node, operands, known) or work.is_written(node):
             continue
         if equal.issuperset(operands):
             equal.add(node)
@@ -76,23 +82,58 @@ def tensor_operands(node: torch.fx.Node) -> list[torch.fx.Node]:
 
 def last_dimension(operand: torch.fx.Node, node: torch.fx.Node) -> bool:
     """Whether an operand has as many columns as the result: a residual, a weight; not a factor per row."""
-    mine, whole = static_shape(operand), static_shape(node)
-    return bool(mine) and bool(whole) and mine[-1:] == whole[-1:] and mine[-1] != 1  # type: ignore[index]
+    mine, whole = sizes(operand), sizes(node)
+    if not mine or not whole or _torch.same_size(mine[-1], 1):
+        return False
+    return _torch.same_size(mine[-1], whole[-1])
 
 
 def _spans(operand: torch.fx.Node, node: torch.fx.Node) -> bool:
-    whole = static_shape(node)
-    return whole is not None and static_shape(operand) == whole
+    mine, whole = sizes(operand), sizes(node)
+    return mine is not None and whole is not None and _torch.same_sizes(mine, whole)
 
 
-def _compares(node: torch.fx.Node, operands: list[torch.fx.Node]) -> bool:
+def _known_symbols(work: Work, ranks: tuple[int, ...]) -> frozenset[sympy.Symbol]:
+    """The symbols that have one value on ``ranks``, see the module's docstring."""
+    found: set[sympy.Symbol] = set()
+    for start in work.collectives(*_SHARING, CollectiveKind.REDUCE_SCATTER):
+        collective = work.collective(start, *_SHARING, CollectiveKind.REDUCE_SCATTER)
+        if collective is None or not set(collective.group.ranks).issuperset(ranks):
+            continue
+        symbols = _torch.size_symbols(collective.inputs[0].meta["val"].numel())
+        if len(symbols) == 1:
+            found |= symbols
+    return frozenset(found)
+
+
+def _asked(node: torch.fx.Node, operands: list[torch.fx.Node]) -> frozenset[sympy.Symbol]:
+    """The symbols on which the numbers depend that an operator computes: its scalars, and how many elements it adds."""
+    name = name_of(node)
+    if name in _WHOLE:
+        return frozenset()
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    if name in _COMPUTED:
+        values += [size for o in operands for size in _summed_sizes(node, o)]
+    return frozenset().union(*map(_torch.size_symbols, values))
+
+
+def _summed_sizes(node: torch.fx.Node, operand: torch.fx.Node) -> list[Size]:
+    """The extents of an operand over which an operator adds up; all of them where it does not say which."""
+    whole, arguments = sizes(operand) or [], _torch.op_arguments(node)
+    dims = arguments.get("dim")
+    if dims is None:
+        return whole
+    return [whole[int(d)] for d in (dims if isinstance(dims, (list, tuple)) else [dims])] if whole else []
+
+
+def _compares(node: torch.fx.Node, operands: list[torch.fx.Node], known: frozenset[sympy.Symbol]) -> bool:
     """Whether equal operands give equal results: ranks have compared every number that is written in the call."""
     if node.target is operator.getitem:
         (source,) = node.all_input_nodes
         return name_of(source) in ("aten::var_mean",)
     if not _torch.is_op(node.target) or ops.role(node) not in (Role.FREE, Role.COMPUTE):
         return False
-    if _torch.is_seeded_random(node.target) or ops.mutated_inputs(node):
+    if _torch.is_seeded_random(node.target) or ops.mutated_inputs(node) or not _asked(node, operands) <= known:
         return False
     value = node.meta.get("val")
     tensors = [o.meta["val"] for o in operands] or [value]

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.fx
 
+from inductor_passes import _torch
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.rewrites.movement import name_of
-from inductor_passes.rewrites.packing import static_shape
+from inductor_passes.rewrites.packing import Size, sizes
 from inductor_passes.rewrites.replicas import equal_values, tensor_operands
 from inductor_passes.rewrites.rows import REDUCTIONS, Leads, Shares, adds_rows, is_free, lead_behind
 from inductor_passes.rewrites.work import Work
@@ -104,19 +105,20 @@ class _Sweep:
     def add(self, reduction: Collective) -> None:
         """Take an all_reduce as a source if it adds up rows of a known number."""
         (wait,), ranks = reduction.waits, reduction.group.ranks
-        shape = static_shape(wait)
+        shape = sizes(wait)
         if shape is None or len(shape) < 2 or reduction.reduce_op not in ("sum", "avg") or self._work.is_written(wait):
             return
         if ranks not in self._equal:
             self._equal[ranks] = equal_values(self._work, ranks, implied=self._implied)
         self._sources[wait] = reduction
-        self._kind[wait] = ranks, Shares(math.prod(shape[:-1]), len(ranks))
+        rows: Size = math.prod(shape[:-1])
+        self._kind[wait] = ranks, Shares(rows, len(ranks))
 
     def run(self) -> list[Region]:
         """The regions."""
         for node in self._work.graph.nodes if self._sources else ():
             if node in self._sources:
-                self._leads[node] = self._kind[node][1].lead_of(static_shape(node) or [])
+                self._leads[node] = self._kind[node][1].lead_of(sizes(node) or [])
             elif node.op == "call_function":
                 self._follow(node)
         regions: dict[torch.fx.Node, Region] = {}
@@ -218,6 +220,5 @@ def gather_ns(work: Work, region: Region, node: torch.fx.Node) -> int:
 
 
 def size_bytes(node: torch.fx.Node) -> int:
-    """Bytes of a node's whole result."""
-    value = node.meta["val"]
-    return int(value.numel()) * int(value.dtype.itemsize)
+    """Bytes of a node's whole result; symbolic sizes by their hints, 0 without any."""
+    return _torch.tensor_bytes(node.meta["val"]) or 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.rewrites.movement import name_of
-from inductor_passes.rewrites.packing import static_shape
+from inductor_passes.rewrites.packing import Size, sizes
 from inductor_passes.rewrites.replicas import tensor_operands
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense
@@ -32,28 +33,44 @@ REDUCTIONS = _SUMMED | _SPREAD
 Leads = dict[torch.fx.Node, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shares:
-    """``rows`` rows over ``ranks`` ranks."""
+    """``rows`` rows, possibly symbolic, over ``ranks`` ranks. Equal are those that are for every size."""
 
-    rows: int
+    rows: Size
     ranks: int
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Shares):
+            return NotImplemented
+        return self.ranks == other.ranks and _torch.same_size(self.rows, other.rows)
+
+    def __hash__(self) -> int:
+        return hash(self.ranks)
+
     @property
-    def share(self) -> int:
+    def share(self) -> Size:
         """Rows of one rank."""
         return self.rows // self.ranks
 
-    def shape(self, node: torch.fx.Node, lead: int) -> list[int]:
+    @property
+    def divides(self) -> bool:
+        """Whether ranks are known to have equal shares, for every size.
+
+        A guard on a product of symbols is not enough: sizes computed from it would not be seen to be equal again.
+        """
+        return _torch.same_size(self.share * self.ranks, self.rows)
+
+    def shape(self, node: torch.fx.Node, lead: int) -> list[Size]:
         """The shape of a rank's share."""
         return [self.share, *node.meta["val"].shape[lead:]]
 
-    def lead_of(self, shape: list[int]) -> int:
+    def lead_of(self, shape: Sequence[Size]) -> int:
         """The least number of leading dimensions that hold all rows; 0 without any."""
-        count = 1
+        count: Size = 1
         for lead, size in enumerate(shape, 1):
-            count *= size
-            if count == self.rows:
+            count = count * size
+            if _torch.same_size(count, self.rows):
                 return lead
         return 0
 
@@ -68,7 +85,7 @@ def lead_behind(shares: Shares, node: torch.fx.Node, leads: Leads) -> int:
         (source,) = node.all_input_nodes
         # The results of a reduction begin as it does.
         return leads[source] if name_of(source) in _SPREAD else 0
-    shape = static_shape(node)
+    shape = sizes(node)
     if not _torch.is_op(node.target) or (shape is None and name not in _SPREAD):
         return 0
     if name in _VIEWS:
@@ -110,11 +127,11 @@ def adds_rows(node: torch.fx.Node, lead: int) -> bool:
 
 def _aligned(operand: torch.fx.Node, lead: int, node: torch.fx.Node) -> int:
     """The lead of a result that an operand with this lead is broadcast to; 0 where its rows would be repeated."""
-    shape, whole = static_shape(operand), static_shape(node)
+    shape, whole = sizes(operand), sizes(node)
     if shape is None or whole is None:
         return 0
     more = len(whole) - len(shape)
-    return lead + more if whole[: lead + more] == [1] * more + shape[:lead] else 0
+    return lead + more if _torch.same_sizes(whole[: lead + more], [1] * more + shape[:lead]) else 0
 
 
 class OnShares:
@@ -131,7 +148,7 @@ class OnShares:
     def __init__(self, shares: Shares, leads: Leads, position: int, ranks: tuple[int, ...]) -> None:
         self.shares, self.leads, self.position, self.ranks = shares, leads, position, ranks
         self.new: dict[torch.fx.Node, torch.fx.Node] = {}
-        self._cut: dict[tuple[torch.fx.Node, tuple[int, ...]], torch.fx.Node] = {}
+        self._cut: dict[tuple[torch.fx.Node, tuple[Hashable, ...]], torch.fx.Node] = {}
 
     def emit(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         """The node on shares of its operands."""
@@ -143,7 +160,7 @@ class OnShares:
         if name in _VIEWS:
             source = self.new[node.all_input_nodes[0]]
             shape = self.shares.shape(node, lead)
-            return source if list(source.meta["val"].shape) == shape else emit.view(dense(emit, source), shape)
+            return source if _torch.same_sizes(source.meta["val"].shape, shape) else emit.view(dense(emit, source), shape)
         if name in REDUCTIONS:
             (source,) = tensor_operands(node)
             dims = [d - self.leads[source] + 1 for d in reduced_dims(node)]
@@ -166,27 +183,22 @@ class OnShares:
 
     def _brought(self, emit: Emitter, operand: torch.fx.Node, node: torch.fx.Node, lead: int) -> torch.fx.Node:
         """What a share needs of a whole operand: all of it, where it is the same for all rows, or its own rows."""
-        shape, whole = static_shape(operand), static_shape(node)
+        shape, whole = sizes(operand), sizes(node)
         assert shape is not None and whole is not None
-        leading, rest = self._parts(shape, whole, lead)
-        if all(size == 1 for size in leading):
+        leading, rest = _parts(shape, whole, lead)
+        if _torch.same_sizes(leading, [1] * len(leading)):
             return emit.view(dense(emit, operand), rest) if leading else operand
-        key = operand, tuple(whole[:lead])
+        key = operand, tuple(map(_torch.size_key, whole[:lead]))
         if key not in self._cut:
             full = operand
-            if leading != whole[:lead]:
+            if not _torch.same_sizes(leading, whole[:lead]):
                 full = emit.call(torch.ops.aten.expand.default, operand, [*whole[:lead], *rest])
             flat = emit.view(dense(emit, full), [self.shares.rows, *rest])
-            pieces = emit.call(torch.ops.aten.split.Tensor, flat, self.shares.share, 0)
+            # How many pieces there are is written down, also where their size is symbolic.
+            pieces = emit.call(torch.ops.aten.split_with_sizes.default, flat, [self.shares.share] * self.shares.ranks)
             pieces.meta[OWN_KEY] = self.ranks
             self._cut[key] = emit.call(operator.getitem, pieces, self.position)
         return self._cut[key]
-
-    @staticmethod
-    def _parts(shape: list[int], whole: list[int], lead: int) -> tuple[list[int], list[int]]:
-        """The extents of an operand along the leading dimensions of the result, and along the rest."""
-        own = max(0, len(shape) - (len(whole) - lead))
-        return shape[:own], shape[own:]
 
 
 def _reduced(emit: Emitter, node: torch.fx.Node, source: torch.fx.Node, dims: list[int]) -> torch.fx.Node:
@@ -200,11 +212,18 @@ def _reduced(emit: Emitter, node: torch.fx.Node, source: torch.fx.Node, dims: li
     return emit.call(node.target, *args, **kwargs)
 
 
-def copied_bytes(shares: Shares, operand: torch.fx.Node, node: torch.fx.Node, lead: int) -> int:
-    """What bringing a whole operand to a share copies."""
-    shape, whole = static_shape(operand) or [], static_shape(node) or []
+def _parts(shape: list[Size], whole: list[Size], lead: int) -> tuple[list[Size], list[Size]]:
+    """The extents of an operand along the leading dimensions of a result, and along the rest."""
     own = max(0, len(shape) - (len(whole) - lead))
-    leading = shape[:own]
-    if all(size == 1 for size in leading) or (leading == whole[:lead] and operand.meta["val"].is_contiguous()):
+    return shape[:own], shape[own:]
+
+
+def copied_bytes(shares: Shares, operand: torch.fx.Node, node: torch.fx.Node, lead: int) -> int:
+    """What bringing a whole operand to a share copies; symbolic sizes by their hints."""
+    shape, whole = sizes(operand) or [], sizes(node) or []
+    leading, rest = _parts(shape, whole, lead)
+    value = operand.meta["val"]
+    rows_alike = _torch.same_sizes(leading, [1] * len(leading))
+    if rows_alike or (_torch.same_sizes(leading, whole[:lead]) and _torch.is_contiguous(value)):
         return 0
-    return math.prod([*whole[:lead], *shape[own:]]) * int(operand.meta["val"].dtype.itemsize)
+    return math.prod(_torch.size_hint(size) or 0 for size in [*whole[:lead], *rest]) * int(value.dtype.itemsize)

@@ -58,7 +58,7 @@ def _moved(
 
 def dense(emitter: Emitter, tensor: torch.fx.Node) -> torch.fx.Node:
     """The tensor in row-major memory; itself when it is."""
-    if tensor.meta["val"].is_contiguous():
+    if _torch.is_contiguous(tensor.meta["val"]):
         return tensor
     return emitter.call(torch.ops.aten.clone.default, tensor, memory_format=torch.contiguous_format)
 

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from inductor_passes.verify.values.sizes import is_one, largest_first, towards_zero
+from inductor_passes.verify.values.sizes import is_at_most, is_one, is_same, largest_first, towards_zero
 
 #: Pieces per proof: beyond, a layout counts as not understood.
 MAX_PIECES = 100_000
@@ -130,7 +130,8 @@ class Space:
                 rest.append((v, k - kq * by))
         inner = Affine(r, tuple(rest))
         low, high = self.bounds(inner)
-        if low // by != high // by:
+        # Where a symbolic range may have one quotient only, digits are right as well.
+        if not is_same(low // by, high // by):
             self._cut_digits(inner, by)
         return Affine(q + low // by, tuple(quotient)), inner.shifted(-(low // by) * by)
 
@@ -175,7 +176,7 @@ class Space:
         """For the quotient of ``a``, whose coefficients are below ``by``."""
         for v, k in largest_first(a.terms):
             extent, (low, high) = self.extents[v], self._others(a, v)
-            if by % abs(k) == 0 and extent > by // abs(k):
+            if by % abs(k) == 0 and not is_at_most(extent, by // abs(k)) and is_at_most(by // abs(k), extent):
                 begun = low // k if k > 0 and low // k == high // k else 0
                 raise self._cut_periods(v, by // abs(k), begun)
             whole = self.bounds(a)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from inductor_passes.verify.values.affine import Affine, NeedsCut, Space
+from inductor_passes.verify.values.sizes import is_one, largest_first
 
 Box = tuple[tuple[int, int], ...]
 
@@ -46,7 +47,7 @@ class Cover:
         place = 0
         while place < len(extents):
             radix = max((_gap(self.space, row[place]) for row in rows), default=1)
-            if radix == 1:
+            if is_one(radix):
                 place += 1
                 continue
             if extents[place] % radix:
@@ -61,7 +62,7 @@ def _gap(space: Space, f: Affine) -> int:
     """The widest stride at which a function leaves out numbers; 1 when it takes a range."""
     below = 1
     widest = 1
-    for v, k in sorted(f.terms, key=lambda t: t[1]):
+    for v, k in reversed(largest_first(f.terms)):
         if k != below:
             widest = max(widest, k)
         below = k * space.extents[v]

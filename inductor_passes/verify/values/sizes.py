@@ -10,6 +10,7 @@ coefficient counts at its greatest value.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -178,12 +179,32 @@ def towards_zero(a: int, by: int) -> int:
 
 
 def largest_first(terms: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(variable, coefficient) by falling coefficient; as given where that order is not known."""
+    """(variable, coefficient) by falling coefficient; as given where that order is not known.
+
+    A coefficient that may be equal to another one and cannot be below it counts as the larger one.
+    """
     given = list(terms)
+
+    def order(a: tuple[int, int], b: tuple[int, int]) -> int:
+        return -_compared(abs(a[1]), abs(b[1]))
+
     try:
-        return sorted(given, key=lambda term: -abs(term[1]))
+        return sorted(given, key=functools.cmp_to_key(order))
     except UndecidedError:
         return given
+
+
+def _compared(a: int, b: int) -> int:
+    """-1, 0 or 1: which is smaller.
+
+    Raises:
+        UndecidedError: each may be.
+    """
+    if is_same(a, b):
+        return 0
+    if is_at_most(a, b):
+        return -1
+    return 1 if b <= a else 0
 
 
 def size_of(value: object) -> int | None:

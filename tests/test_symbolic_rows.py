@@ -1,0 +1,93 @@
+"""R16 where the number of rows is only known at run time: one graph, right at every size that its guards admit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+
+from inductor_passes.config import PassConfig
+from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.report import Decision, Reason, Verdict
+from inductor_passes.rewrites.pass_ import RewriteCollectives
+from tests.support.bucket_graphs import aten
+from tests.support.redistribute_graphs import duplicate, ops_of
+from tests.support.symbolic_graphs import SymbolicProgram, at_sizes
+from tests.support.world import fake_world
+from tests.test_sequence_parallel import fast_link
+
+COLUMNS = 6
+
+
+def normed(p: SymbolicProgram, h: torch.fx.Node) -> torch.fx.Node:
+    mean = p.call(aten.mean.dim, p.call(aten.pow.Tensor_Scalar, h, 2), [-1], True)
+    return p.call(aten.mul.Tensor, h, p.call(aten.rsqrt.default, p.call(aten.add.Tensor, mean, 1.0)))
+
+
+def layers(world: str, *, multiple: int, middle: tuple[int, ...] = (), factor: str = "") -> tuple[Any, SymbolicProgram]:
+    """Two all_reduces on one residual stream, each with a norm behind it, and the gradient of a norm's weight.
+
+    Args:
+        multiple: what the rows are known to be a multiple of.
+        middle: further dimensions of rows.
+        factor: "own": a value is scaled by the number of rows; "other": by the size of another input.
+    """
+    p = SymbolicProgram()
+    x, other = p.rows(4 * multiple, *middle, COLUMNS, multiple=multiple), p.rows(4, 1)
+    h = p.collective("all_reduce", x, world)
+    if factor:
+        h = p.call(aten.mul.Tensor, h, p.number(aten.sym_size.int, x if factor == "own" else other, 0))
+    inner = p.call(aten.tanh.default, normed(p, h))
+    h = p.call(aten.add.Tensor, h, p.collective("all_reduce", p.call(aten.mul.Tensor, inner, x), world))
+    out = normed(p, h)
+    gradient = p.call(aten.sum.dim_IntList, p.call(aten.mul.Tensor, out, h), list(range(1 + len(middle))), True)
+    return p.done(out, gradient, p.call(aten.neg.default, other)), p
+
+
+def rewritten(gm: torch.fx.GraphModule, ranks: int) -> list[Decision]:
+    """What R16 decided, proven by the verifier."""
+    config = PassConfig(memory_budget="unlimited", verify="strict")
+    report = run_passes(gm.graph, [RewriteCollectives("reassociate", ("R16",))], config, fast_link(ranks)).report
+    gm.graph.lint()
+    gm.recompile()
+    assert not report.passes[0].findings
+    return report.passes[0].decisions
+
+
+@pytest.mark.parametrize(
+    "ranks, multiple, middle, factor",
+    [(2, 2, (), ""), (2, 2, (5,), ""), (2, 6, (3, 5), ""), (3, 3, (), "own"), (4, 4, (2,), ""), (4, 8, (), "own")],
+)
+def test_right_at_every_size(ranks: int, multiple: int, middle: tuple[int, ...], factor: str) -> None:
+    with fake_world(ranks) as world:
+        gm, p = layers(world, multiple=multiple, middle=middle, factor=factor)
+        before, guards = duplicate(gm), len(p.env.guards)
+        decisions = rewritten(gm, ranks)
+        assert [(d.verdict, d.subject) for d in decisions] == [(Verdict.APPLIED, "R16")]
+        assert ops_of(gm).count("reduce_scatter_tensor") == 2
+        assert len(p.env.guards) == guards, p.env.guards[guards:]
+        for times in (1, 2, 7):
+            sizes = (times * multiple, 3)
+            wanted, got = at_sizes(before, sizes, ranks), at_sizes(gm, sizes, ranks)
+            torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "multiple, middle, factor, reason",
+    [
+        # An odd number of rows.
+        (1, (), "", Reason.RANGE),
+        # An odd number of first dimensions: a share may begin in the middle of one.
+        (1, (4,), "", Reason.RANGE),
+        # Ranks may have another number of rows in an input that they do not send.
+        (2, (), "other", Reason.NOT_PROFITABLE),
+    ],
+)
+def test_what_is_not_known_is_left_alone(multiple: int, middle: tuple[int, ...], factor: str, reason: Reason) -> None:
+    with fake_world(2) as world:
+        gm, _ = layers(world, multiple=multiple, middle=middle, factor=factor)
+        decisions = rewritten(gm, 2)
+    assert ops_of(gm).count("reduce_scatter_tensor") == 0, decisions
+    assert {d.reason for d in decisions} == {reason}
