@@ -158,6 +158,20 @@ def test_both_halves_on_every_rank_agree() -> None:
     assert both(lambda rank: lambda x: ar(torch.cat([-x[:, 2:], x[:, :2]], 1)), (8, 4))
 
 
+def test_pieces_of_two_equal_splits_are_pieces_of_one() -> None:
+    """Found in an evaluation: DTensor splits once for every piece that it packs, and nothing merges the two splits."""
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        return rs(torch.cat([aten.split.Tensor(x, 2, 1)[0], aten.split.Tensor(x, 2, 1)[1]]))
+
+    assert both(lambda rank: packed, (4, 4))
+    # Of splits along another dimension each is read in one piece.
+    assert not both(lambda rank: lambda x: ar(torch.cat([x.split(2)[0].t(), x.split(2, 1)[1]])), (4, 4))
+    # One is the rank's own piece and the other one is not.
+    assert not both(lambda rank: lambda x: ar(torch.cat([x.split(2)[0], x.split(2)[rank]])), (4, 4))
+    assert both(lambda rank: lambda x: ar(torch.cat([x.split(2)[rank], x.split(2)[rank]])), (4, 4))
+
+
 @pytest.mark.parametrize("split", [False, True], ids=["cut", "split"])
 def test_the_row_that_padding_leaves_is_no_own_piece(split: bool) -> None:
     """A parameter with one row is gathered with padding. A cut takes that off; a split could be a redistribution."""

@@ -14,6 +14,11 @@ from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Reason, Verdict
 from inductor_passes.rewrites.audit import sent_bytes
+from inductor_passes.rewrites.chain import own_group
+from inductor_passes.verify.facts.view import View
+from inductor_passes.verify.values import Program as Values
+from inductor_passes.verify.values.layouts import Layouts
+from inductor_passes.verify.values.own import Own
 from tests.support.redistribute_graphs import assert_equal_on_all_ranks, duplicate, group_ranks, rewritten
 from tests.support.redistribute_programs import Program, settings_for
 from tests.support.world import mesh_world
@@ -145,6 +150,27 @@ def test_only_a_proven_own_slice_counts(call, index, matched):
         gm = sliced_gather(0, index, call)
         report = rewritten(gm, settings_for())
     assert (applied(report) == ["R11"]) is matched
+
+
+@pytest.mark.parametrize("other, own", [(None, True), (0, True), (1, False)])
+def test_what_a_second_split_reads_is_read_of_the_first(other, own):
+    """DTensor splits once per piece that it packs: piece 0 of one split is nobody's own where another reads piece 1."""
+    with mesh_world((2, 3)):
+        gm = sliced_gather(0, 0, "redistribute")
+        (split,) = [n for n in gm.graph.nodes if n.target is torch.ops.aten.split.Tensor]
+        (piece,) = [n for n in split.users if n.users]
+        if other is not None:
+            with gm.graph.inserting_after(piece):
+                twin = gm.graph.node_copy(split)
+            with gm.graph.inserting_after(twin):
+                taken = gm.graph.call_function(operator.getitem, (twin, other))
+            taken.meta["val"] = twin.meta["val"][other]
+            out = gm.graph.output_node()
+            out.args = ([*out.args[0], taken],)
+        assert (own_group(split, piece) is not None) is own
+        program = Values(View(gm.graph))
+        found = Own(program, 0, Layouts(program, 0)).group(program.record(split), 0)
+    assert (found is not None) is own
 
 
 def test_two_mesh_dimensions_of_one_size_are_ambiguous():

@@ -79,6 +79,60 @@ def trained(rank: int, world: int, profile: str) -> tuple[list[str], list[str], 
     return did(reports)
 
 
+class Even(torch.nn.Module):
+    """A model that takes even batches only, and says so."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+        torch._check(batch[0].shape[0] % 2 == 0)
+        return self.model(*batch)
+
+
+def of_any_size(
+    rank: int, world: int, profile: str, sizes: tuple[int, ...], train: bool
+) -> tuple[list[str], list[str], int]:
+    """Batches of several sizes through one graph."""
+    model, (tokens, *_) = model_of(1, world)
+    model = Even(model)
+    if train:
+        compiled = torch.compile(
+            model, options=inductor_passes.options(**SETTINGS, async_tp="force", cost_profile=profile), fullgraph=True
+        )
+    else:
+        settings = dotted(**SETTINGS, async_tp="force", cost_profile=profile, codegen="aot_eager")
+        compiled = torch.compile(model, backend="inductor_passes", options=settings, fullgraph=True)
+    draw = torch.Generator().manual_seed(3)
+    with collect(what_if=False) as reports:
+        for count in sizes:
+            batch = tuple(torch.randint(0, 30, (count, tokens.shape[1]), generator=draw) for _ in range(2))
+            for one in batch:
+                torch._dynamo.mark_dynamic(one, 0)
+            with torch.set_grad_enabled(train):
+                wanted, got = ((gradients(model, batch, f) if train else [f(*batch)]) for f in (model, compiled))
+            for a, b in zip(wanted, got, strict=True):
+                torch.testing.assert_close(b, a, rtol=RTOL, atol=ATOL)
+    assert len(reports) == 1 + train, "compiled again"
+    return did(reports)
+
+
+@pytest.mark.ranks
+def test_batches_of_several_sizes_on_gloo(two_ranks: Ranks, tmp_path: Path) -> None:
+    profile = save_profile(tmp_path / "costs.json", 0.0, 1000.0, 10.0, 0.0)
+    for found, undone, parts in two_ranks.run(of_any_size, profile, (4, 6, 2), False):
+        assert (len(found), undone, parts) == (1, [], 5) and found[0].startswith("3 all_reduces of 16*s")
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_training_on_batches_of_several_sizes_on_gloo(two_ranks: Ranks, tmp_path: Path) -> None:
+    profile = save_profile(tmp_path / "costs.json", 0.0, 1000.0, 10.0, 0.0)
+    for found, undone, parts in two_ranks.run(of_any_size, profile, (4, 6, 2), True):
+        assert (len(found), undone, parts) == (1, [], 10) and found[0].startswith("9 all_reduces of 16*s")
+
+
 @pytest.mark.ranks
 def test_inference_on_gloo(two_ranks: Ranks, tmp_path: Path) -> None:
     """An all_reduce behind the embedding, two in each of two layers; async TP cuts on both sides of norms."""

@@ -92,12 +92,18 @@ def cut(node: torch.fx.Node, arguments: Mapping[str, object]) -> tuple[int, int,
 
 
 def only_piece(node: torch.fx.Node, arguments: Mapping[str, object]) -> int | None:
-    """In how many equal pieces a node cuts its source, of which it takes the only one that is read; else None."""
+    """In how many equal pieces a node cuts its source, of which it takes the only one that is read; else None.
+
+    What is split twice in one way is read piece by piece as if it were split once: graphs that no common subexpressions
+    were taken out of hold a split per piece.
+    """
     if is_piece_of_split(node):
-        (source, _) = node.args
-        assert isinstance(source, torch.fx.Node)
-        used = [piece for piece in source.users if piece.users]
-        return len(source.meta["val"]) if len(used) == 1 else None
+        (split, _) = node.args
+        assert isinstance(split, torch.fx.Node)
+        alike = [other for other in split.all_input_nodes[0].users if _splits_alike(split, other)]
+        used = [piece for other in alike for piece in other.users if piece.users]
+        indices = {piece.args[1] if piece.target is operator.getitem else None for piece in used}
+        return len(split.meta["val"]) if len(indices) == 1 else None
     stretch = cut(node, arguments) if _torch.op_name(node.target) == "aten::slice" else None
     if stretch is None:
         return None
@@ -105,6 +111,16 @@ def only_piece(node: torch.fx.Node, arguments: Mapping[str, object]) -> int | No
     source = node.all_input_nodes[0]
     others = [user for user in source.users if user is not node and _torch.op_name(user.target) in _CUTS | _ROWS]
     return size // length if length and size % length == 0 and not others else None
+
+
+def _splits_alike(split: torch.fx.Node, other: torch.fx.Node) -> bool:
+    """Whether a reader of the same tensor splits it into pieces of the same shapes; a split does."""
+    if other is split:
+        return True
+    if other.op != "call_function" or _torch.op_name(other.target) not in _SPLITS:
+        return False
+    shapes = [[str(piece.shape) for piece in node.meta.get("val") or ()] for node in (split, other)]
+    return shapes[0] == shapes[1]
 
 
 def _counts_whole_numbers(node: torch.fx.Node, name: str) -> bool:

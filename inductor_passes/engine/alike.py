@@ -37,8 +37,13 @@ _INSTEAD = (
     "A function of its own, compiled beside this one (def evaluate(x): return model(x)), keeps to the budget",
 )
 UNLIKE = (
-    "inductor_passes: two variants of a function send different messages. Ranks that run both at the same time may "
-    "hang: pad inputs to equal sizes on all ranks, or compile with dynamic=True"
+    "inductor_passes: two variants of a function send different messages ({earlier} and {this}). Ranks that run both "
+    "at the same time may hang: {instead}"
+)
+_TOGETHER = (
+    "pad inputs to equal sizes on all ranks, or compile with dynamic=True",
+    "evaluate on all ranks at the same time, or compile a function of its own for it "
+    "(def evaluate(x): return model(x))",
 )
 LIMIT = (
     "inductor_passes: this function was compiled {count} times, and torch stops at recompile_limit={limit}: what is "
@@ -225,7 +230,8 @@ def run_alike(
         compilation = job.run_like(earlier, above=not first)
     compilation = compilation or job.run_pinned(view)
     if earlier is not None and not first and messages(GraphView(graph)) != earlier.sent:
-        warn_once(UNLIKE)
+        phases = {"earlier": earlier.phase or "another", "this": job.known.phase}
+        warn_once(UNLIKE.format(**phases, instead=_TOGETHER[len({*phases.values()}) > 1]))
     if not agreed.agreed:
         return compilation
     # Merging and reordering show in the messages, and a pass that changed nothing in nothing. So a graph that is

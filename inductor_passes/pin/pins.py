@@ -72,7 +72,7 @@ class Pins:
         Raises:
             GivenUp, PlanFileError: see :meth:`refuse`.
         """
-        hint = "; after a change of buckets remove `order` and `kernels` to have them planned"
+        hint = "; if buckets were changed, remove `order` and `kernels` to have them planned"
         names, order = [t.name for t in problem.tasks], self.graph.order
         if order is not None and self.rank != self.graph.rank:
             order = _renamed(order, names)
@@ -86,7 +86,7 @@ class Pins:
         """
         if self.foreign(names):
             return None
-        hint = "; after a change of `order` remove `kernels` to have them planned"
+        hint = "; if `order` was changed, remove `kernels` to have them planned"
         return self._plan(problem, names, self.graph.kernels, limit_bytes, "kernels", hint)
 
     def foreign(self, names: Sequence[str]) -> str:

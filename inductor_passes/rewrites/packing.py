@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 import torch.fx
@@ -63,7 +64,7 @@ class Joined:
 
 
 #: A size, possibly symbolic.
-Size = int | torch.SymInt
+Size: TypeAlias = int | torch.SymInt
 
 
 def sizes(node: torch.fx.Node) -> list[Size] | None:

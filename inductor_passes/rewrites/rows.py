@@ -160,7 +160,9 @@ class OnShares:
         if name in _VIEWS:
             source = self.new[node.all_input_nodes[0]]
             shape = self.shares.shape(node, lead)
-            return source if _torch.same_sizes(source.meta["val"].shape, shape) else emit.view(dense(emit, source), shape)
+            if _torch.same_sizes(source.meta["val"].shape, shape):
+                return source
+            return emit.view(dense(emit, source), shape)
         if name in REDUCTIONS:
             (source,) = tensor_operands(node)
             dims = [d - self.leads[source] + 1 for d in reduced_dims(node)]

@@ -280,7 +280,7 @@ def _after(
 
 
 def _sliced(split: Record, way: _Way, note: Noted, at: tuple[int, ...], program: Program) -> Iterator[_Way]:
-    used = program.used_pieces(split)
+    used = program.pieces_in_use(split)
     if len(used) != 1 or len(split.value) == 1:
         yield way
         return

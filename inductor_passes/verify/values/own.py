@@ -67,7 +67,7 @@ class Own:
 
     def _found(self, split: Record, piece: int) -> Replicas | None:
         shapes = {split.shape((i,)) for i in range(len(split.value))}
-        if len(shapes) != 1 or self.program.used_pieces(split) != [piece]:
+        if len(shapes) != 1 or self.program.pieces_in_use(split) != [piece]:
             return None
         said = self.layouts.group(split)
         if said is not None:
