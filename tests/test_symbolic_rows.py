@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.fx
 
+from inductor_passes import verify
 from inductor_passes.config import PassConfig
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import Decision, Reason, Verdict
@@ -16,7 +18,7 @@ from tests.support.bucket_graphs import aten
 from tests.support.redistribute_graphs import duplicate, ops_of
 from tests.support.symbolic_graphs import SymbolicProgram, at_sizes
 from tests.support.world import fake_world
-from tests.test_sequence_parallel import fast_link
+from tests.test_sequence_parallel import another_piece, fast_link, missing_gather, mixed_tokens
 
 COLUMNS = 6
 
@@ -91,3 +93,42 @@ def test_what_is_not_known_is_left_alone(multiple: int, middle: tuple[int, ...],
         decisions = rewritten(gm, 2)
     assert ops_of(gm).count("reduce_scatter_tensor") == 0, decisions
     assert {d.reason for d in decisions} == {reason}
+
+
+def next_rows(gm: torch.fx.GraphModule) -> None:
+    """A share that begins one row later."""
+    start = next(n for n in gm.graph.nodes if "reduce_scatter" in str(n.target))
+    whole = start.args[0]
+    with gm.graph.inserting_before(start):
+        rolled = gm.graph.call_function(aten.roll.default, (whole, [1], [0]))
+    rolled.meta["val"] = whole.meta["val"].clone()
+    start.replace_input_with(whole, rolled)
+
+
+@pytest.mark.parametrize("forge", [another_piece, missing_gather, mixed_tokens, next_rows])
+@pytest.mark.parametrize("middle", [(), (3,)], ids=["tokens", "sequences"])
+def test_forgeries_are_found(forge: Callable[[torch.fx.GraphModule], None], middle: tuple[int, ...]) -> None:
+    """With a residual of which each rank reads its own rows."""
+    with fake_world(4, 1) as world:
+        p = SymbolicProgram()
+        x = p.rows(16, *middle, COLUMNS, multiple=4)
+        h = p.call(aten.add.Tensor, p.call(aten.neg.default, x), p.collective("all_reduce", x, world))
+        gm = p.done(normed(p, h))
+        before = verify.snapshot(gm.graph)
+        config = PassConfig(memory_budget="unlimited", verify="strict", replicas="implied")
+        done = run_passes(gm.graph, [RewriteCollectives("reassociate", ("R16",))], config, fast_link(4))
+        assert done.report.passes[0].changed
+        assert forged_values(gm, before) == set()
+        forge(gm)
+        gm.graph.lint()
+        assert forged_values(gm, before)
+
+
+def forged_values(gm: torch.fx.GraphModule, before: verify.ReferenceSnapshot) -> set[str]:
+    """What the verifier finds about values."""
+    certificates = (verify.Certificate("R16", tuple(before.nodes), tuple(n.name for n in gm.graph.nodes), ()),)
+    found = verify.check(
+        gm.graph, reference=before, numerics="reassociate", group_order="any", certificates=certificates,
+        replicas="implied",
+    )  # fmt: skip
+    return {f.rule for f in found} & {"value-changed", "value-unproven"}
