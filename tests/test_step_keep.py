@@ -127,6 +127,30 @@ def test_what_a_plan_file_keeps_is_kept(slow_link: str, tmp_path: Path) -> None:
         assert Reason.PLAN_PINNED not in {d.reason for d in choice.decisions}
 
 
+def test_a_plan_file_that_keeps_what_may_not_be_kept(
+    slow_link: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found: where no parameter says "auto", a name in `kept` was passed over without a word."""
+    tokens = llama_batch(CONFIG)[0]
+    settings = {"cost_profile": slow_link, "bucket": "off", "schedule": "on", "codegen": "aot_eager"}
+    with fake_world(2):
+        compiled_reports(fsdp(True), tokens, dump_plan=str(tmp_path), **settings)
+        (path,) = tmp_path.glob("forward*.json")
+        data = json.loads(path.read_text())
+        file = tmp_path / "edited.txt"
+        (graph,) = data["graphs"]
+        for kept_names, number, refused in ((["head"], 0, True), ([], 0, False), (["head"], 7, False)):
+            one = {**graph, "kept": kept_names, "graph_index": number}
+            file.write_text(json.dumps({**data, "graphs": [graph, one] if number else [one]}))
+            if refused:
+                with pytest.raises(Exception, match=r"`kept` names head, and no parameter of this graph has reshard"):
+                    compiled_reports(fsdp(True), tokens, plan=str(file), **settings)
+                compiled_reports(fsdp(True), tokens, plan=str(file), plan_mismatch="replan", **settings)
+                assert [r for r in caplog.records if "`kept` names head" in r.getMessage()]
+            else:
+                compiled_reports(fsdp(True), tokens, plan=str(file), **settings)
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -62,6 +62,8 @@ class Separation:
         with guarded("looking for gathers to keep", "everything is gathered again", lambda: self.settings):
             marked = keep.marked(gm.graph)
         if not marked:
+            with guarded("reading what the plan file keeps", "everything is gathered again", lambda: self.settings):
+                self._look_for_kept()
             both = self._split(gm, joint_inputs, kwargs)
             self._attach(both, None, None)
             return both
@@ -176,10 +178,9 @@ class Separation:
         plans = identity.load_plan(settings)
         if plans is None:
             return None
-        name = _torch.aot_graph_name().rsplit("_", 1)[-1]
         pin = pins.find_kept(
             plans,
-            int(name) if name.isdigit() else None,
+            _graph_index(),
             sorted(g.start for g in found),
             names,
             replan=settings.plan_mismatch == "replan",
@@ -194,6 +195,14 @@ class Separation:
             pin.refuse(choice)
         except pins.GivenUp:
             return None
+
+    def _look_for_kept(self) -> None:
+        """Refuse, or warn of, a plan file that keeps parameters of a graph in which none may be kept."""
+        plans = identity.load_plan(self.settings)
+        if plans is not None:
+            replan = self.settings.plan_mismatch == "replan"
+            if why := pins.nothing_to_keep(plans, _graph_index(), replan=replan):
+                warn_once(f"inductor_passes: {why}: it is planned anew")
 
     def _attach(
         self,
@@ -250,3 +259,9 @@ class _Decided:
 
 
 _OWN_PARTITIONER = "a partitioner of your own decides what is saved: a memory budget below the peak needs torch's"
+
+
+def _graph_index() -> int | None:
+    """The number of the graph that is being compiled, as plan files have it; None where it is not known yet."""
+    name = _torch.aot_graph_name().rsplit("_", 1)[-1]
+    return int(name) if name.isdigit() else None

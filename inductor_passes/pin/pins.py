@@ -290,6 +290,25 @@ def find_kept(
     return pins
 
 
+def nothing_to_keep(plans: PlanFile, graph_index: int | None, *, replan: bool) -> str:
+    """Why the plan cannot be followed that says which parameters of a forward graph stay gathered, where none may; "".
+
+    Args:
+        graph_index: of the graph, None where it is not known yet.
+
+    Raises:
+        PlanFileError: there is such a plan for this graph (unless ``replan``).
+    """
+    forward = [graph for graph in plans.graphs if graph.phase in ("forward", None)]
+    for graph in forward:
+        # The only plan of a phase is meant for every graph of it.
+        if graph.kept and (len(forward) == 1 or graph.graph_index in (graph_index, None)):
+            names = ", ".join(graph.kept[:_SHOWN])
+            why = f'`kept` names {names}, and no parameter of this graph has reshard_after_forward="auto"'
+            return _given_up(Pins(graph, plans.path, plans.digest, 0, replan), why).given_up
+    return ""
+
+
 def _difference(planned: Mapping[str, str], found: Mapping[str, str]) -> str:
     """What is missing, new or changed in the graph against the plan; "" when nothing is."""
     parts = []
