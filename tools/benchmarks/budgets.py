@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tools.benchmarks.link import Out, Timeout, run_job
 from tools.link.lab import RATES
-from tools.link.report import errors, facts, notes, row_of
+from tools.link.report import errors, facts, row_of
 from tools.link.sweep import BUDGETS, EVERY, SWEEP
 from tools.link.worker import REFERENCE
 from tools.shared.record import RESULTS, geometric_mean, markdown_table, write
@@ -154,8 +154,21 @@ def section(results: dict[str, Any]) -> list[str]:
         text += ["", *markdown_table(columns, at_caps(everyone))]
     columns = ["contender", "name", "step ms", "predicted ms", "peak MB", "/ default", "predicted MB", "off", "losses"]
     text += ["", *markdown_table(columns, points(everyone))]
-    remarks = [*errors(results), *notes(results)]
+    remarks = [*errors(results), *_doubts(results)]
     return text + [""] * bool(remarks) + [f"- {remark}" for remark in remarks]
+
+
+def _doubts(results: dict[str, Any]) -> list[str]:
+    """Who is missing and why, and in one line whose real transfers were late: there are dozens of contenders."""
+    late = [r["violations"] for r in results["rows"] if r["violations"]]
+    lines = [f"{name} did not run: {why}" for name, why in results["failed"].items()]
+    if late:
+        lines.append(
+            f"Real transfers came after their emulated end in {len(late)} of {len(results['rows'])} contenders, "
+            f"{median(late):.0f} of them in the median, {max(late)} at most (a busy machine). The step's clock is not "
+            "concerned."
+        )
+    return lines
 
 
 def _verdict(everyone: Sequence[Measured], whole: Sequence[float], today: Sequence[float]) -> list[str]:
