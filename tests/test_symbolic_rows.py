@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.fx
 
-from inductor_passes import verify
+from inductor_passes import _torch, verify
 from inductor_passes.config import PassConfig
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import Decision, Reason, Verdict
@@ -93,6 +93,16 @@ def test_what_is_not_known_is_left_alone(multiple: int, middle: tuple[int, ...],
         decisions = rewritten(gm, 2)
     assert ops_of(gm).count("reduce_scatter_tensor") == 0, decisions
     assert {d.reason for d in decisions} == {reason}
+
+
+def test_which_symbol_follows_from_a_size() -> None:
+    """A padded size is equal for several lengths, and one size of two symbols for several pairs."""
+    p = SymbolicProgram()
+    s, t = (p.rows(rows, 2).meta["val"].shape[0] for rows in (8, 5))
+    for size in (s, 4 * s, s * s + 3 * s, 6 * s + 2):
+        assert _torch.determined_symbol(size) == s.node.expr
+    for size in (7, 2 * ((s + 1) // 2), s % 3, s * t, 2 * s + t, s * s - s):
+        assert _torch.determined_symbol(size) is None
 
 
 def next_rows(gm: torch.fx.GraphModule) -> None:

@@ -176,6 +176,7 @@ from inductor_passes._torch.schemas import (
     mutated_argument_names,
 )
 from inductor_passes._torch.sizes import (
+    determined_symbol,
     example_result,
     fake_mode_of,
     floor_division,
@@ -326,6 +327,7 @@ __all__ = [
     "default_partitioner",
     "default_store",
     "depends_on_data",
+    "determined_symbol",
     "device_backend",
     "device_name",
     "dtensor_of",

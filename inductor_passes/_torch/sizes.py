@@ -69,6 +69,21 @@ def size_symbols(value: object) -> frozenset[sympy.Symbol]:
     return frozenset(expr.free_symbols) if isinstance(expr, sympy.Basic) else frozenset()
 
 
+def determined_symbol(size: int | torch.SymInt) -> sympy.Symbol | None:
+    """The symbol whose value follows from a size: the only one in it, which it grows with; None otherwise.
+
+    ``2 * ((s + 1) // 2)``, a padded size, is equal for several ``s``.
+    """
+    symbols = size_symbols(size)
+    if len(symbols) != 1 or not isinstance(size, torch.SymInt):
+        return None
+    (symbol,) = symbols
+    expr = size_expression(size)
+    if not expr.is_polynomial(symbol) or not expr.has(symbol):
+        return None
+    return symbol if all(c > 0 for c in sympy.Poly(expr, symbol).coeffs()) else None
+
+
 def is_known(condition: bool | torch.SymBool) -> bool:
     """Whether a condition holds for every size of the range; no guard is made, and no hint can make it true."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

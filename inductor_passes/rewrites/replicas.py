@@ -5,8 +5,8 @@ or over ranks that contain it, and what is computed of equal values alone by ope
 before anything is changed (``agreement``; pieces, selected rows and offsets of whole numbers are left open there, so
 equality ends at them).
 
-Symbolic numbers are no part of what ranks compare. Equal is a symbol on which alone the size of a collective's tensor
-depends: ranks of its group have to bring as many elements. An operator whose numbers depend on another symbol proves
+Symbolic numbers are no part of what ranks compare. Equal is a symbol that follows from the size of a collective's
+tensor: ranks of its group have to bring as many elements. An operator whose numbers depend on another symbol proves
 nothing, unless it only moves elements.
 
 The weight of a norm, a bias, a position embedding and the first residual are inputs: nothing shows that ranks hold the
@@ -100,9 +100,9 @@ def _known_symbols(work: Work, ranks: tuple[int, ...]) -> frozenset[sympy.Symbol
         collective = work.collective(start, *_SHARING, CollectiveKind.REDUCE_SCATTER)
         if collective is None or not set(collective.group.ranks).issuperset(ranks):
             continue
-        symbols = _torch.size_symbols(collective.inputs[0].meta["val"].numel())
-        if len(symbols) == 1:
-            found |= symbols
+        symbol = _torch.determined_symbol(collective.inputs[0].meta["val"].numel())
+        if symbol is not None:
+            found.add(symbol)
     return frozenset(found)
 
 
