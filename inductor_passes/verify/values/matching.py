@@ -37,11 +37,15 @@ Pairs = list[tuple[Access, Access]]
 
 @dataclass(frozen=True)
 class Anchored:
-    """A term, what it is recognised by, and the address there."""
+    """A term, what it is recognised by, and the address there.
+
+    ``trail``: what is computed on the way there. Passes may change that, so terms with other trails can be equal.
+    """
 
     term: Term
     leaf: tuple[object, ...]
     address: tuple[Affine, ...]
+    trail: tuple[object, ...]
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -60,8 +64,9 @@ class Side:
     ) -> None:
         self.space, self.resolver, self.common, self.holder = space, resolver, common, holder
 
-    def anchor(self, read: Access) -> tuple[tuple[object, ...], tuple[Affine, ...]]:
-        """The first value that both graphs keep among what is read, and where it is read."""
+    def anchor(self, read: Access) -> tuple[tuple[object, ...], tuple[Affine, ...], tuple[object, ...]]:
+        """The first value that both graphs keep among what is read, where it is read, and the way there."""
+        trail: list[object] = []
         for _ in range(MAX_DEPTH):
             try:
                 head = self.resolver.head(read)
@@ -69,7 +74,7 @@ class Side:
                 read = read._replace(byte=ZERO)
                 continue
             if isinstance(head, Constant):
-                return ("number", head.value), ()
+                return ("number", head.value), (), tuple(trail)
             if isinstance(head, Cast):
                 read = head.source
             elif isinstance(head, Reduction):
@@ -80,7 +85,8 @@ class Side:
                 if known is not None or found is None or not found.uses:
                     if known is not None:
                         head = head._replace(rank=self.holder(known, head.rank))
-                    return (known or ("?", head.record.name), head.path), head.functions()
+                    return (known or ("?", head.record.name), head.path), head.functions(), tuple(trail)
+                trail += [head.record.called, *(v for v in head.record.args if type(v) in (int, float))]
                 use = max(found.uses, key=lambda u: sum(letter != ONE for letter in u.letters))
                 inner = {letter: ZERO for letter, _ in (*found.whole, *found.summed)}
                 read = use.read(head, {**found.binding(head), **inner})
@@ -100,9 +106,9 @@ class Side:
                 todo += [term.put(cut.variable, piece) for piece in reversed(cut.pieces)]
                 continue
             # A number and what it is rounded to have one anchor, and are different terms.
-            leaves = tuple((leaf, read.dtype) for (leaf, _), read in zip(found, term.reads))
-            address = itertools.chain(*(address for _, address in found), term.places)
-            result.append(Anchored(term, leaves, tuple(address)))
+            leaves = tuple((leaf, read.dtype) for (leaf, _, _), read in zip(found, term.reads))
+            address = itertools.chain(*(address for _, address, _ in found), term.places)
+            result.append(Anchored(term, leaves, tuple(address), tuple(trail for _, _, trail in found)))
         return result
 
 
@@ -253,7 +259,7 @@ def _check(family: Anchored, cover: Cover) -> None:
 
 def _put(one: Anchored, variable: int, value: Affine) -> Anchored:
     address = tuple(a.put(variable, value) for a in one.address)
-    return Anchored(one.term.put(variable, value), one.leaf, address)
+    return Anchored(one.term.put(variable, value), one.leaf, address, one.trail)
 
 
 def _placed(
@@ -266,7 +272,9 @@ def _placed(
     """
     count = _count(space, single)
     full, coarser = False, None
-    for family, cover in sorted(zip(families, covers), key=lambda one: one[1].room):
+    # Of families at one place the one that computes the same.
+    order = sorted(zip(families, covers), key=lambda one: (one[0].trail != single.trail, one[1].room))
+    for family, cover in order:
         solution = _solved(space, family, single)
         if solution is None:
             continue

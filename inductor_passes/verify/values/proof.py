@@ -354,7 +354,7 @@ class Proof:
         """Whether two sums add the same things in the same order, by where their operands come from."""
         try:
             pairs = self._operands(old, new, was, now)
-            return all(self._sides[0].anchor(a) == self._sides[1].anchor(b) for a, b in pairs)
+            return all(self._sides[0].anchor(a)[:2] == self._sides[1].anchor(b)[:2] for a, b in pairs)
         except NeedsCut:
             return False
 
