@@ -119,18 +119,16 @@ def of_any_size(
 
 
 @pytest.mark.ranks
-def test_batches_of_several_sizes_on_gloo(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "train, reductions, cut", [(False, 3, 5), pytest.param(True, 9, 10, marks=pytest.mark.slow)], ids=["infer", "train"]
+)
+def test_batches_of_several_sizes_on_gloo(
+    two_ranks: Ranks, tmp_path: Path, train: bool, reductions: int, cut: int
+) -> None:
     profile = save_profile(tmp_path / "costs.json", 0.0, 1000.0, 10.0, 0.0)
-    for found, undone, parts in two_ranks.run(of_any_size, profile, (4, 6, 2), False):
-        assert (len(found), undone, parts) == (1, [], 5) and found[0].startswith("3 all_reduces of 16*s")
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_training_on_batches_of_several_sizes_on_gloo(two_ranks: Ranks, tmp_path: Path) -> None:
-    profile = save_profile(tmp_path / "costs.json", 0.0, 1000.0, 10.0, 0.0)
-    for found, undone, parts in two_ranks.run(of_any_size, profile, (4, 6, 2), True):
-        assert (len(found), undone, parts) == (1, [], 10) and found[0].startswith("9 all_reduces of 16*s")
+    for found, undone, parts in two_ranks.run(of_any_size, profile, (4, 6, 2), train):
+        assert (len(found), undone, parts) == (1, [], cut)
+        assert found[0].startswith(f"{reductions} all_reduces of 16*s")
 
 
 @pytest.mark.ranks

@@ -624,3 +624,25 @@ def test_a_plan_whose_budget_is_none_is_refused(budget: str, message: str) -> No
         job = alike.Job(captured.graph, PassConfig(plan="plans"), CostProfile.default("cpu"), known, agreed, [])
         with pytest.raises(PlanFileError, match=message):
             job.run_pinned(None)
+
+
+@pytest.mark.parametrize(
+    ("phase", "advice"),
+    [("inference", "pad inputs to equal sizes"), ("forward", "evaluate on all ranks at the same time")],
+)
+def test_the_warning_of_unlike_variants_says_what_helps(
+    phase: str, advice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: an evaluation was told to pad its inputs."""
+    said: list[str] = []
+    monkeypatch.setattr(alike, "warn_once", said.append)
+    with fake_world(2):
+        torch._dynamo.reset()
+        (captured,) = capture_graphs(lambda x: WorldGather.apply(x).relu(), [torch.randn(4, 4)]).inference
+        came = messages(GraphView(captured.graph))
+        earlier = variants.Variant(came, ("what nobody can send",), (), phase=phase)
+        known, agreed = Known("inference", True), Agreement(True, "", "", ())
+        job = alike.Job(captured.graph, PassConfig(), CostProfile.default("cpu"), known, agreed, [])
+        alike.run_alike(job, None, earlier)
+    (warning,) = said
+    assert f"({phase} and inference)" in warning and advice in warning

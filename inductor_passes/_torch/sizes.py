@@ -63,10 +63,10 @@ def tensor_bytes(tensor: torch.Tensor) -> int | None:
 
 def size_symbols(value: object) -> frozenset[sympy.Symbol]:
     """The symbols in a symbolic number (size, float or bool); none in any other value."""
-    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return frozenset()
-    expr = value.node.expr
-    return frozenset(expr.free_symbols) if isinstance(expr, sympy.Basic) else frozenset()
+    from torch.fx.experimental.symbolic_shapes import free_symbols
+
+    # Of a tensor it would be those of its sizes and strides.
+    return frozenset(free_symbols(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else ())
 
 
 def determined_symbol(size: int | torch.SymInt) -> sympy.Symbol | None:

@@ -230,8 +230,9 @@ def run_alike(
         compilation = job.run_like(earlier, above=not first)
     compilation = compilation or job.run_pinned(view)
     if earlier is not None and not first and messages(GraphView(graph)) != earlier.sent:
-        phases = {"earlier": earlier.phase or "another", "this": job.known.phase}
-        warn_once(UNLIKE.format(**phases, instead=_TOGETHER[len({*phases.values()}) > 1]))
+        phases = earlier.phase or "another", job.known.phase
+        evaluates = "inference" in phases and phases[0] != phases[1]
+        warn_once(UNLIKE.format(earlier=phases[0], this=phases[1], instead=_TOGETHER[evaluates]))
     if not agreed.agreed:
         return compilation
     # Merging and reordering show in the messages, and a pass that changed nothing in nothing. So a graph that is

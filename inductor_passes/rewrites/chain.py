@@ -28,7 +28,7 @@ from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.prepare import prepared_partitions
 from inductor_passes.redistribute.spec import REDUCE_OPS, Layout, MeshCut
 from inductor_passes.report import Reason
-from inductor_passes.rewrites.movement import is_split, name_of
+from inductor_passes.rewrites.movement import is_split, name_of, pieces_read
 from inductor_passes.rewrites.origin import origin_of
 from inductor_passes.rewrites.packing import Joined, joined_split, static_shape, zero_padded_dims
 from inductor_passes.rewrites.permutation import unpack_ahead
@@ -303,26 +303,13 @@ def own_group(split: torch.fx.Node, piece: torch.fx.Node) -> Ranks | None:
     pieces = split.meta["val"]
     if not origin_of(split).explicit or len({str(p.shape) for p in pieces}) != 1 or len(pieces) < 2:
         return None
-    if any(other.users and other.args[1] != piece.args[1] for other in _pieces_of_twins(split)):
+    if pieces_read(split) != {piece.args[1]}:
         return None
     rank = _torch.process_rank()
     groups = [g for p in prepared_partitions() if len(p[0]) == len(pieces) for g in p if rank in g]
     if len(groups) != 1:
         return None
     return groups[0] if groups[0].index(rank) == piece.args[1] else None
-
-
-def _pieces_of_twins(split: torch.fx.Node) -> list[torch.fx.Node]:
-    """Pieces that other splits take of the same tensor in the same way: with them all of it may be read."""
-    arguments = _torch.op_arguments(split)
-    twins = [n for n in split.all_input_nodes[0].users if n is not split and n.target == split.target]
-    return [
-        piece
-        for twin in twins
-        if _torch.op_arguments(twin) == arguments
-        for piece in twin.users
-        if piece.target is operator.getitem
-    ]
 
 
 def refuse_ambiguous(chain: Chain) -> None:

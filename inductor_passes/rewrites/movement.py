@@ -81,6 +81,27 @@ def is_split(node: torch.fx.Node) -> bool:
     return name_of(node) in _SPLITS
 
 
+def pieces_read(split: torch.fx.Node) -> frozenset[int]:
+    """Which pieces of a split anybody reads, here or of another split of the same tensor into pieces of these shapes.
+
+    DTensor splits once per piece that it packs, and not every graph had its common subexpressions taken out.
+    """
+    found: set[int] = set()
+    for other in split.all_input_nodes[0].users:
+        if not is_split(other) or _shapes(other) != _shapes(split):
+            continue
+        for piece in other.users:
+            if piece.target is not operator.getitem:
+                return frozenset(range(len(split.meta["val"])))
+            if piece.users:
+                found.add(piece.args[1])  # type: ignore[arg-type]
+    return frozenset(found)
+
+
+def _shapes(split: torch.fx.Node) -> list[str]:
+    return [str(piece.shape) for piece in split.meta["val"]]
+
+
 def is_zero_padding(node: torch.fx.Node) -> bool:
     """Whether the node pads with zeros and cuts nothing off."""
     if name_of(node) != "aten::constant_pad_nd":

@@ -33,7 +33,7 @@ from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.noted import ends
 from inductor_passes.redistribute.spec import REDUCE_OPS, Layout, Partial, Placement, Replicate, Shard, Spec
 from inductor_passes.report import Reason
-from inductor_passes.rewrites.movement import is_split, is_zero_padding, name_of
+from inductor_passes.rewrites.movement import is_split, is_zero_padding, name_of, pieces_read
 from inductor_passes.rewrites.origin import origin_of
 from inductor_passes.rewrites.packing import static_shape
 from inductor_passes.rewrites.permutation import unpack_ahead
@@ -264,13 +264,13 @@ def _before(
 
 
 def _unsliced(split: torch.fx.Node, layout: Layout, here: tuple[int, ...]) -> Iterator[Layout]:
-    used = [piece for piece in split.users if piece.users]
+    used = pieces_read(split)
     if len(used) != 1 or len(split.meta["val"]) == 1:
         yield layout
         return
     dim = int(_torch.op_arguments(split).get("dim", 0)) % len(layout.shape)
     cuts = layout.cuts[dim]
-    if cuts and here[cuts[-1][0]] == used[0].args[1] and cuts[-1][1] == 1:
+    if cuts and here[cuts[-1][0]] in used and cuts[-1][1] == 1:
         yield _with(layout, dim, cuts[:-1])
 
 
@@ -280,7 +280,7 @@ def _gathered_dims(gather: Collective, layout: Layout) -> list[int]:
     unpack = unpack_ahead(wait, gather.group.size)
     if unpack is not None:
         return [unpack[0]]
-    several = [u for u in wait.users if is_split(u) and sum(bool(p.users) for p in u.users) > 1]
+    several = any(is_split(user) and len(pieces_read(user)) > 1 for user in wait.users)
     return list(range(len(layout.shape))) if several else [0]
 
 

@@ -154,18 +154,12 @@ def whole(value: Any) -> int | None:
     return size_of(value.value if isinstance(value, Record) else value)
 
 
-def _cut(split: Record) -> tuple[int, object]:
-    """How many pieces a split makes, along which dimension."""
-    return len(split.value), split.arguments.get("dim", 0)
-
-
 class Program:
     """All records of one graph, by name and by node, and what it writes to."""
 
     def __init__(self, view: View) -> None:
         self.memory = Memory(view)
         self.records: dict[str, Record] = {}
-        self._twins: dict[str, list[Record]] | None = None
         self._of: dict[torch.fx.Node, Record] = {}
         for position, node in enumerate(view.nodes):
             record = Record(
@@ -180,17 +174,21 @@ class Program:
         return self._read_pieces.get(record.name, [])
 
     def pieces_in_use(self, split: Record) -> list[int]:
-        """:meth:`used_pieces` of all splits that cut the same tensor into as many pieces along the same dimension."""
-        if self._twins is None:
-            self._twins = {}
-            for record in self.records.values():
-                if record.op == "call_function" and isinstance(record.value, (list, tuple)) and record.raw_operands:
-                    self._twins.setdefault(record.raw_operands[0].name, []).append(record)
-        found = set(self.used_pieces(split))
-        for other in self._twins.get(split.raw_operands[0].name, ()):
-            if other is not split and other.called == split.called and _cut(other) == _cut(split):
-                found.update(self.used_pieces(other))
-        return sorted(found)
+        """:meth:`used_pieces` of all operators that make a list of pieces of these shapes of the same tensor."""
+        made = self._lists[split.raw_operands[0].name]
+        shapes = [split.shape((i,)) for i in range(len(split.value))]
+        alike = (one for one in made if [one.shape((i,)) for i in range(len(one.value))] == shapes)
+        return sorted({piece for one in alike for piece in self.used_pieces(one)})
+
+    @cached_property
+    def _lists(self) -> dict[str, list[Record]]:
+        """What makes lists of tensors, by its first operand."""
+        found: dict[str, list[Record]] = {}
+        for record in self.records.values():
+            value = record.value
+            if isinstance(value, (list, tuple)) and record.raw_operands and all(hasattr(v, "shape") for v in value):
+                found.setdefault(record.raw_operands[0].name, []).append(record)
+        return found
 
     @cached_property
     def _read_pieces(self) -> dict[str, list[int]]:

@@ -204,7 +204,9 @@ def _compared(a: int, b: int) -> int:
         return 0
     if is_at_most(a, b):
         return -1
-    return 1 if b <= a else 0
+    if is_at_most(b, a):
+        return 1
+    raise UndecidedError(f"{a} may or may not be below {b}")
 
 
 def size_of(value: object) -> int | None:
