@@ -167,6 +167,8 @@ def test_pieces_of_two_equal_splits_are_pieces_of_one() -> None:
     assert both(lambda rank: packed, (4, 4))
     # Of splits along another dimension each is read in one piece.
     assert not both(lambda rank: lambda x: ar(torch.cat([x.split(2)[0].t(), x.split(2, 1)[1]])), (4, 4))
+    # Pieces of other sizes are no twins: the last one is left over.
+    assert not both(lambda rank: lambda x: ar(torch.cat([x.split(2)[0], x.split([2, 1, 1])[1]])), (4, 4))
     # One is the rank's own piece and the other one is not.
     assert not both(lambda rank: lambda x: ar(torch.cat([x.split(2)[0], x.split(2)[rank]])), (4, 4))
     assert both(lambda rank: lambda x: ar(torch.cat([x.split(2)[rank], x.split(2)[rank]])), (4, 4))

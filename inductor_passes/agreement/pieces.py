@@ -18,6 +18,7 @@ from inductor_passes.agreement.arguments import Open
 from inductor_passes.agreement.literals import Kind
 
 _SPLITS = frozenset({"aten::split", "aten::split_with_sizes", "aten::chunk", "aten::unbind", "aten::tensor_split"})
+_REGULAR = frozenset({"aten::split", "aten::chunk", "aten::unbind"})
 _CUTS = frozenset({"aten::slice", "aten::slice_scatter"})
 _ROWS = frozenset({"aten::select", "aten::select_scatter"})
 _COUNTS = {"prims::iota": ("start",), "aten::arange": ("start", "end"), "aten::full": ("fill_value",)}
@@ -100,7 +101,7 @@ def only_piece(node: torch.fx.Node, arguments: Mapping[str, object]) -> int | No
     if is_piece_of_split(node):
         (split, _) = node.args
         assert isinstance(split, torch.fx.Node)
-        alike = [other for other in split.all_input_nodes[0].users if _splits_alike(split, other)]
+        alike = [other for other in split.all_input_nodes[0].users if _cuts_like(other, split)]
         used = [piece for other in alike for piece in other.users if piece.users]
         indices = {piece.args[1] if piece.target is operator.getitem else None for piece in used}
         return len(split.meta["val"]) if len(indices) == 1 else None
@@ -113,14 +114,16 @@ def only_piece(node: torch.fx.Node, arguments: Mapping[str, object]) -> int | No
     return size // length if length and size % length == 0 and not others else None
 
 
-def _splits_alike(split: torch.fx.Node, other: torch.fx.Node) -> bool:
-    """Whether a reader of the same tensor splits it into pieces of the same shapes; a split does."""
+def _cuts_like(other: torch.fx.Node, split: torch.fx.Node) -> bool:
+    """Whether a reader of the same tensor cuts it as a split into equal pieces does; the split itself does."""
     if other is split:
         return True
     if other.op != "call_function" or _torch.op_name(other.target) not in _SPLITS:
         return False
-    shapes = [[str(piece.shape) for piece in node.meta.get("val") or ()] for node in (split, other)]
-    return shapes[0] == shapes[1]
+    ours, theirs = list(split.meta["val"]), list(other.meta.get("val") or ())
+    # Of these the last piece alone may be smaller. All shapes of all splits would be cubic in the number of pieces.
+    looked = [*theirs[:1], *theirs[-1:]] if _torch.op_name(other.target) in _REGULAR else theirs
+    return len(theirs) == len(ours) and all(str(piece.shape) == str(ours[0].shape) for piece in looked)
 
 
 def _counts_whole_numbers(node: torch.fx.Node, name: str) -> bool:

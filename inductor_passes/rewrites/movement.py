@@ -87,8 +87,9 @@ def pieces_read(split: torch.fx.Node) -> frozenset[int]:
     DTensor splits once per piece that it packs, and not every graph had its common subexpressions taken out.
     """
     found: set[int] = set()
+    outline = _outline(split)
     for other in split.all_input_nodes[0].users:
-        if not is_split(other) or _shapes(other) != _shapes(split):
+        if not is_split(other) or _outline(other) != outline:
             continue
         for piece in other.users:
             if piece.target is not operator.getitem:
@@ -98,8 +99,14 @@ def pieces_read(split: torch.fx.Node) -> frozenset[int]:
     return frozenset(found)
 
 
-def _shapes(split: torch.fx.Node) -> list[str]:
-    return [str(piece.shape) for piece in split.meta["val"]]
+def _outline(split: torch.fx.Node) -> tuple[object, ...]:
+    """Equal for splits of one tensor into pieces of the same shapes; those of ``split`` follow from few of them."""
+    pieces = split.meta["val"]
+    if not pieces or name_of(split) == "aten::split":
+        return len(pieces), *(str(piece.shape) for piece in (*pieces[:1], *pieces[-1:]))
+    shapes = [str(piece.shape) for piece in pieces]
+    regular = len({*shapes[:-1]}) <= 1
+    return (len(shapes), shapes[0], shapes[-1]) if regular else tuple(shapes)
 
 
 def is_zero_padding(node: torch.fx.Node) -> bool:

@@ -7,6 +7,7 @@ count for their whole range, see ``sizes``.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterator, Mapping
@@ -154,6 +155,11 @@ def whole(value: Any) -> int | None:
     return size_of(value.value if isinstance(value, Record) else value)
 
 
+def _cut(split: Record) -> tuple[object, ...]:
+    """The tensor of which an operator takes pieces, and their shapes."""
+    return split.raw_operands[0].name, *(split.shape((i,)) for i in range(len(split.value)))
+
+
 class Program:
     """All records of one graph, by name and by node, and what it writes to."""
 
@@ -175,20 +181,17 @@ class Program:
 
     def pieces_in_use(self, split: Record) -> list[int]:
         """:meth:`used_pieces` of all operators that make a list of pieces of these shapes of the same tensor."""
-        made = self._lists[split.raw_operands[0].name]
-        shapes = [split.shape((i,)) for i in range(len(split.value))]
-        alike = (one for one in made if [one.shape((i,)) for i in range(len(one.value))] == shapes)
-        return sorted({piece for one in alike for piece in self.used_pieces(one)})
+        return self._in_use[_cut(split)]
 
     @cached_property
-    def _lists(self) -> dict[str, list[Record]]:
-        """What makes lists of tensors, by its first operand."""
-        found: dict[str, list[Record]] = {}
+    def _in_use(self) -> dict[tuple[object, ...], list[int]]:
+        found: dict[tuple[object, ...], set[int]] = {}
         for record in self.records.values():
             value = record.value
             if isinstance(value, (list, tuple)) and record.raw_operands and all(hasattr(v, "shape") for v in value):
-                found.setdefault(record.raw_operands[0].name, []).append(record)
-        return found
+                with contextlib.suppress(NoHintError):
+                    found.setdefault(_cut(record), set()).update(self.used_pieces(record))
+        return {cut: sorted(pieces) for cut, pieces in found.items()}
 
     @cached_property
     def _read_pieces(self) -> dict[str, list[int]]:
