@@ -159,9 +159,16 @@ def section(results: dict[str, Any]) -> list[str]:
 
 
 def _doubts(results: dict[str, Any]) -> list[str]:
-    """Who is missing and why, and in one line whose real transfers were late: there are dozens of contenders."""
+    """Who is missing and why, how far steps are apart, and in one line whose real transfers were late: there are dozens
+    of contenders."""
     late = [r["violations"] for r in results["rows"] if r["violations"]]
     lines = [f"{name} did not run: {why}" for name, why in results["failed"].items()]
+    apart = [(max(steps) - min(steps)) / median(steps) for r in results["rows"] if (steps := r["virtual_ns"])]
+    if apart:
+        lines.append(
+            f"Between a contender's fastest and slowest step lie {median(apart):.1%} of its median step in the median "
+            f"of contenders, {max(apart):.0%} at most."
+        )
     if late:
         lines.append(
             f"Real transfers came after their emulated end in {len(late)} of {len(results['rows'])} contenders, "
