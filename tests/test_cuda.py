@@ -45,7 +45,8 @@ SIZES = LlamaConfig(
     dtype=torch.bfloat16,
 )  # fmt: skip
 SMALL = LlamaConfig(layers=2, dim=64, heads=4, kv_heads=4, hidden=96, batch=4, seq=64, vocab=128)
-LIMIT_S = 100.0
+#: A rank that hangs is ended; ranks of other tests compile beside it.
+LIMIT_S = 240.0
 MOST_STEPS = 200
 #: How an attempt to change plans can end.
 OVER = {one.value for one in SwapOutcome} - {SwapOutcome.AGREED.value, SwapOutcome.SWAPPED.value}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -24,7 +25,7 @@ from inductor_passes.schedule.problem import INPUT, Kind
 from inductor_passes.verify.snode_order import SnodeOrder
 from inductor_passes.verify.snode_transfers import early_waits
 from tests.support.transfers import needs_transfers
-from tests.support.verify_graphs import unknown
+from tests.support.verify_graphs import unknown, unknown_pair
 from tests.support.world import grouped_world
 
 
@@ -81,6 +82,12 @@ def inputs():
     return [torch.randn(16, 16) for _ in range(3)]
 
 
+def of(node, nodes) -> list:
+    """(name of the node that a node depends on, whether only for order)."""
+    producer = {b: _torch.snode_name(n) for n in nodes for b in _torch.snode_output_names(n)}
+    return [(producer[b], only) for b, only in _torch.snode_dependencies(node) if b in producer]
+
+
 def random_order(nodes: list, rng: random.Random) -> list:
     """A random order that honours Inductor's dependencies, fences, and the order within groups (also artificial)."""
     producer = {b: n for n in nodes for b in _torch.snode_output_names(n)}
@@ -119,6 +126,43 @@ def test_legal_orders_have_no_findings(groups):
             assert verify.check_snodes(order, nodes) == []
 
     on_scheduler_nodes(program(groups), inputs(), check)
+
+
+def drawing(groups) -> Callable:
+    """Kernels that draw, of which Inductor names the FX node (``rand``) and of which it does not (several results).
+
+    Nothing but the generator keeps them in order.
+    """
+
+    def step(a, b, q):
+        gathered = funcol.all_gather_tensor(a, 0, groups["row"])
+        dropped = torch.ops.aten.native_dropout(b, 0.5, True)[0]
+        noise = torch.rand(16, 16)
+        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0]
+        others = torch.ops.aten.native_dropout(a, 0.5, True)[0]
+        return gathered, dropped, noise, attended, others
+
+    return step
+
+
+def test_draws_keep_their_order_whatever_inductor_knows_of_them(groups):
+    def check(nodes):
+        drawn = [n for n in nodes if re.search("dropout|rand|attention", str(_torch.snode_op(n)))]
+        assert sum(_torch.snode_origin(n) is None for n in drawn) == 3 and len(drawn) == 4
+        problem = kernels.build(nodes, CostProfile.default("cpu"), backward=False).problem
+        # What is known of the FX node is known of the kernel.
+        assert "attn" in [t.label for t in problem.tasks]
+        for before, after in itertools.pairwise(drawn):
+            i, j = nodes.index(before), nodes.index(after)
+            assert i in problem.edges()[j]
+            # The second one, and the results that are taken out of it, in front of the first one.
+            moved = [after, *(n for n in nodes if after.get_name() in {d for d, _ in of(n, nodes)})]
+            order = [n for n in nodes if n not in moved]
+            order[order.index(before) : order.index(before)] = moved
+            assert "rng-order" in rules(verify.check_snodes(order, nodes))
+
+    with config.patch(fallback_random=True):
+        on_scheduler_nodes(drawing(groups), [torch.randn(16, 16), torch.randn(16, 16), torch.randn(1, 2, 16, 8)], check)
 
 
 def test_every_broken_dependency_is_found(groups):
@@ -170,11 +214,12 @@ def test_lost_duplicated_and_unwaited_nodes(groups):
     on_scheduler_nodes(program(groups), inputs(), check)
 
 
-def test_order_of_a_group_and_fences(groups):
+@pytest.mark.parametrize("fenced", [unknown, unknown_pair], ids=["one result", "two results"])
+def test_order_of_a_group_and_fences(groups, fenced):
     def two(a, b):
         x = funcol.all_reduce(a, "sum", groups["row"])
         y = funcol.all_reduce(b + 1, "sum", groups["row"])
-        return torch.mm(x, y), unknown(torch.mm(a, b))
+        return torch.mm(x, y), fenced(torch.mm(a, b))
 
     def check(nodes):
         starts = [n for n in nodes if _torch.snode_kind(n) == "start"]

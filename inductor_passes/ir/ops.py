@@ -51,6 +51,7 @@ __all__ = [
     "label",
     "may_copy",
     "mutated_inputs",
+    "op_channel",
     "op_role",
     "possibly_mutated_inputs",
     "received_into",
@@ -254,6 +255,11 @@ def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
             # A body that draws and checks counts as a draw: its checks come when it runs.
             return next((channel for channel in ("random", "assert") if channel in inside), "")
     return "fence" if its_role is Role.FENCE else ""
+
+
+def op_channel(target: object, its_role: Role) -> str:
+    """:func:`effect_channel` of a call of which only the operator and its role (:func:`op_role`) are known."""
+    return _channel_of_target(target) or ("fence" if its_role is Role.FENCE else "")
 
 
 def draws_nothing(node: torch.fx.Node) -> bool:

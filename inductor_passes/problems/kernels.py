@@ -64,6 +64,14 @@ def build(
     return _Reader(nodes, profile, backward, name, estimator).read()
 
 
+def _origin(node: Any) -> torch.fx.Node | None:
+    """The FX node that an extern kernel stands for, as far as it can be known.
+
+    Inductor names none for a kernel with several results (attention, ``native_dropout``).
+    """
+    return _torch.snode_origin(node) or _torch.snode_call(node)
+
+
 class _Reader:
     """Makes one task of every scheduler node."""
 
@@ -121,7 +129,7 @@ class _Reader:
         called = {}
         for i, node in enumerate(self.nodes):
             packed = any(of for _, _, _, of in _torch.snode_buffers(node))
-            if self.kinds[i] == "extern" and not packed and (origin := _torch.snode_origin(node)) is not None:
+            if self.kinds[i] == "extern" and not packed and (origin := _origin(node)) is not None:
                 called[origin] = i
         return inside_blocks(called, called, {})
 
@@ -218,15 +226,17 @@ class _Reader:
         label = ""
         # One result taken out of a multi-output kernel carries that kernel's origin and does nothing.
         if kind == "extern" and not any(packed for _, _, _, packed in _torch.snode_buffers(node)):
-            origin = _torch.snode_origin(node)
+            origin, called = _origin(node), _torch.snode_op(node)
             if origin is not None:
                 its_role = ops.role(origin)
                 fence = fence or its_role is ops.Role.FENCE
                 preds = preds | self._keep_order(ops.effect_channel(origin, its_role))
                 label = ops.label(origin)
                 duration = self._extern_ns(node, origin)
-            elif _torch.snode_op(node) is not None:
-                fence = fence or ops.op_role(_torch.snode_op(node)) is ops.Role.FENCE
+            elif called is not None:
+                its_role = ops.op_role(called)
+                fence = fence or its_role is ops.Role.FENCE
+                preds = preds | self._keep_order(ops.op_channel(called, its_role))
                 duration = self.profile.compute_ns(0, _torch.snode_bytes(node), "float32", 1)
         elif kind == "start":
             # A collective that we cannot move; Inductor counts those that block among them.

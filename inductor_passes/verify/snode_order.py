@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.fx
 
 from inductor_passes import _torch
@@ -12,7 +13,7 @@ from inductor_passes.ir.groups import resolve
 from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.ir.parameters import names_at
 from inductor_passes.report import Finding
-from inductor_passes.verify.facts.operators import by_name
+from inductor_passes.verify.facts.operators import by_name, operator_of
 from inductor_passes.verify.facts.places import NodeFacts
 from inductor_passes.verify.facts.view import alone, describe, is_collective
 from inductor_passes.verify.insides import inside_bytes
@@ -69,6 +70,11 @@ class SnodeOrder:
         if self.kinds[i] == "start" and (origin is None or self.facts(origin).role is not Role.START):
             starts = [n for n in _torch.snode_origins(node) if self.facts(n).role is Role.START]
             return starts[0] if len(starts) == 1 else None
+        if self.kinds[i] == "extern" and origin is None:
+            # Inductor names none for a kernel with several results.
+            called = _torch.snode_op(node)
+            calls = [n for n in _torch.snode_origins(node) if n.op == "call_function" and n.target == called]
+            return calls[0] if len(calls) == 1 else None
         return origin
 
     def finding(self, rule: str, i: int, message: str, other: str = "") -> Finding:
@@ -88,31 +94,48 @@ class SnodeOrder:
                         "dependency", i, f"{self.names[i]} {what} {self.names[before]} ({buffer})", self.names[before]
                     )
 
+    def _calls(self, i: int) -> bool:
+        """Whether node ``i`` is an extern kernel, and not a result taken out of one: that does nothing itself."""
+        return self.kinds[i] == "extern" and not any(packed for _, _, _, packed in self.buffers[i])
+
+    def channel(self, i: int) -> str:
+        """The effect channel of an extern kernel: ``random``, ``assert``, ``fence`` or ""; "" for anything else."""
+        if not self._calls(i):
+            return ""
+        origin, called = self.origin(i), _torch.snode_op(self.nodes[i])
+        if origin is not None:
+            return self.facts(origin).channel
+        if not isinstance(called, torch._ops.OpOverload):
+            return "" if called is None else "fence"
+        what = operator_of(called)
+        return "random" if what.draws else "assert" if what.checks else "" if what.trusted else "fence"
+
     def is_fence(self, i: int) -> bool:
         """Whether nothing that communicates may cross node ``i``."""
-        # A result taken out of a multi-output kernel carries that kernel's origin, but does nothing itself.
-        if self.kinds[i] != "extern" or any(packed for _, _, _, packed in self.buffers[i]):
-            return False
-        origin = self.origin(i)
-        return origin is not None and self.facts(origin).role is Role.FENCE
+        if self._calls(i) and (origin := self.origin(i)) is not None:
+            return self.facts(origin).role is Role.FENCE
+        return self.channel(i) == "fence"
 
     def sequences(self) -> dict[str, list[int]]:
-        """Positions of starts by process group, and of random draws, asserts and fences."""
+        """Positions of starts by process group, and of random draws, asserts and fences.
+
+        Draws and fences keep their order among each other, too: a fence may draw.
+        """
         found: dict[str, list[int]] = {}
         for i, kind in enumerate(self.kinds):
             origin = self.origin(i)
-            if kind == "start" and origin is None:
+            if channel := self.channel(i):
+                found.setdefault(channel, []).append(i)
+                if channel in ("random", "fence"):
+                    found.setdefault("random and fence", []).append(i)
+            elif kind == "start" and origin is None:
                 found.setdefault("group unknown", []).append(i)
-            elif origin is None or any(packed for _, _, _, packed in self.buffers[i]):
-                continue
-            elif kind == "start":
+            elif kind == "start" and origin is not None and not any(packed for _, _, _, packed in self.buffers[i]):
                 arguments = by_name(origin.target, origin.args, origin.kwargs)
                 group = arguments.get("group_name", arguments.get("group", ""))
                 if isinstance(group, torch.fx.Node):
                     group = group.meta.get("val", group.name)
                 found.setdefault(f"group {resolve(group).name}", []).append(i)
-            elif kind == "extern" and (channel := self.facts(origin).channel):
-                found.setdefault(channel, []).append(i)
         return found
 
     def segments(self) -> dict[str, str]:
@@ -169,7 +192,7 @@ class SnodeOrder:
                 beside = self._workspace_bytes(i)
                 delta[i] += beside
                 delta[end + 1] -= beside
-            elif self.kinds[i] == "extern" and not any(packed for *_, packed in self.buffers[i]):
+            elif self._calls(i):
                 origin = self.origin(i)
                 taken = inside_bytes(origin) if origin is not None else 0
                 delta[i] += taken

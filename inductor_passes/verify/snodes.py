@@ -83,6 +83,15 @@ def _permutation(nodes: Sequence[Any], reference: Sequence[Any]) -> list[Finding
     return found
 
 
+#: Of :meth:`SnodeOrder.sequences`; the others are process groups.
+_RULES = {
+    "random": "rng-order",
+    "random and fence": "rng-order",
+    "assert": "side-effect-order",
+    "fence": "fence-order",
+}
+
+
 def _sequences(before: SnodeOrder, after: SnodeOrder, group_order: GroupOrder) -> Iterator[Finding]:
     now = after.sequences()
     for what, positions in before.sequences().items():
@@ -91,9 +100,7 @@ def _sequences(before: SnodeOrder, after: SnodeOrder, group_order: GroupOrder) -
         expected = [before.names[i] for i in positions]
         for name, i in zip(expected, now.get(what, ())):
             if after.names[i] != name:
-                rule = {"random": "rng-order", "assert": "side-effect-order", "fence": "fence-order"}.get(
-                    what, "group-order"
-                )
+                rule = _RULES.get(what, "group-order")
                 yield after.finding(rule, i, f"{what}: {after.names[i]} comes where {name} was", name)
                 break
 

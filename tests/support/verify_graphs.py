@@ -19,12 +19,16 @@ from tests.support.graphs import GraphBuilder, aten, c10d
 
 _LIBRARY = torch.library.Library("verify_tests", "DEF")
 _LIBRARY.define("unknown(Tensor x) -> Tensor")
+_LIBRARY.define("unknown_pair(Tensor x) -> (Tensor, Tensor)")
 _LIBRARY.define("scribble(Tensor(a!) x, Tensor y) -> ()")
 _LIBRARY.impl("unknown", lambda x: x.clone(), "CompositeExplicitAutograd")
 _LIBRARY.impl("unknown", lambda x: torch.empty_like(x), "Meta")
+_LIBRARY.impl("unknown_pair", lambda x: (x.clone(), x.clone()), "CompositeExplicitAutograd")
+_LIBRARY.impl("unknown_pair", lambda x: (torch.empty_like(x), torch.empty_like(x)), "Meta")
 _LIBRARY.impl("scribble", lambda x, y: None, "CompositeExplicitAutograd")
 _LIBRARY.impl("scribble", lambda x, y: None, "Meta")
 unknown = torch.ops.verify_tests.unknown.default
+unknown_pair = torch.ops.verify_tests.unknown_pair.default
 scribble = torch.ops.verify_tests.scribble.default
 
 

@@ -9,7 +9,7 @@ timed with CUDA events, contenders in turn, also as CUDA graphs. Kernels: see ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ from inductor_passes.trace.collector import collect
 from tools.benchmarks import kernels as bench_kernels
 from tools.benchmarks import loopback_group
 from tools.link.lab import CONTENDERS as OF_LINK
-from tools.link.lab import Contender, own_code
+from tools.link.lab import Contender, local, own_code
 from tools.shared.record import RESULTS, markdown_table, write
 
 RANKS = 8
@@ -42,13 +42,20 @@ CONTENDERS = OF_LINK | {
     for c in (
         Contender("ours-unpack", "ours, unpack kernel", "ours", None, {"unpack": "kernel"}),
         Contender("ours-order", "ours, no buckets", "ours", None, {"bucket": "off"}),
+        Contender("ours-less-40", 'ours, "auto", "-40%"', "ours", None, {"memory_budget": "-40%"}, reshard="auto"),
+        Contender("ours-less-50", 'ours, "auto", "-50%"', "ours", None, {"memory_budget": "-50%"}, reshard="auto"),
     )
 }
 #: Not in-tree overlap scheduling: it needs a backend that torch knows.
 NAMES = ("inductor", "reorder", "both", "ours-0", "ours", "ours-unpack", "ours-order")
 #: Of these, the ones whose kernels are recorded as CUDA graphs too.
 RECORDED = ("inductor", "both", "ours", "ours-unpack", "ours-order")
-SCHEDULE_HEADER = ("contender", "step ms", "spread", "/ default", "peak MB", "/ default", "predicted", "loss")
+#: For budgets that shrink a step, not measured unless asked for.
+BUDGETS = ("inductor", "half", "ours", "ours-auto", "ours-less-20", "ours-less-30", "ours-less-40", "ours-less-50")
+PARTS = ("schedules", "contention", "kernels")
+SCHEDULE_HEADER = (
+    *("contender", "step ms", "spread", "/ default", "peak MB", "/ default", "predicted ms", "predicted MB", "loss"),
+)
 CONTENTION_HEADER = ("matmul", "alone ms", "beside a copy ms", "slower by", "copy GB/s alone", "beside the matmul")
 COST_HEADER = ("matmul GFLOP", "dtype", "measured us", "default us", "default / measured")
 
@@ -168,13 +175,15 @@ def schedules(
         key = name + (" recorded" if graphs else "")
         with device:
             whole = language_model(config)
-        model = simple_fsdp(whole.to(dtype), mesh)
+        model = simple_fsdp(whole.to(dtype), mesh, reshard_after_forward=CONTENDERS[name].reshard)
         row: dict[str, Any] = {"name": key, "title": CONTENDERS[name].title, "ms": [], "loss": 0.0, "peak_bytes": 0}
         row["title"] += ", CUDA graphs" if graphs else ""
         rows.append(row)
         began = time.perf_counter()
         try:
-            compiled = torch.compile(own_code(model, key), options=_options(name, profile, graphs), fullgraph=True)
+            compiled = CONTENDERS[name].limited(
+                torch.compile(own_code(model, key), options=_options(name, profile, graphs), fullgraph=True)
+            )
 
             def step(compiled: Any = compiled, model: torch.nn.Module = model) -> torch.Tensor:
                 loss = compiled(tokens, targets)
@@ -194,7 +203,9 @@ def schedules(
         row["compile_s"] = time.perf_counter() - began
         plans = [report.schedules[-1] for report in reports if report.schedules]
         row["predicted_ms"] = sum(plan.makespan_after_ns for plan in plans) / 1e6
-        row["predicted_peak_bytes"] = max((plan.peak_after_bytes for plan in plans), default=0)
+        # The plan counts what was there before the step, too: shards, tokens and targets.
+        held = sum(local(p).nbytes for p in model.parameters()) + tokens.nbytes + targets.nbytes
+        row["predicted_peak_bytes"] = max((plan.peak_after_bytes - held for plan in plans), default=0)
         row["collectives"] = [len(report.collectives) for report in reports]
         row["undone"] = [f"{p.name}: {p.detail}" for r in reports for p in r.passes if p.rolled_back is not None]
         steps[key] = step
@@ -226,19 +237,43 @@ def cells(row: dict[str, Any], default: dict[str, Any]) -> list[str]:
         f"{row['peak_bytes'] / 1e6:.0f}",
         peak,
         f"{row['predicted_ms']:.2f}" if row["predicted_ms"] else "-",
+        f"{row['predicted_peak_bytes'] / 1e6:.0f}" if row["predicted_ms"] else "-",
         "equal" if row["loss"] == default["loss"] else f"{abs(row['loss'] / default['loss'] - 1):.0e}",
     ]
+
+
+def _asked(known: Sequence[str], asked: list[str] | None, option: str) -> list[str]:
+    """What was asked for, all that is known where nothing was.
+
+    Raises:
+        typer.BadParameter: something is not known.
+    """
+    for name in asked or ():
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not known; known are {', '.join(known)}", param_hint=option)
+    return list(asked or known)
 
 
 def gpu(
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved steps per contender.")] = 10,
     layers: Annotated[int, typer.Option(min=1)] = SIZES.layers,
     repeats: Annotated[int, typer.Option(min=1, help="Copies per collective: a slower link.")] = 4,
+    part: Annotated[list[str] | None, typer.Option(help=f"Repeatable, of {', '.join(PARTS)}. Default: all.")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help=f"Repeatable; default: {', '.join(NAMES)}. Budgets: {', '.join(BUDGETS)}.")
+    ] = None,
+    recorded: Annotated[
+        list[str] | None,
+        typer.Option(help=f"As CUDA graphs too; repeatable. Default: {', '.join(RECORDED)}, as far as they take part."),
+    ] = None,
     rows: Annotated[Path, typer.Option(help="Folder for the cost profile.")] = Path("out/bench_gpu"),
     out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = RESULTS,
 ) -> None:
     """What one GPU can show: calibrated costs against defaults, and overlap that is really there."""
-    console = Console(width=120)
+    parts = _asked(PARTS, part, "--part")
+    names = tuple(_asked(list(CONTENDERS), contender or list(NAMES), "--contender"))
+    again = tuple(_asked(list(CONTENDERS), recorded or [n for n in RECORDED if n in names], "--recorded"))
+    console = Console(width=140)
     if not torch.cuda.is_available():
         console.print("skipped: torch sees no GPU here (torch.cuda.is_available() is False); nothing was written")
         return
@@ -252,52 +287,55 @@ def gpu(
         console.print(view)
         return lines
 
-    loopback_group.repeats = repeats
-    rows.mkdir(parents=True, exist_ok=True)
-    loopback_group.start(RANKS)
-    profile, costed = costs(device)
-    profile.save(rows / "profile.json")
-    show(COST_HEADER, costed)
-    config = replace(SIZES, layers=layers)
-    found = schedules(config, device, str(rows / "profile.json"), rounds, progress=console.print)
-    shown = show(SCHEDULE_HEADER, [cells(row, found[0]) for row in found])
-    dist.destroy_process_group()
-    beside = show(CONTENTION_HEADER, contention(device, timed, rounds))
-    matmuls = show(bench_kernels.GEMM_HEADER, bench_kernels.gemms(device, timed, rounds))
-    norms = show(bench_kernels.NORM_HEADER, bench_kernels.norms(device, timed, rounds))
-    checked = bench_kernels.check(device)
-    console.print(checked)
-    body = [
-        f"{torch.cuda.get_device_name(device)}. {layers} layers of width {SIZES.dim}, bf16, {SIZES.batch} x "
-        f"{SIZES.seq} tokens, `simple_fsdp` over {RANKS} ranks that are all this GPU; a collective is {repeats} times "
-        "the copies it would make, on a stream of its own. Ours and in-tree overlap scheduling know what compute and "
-        "the loopback's collectives were measured to take. Forward and backward, CUDA events; `predicted`: ms, by our "
-        "plan.",
-        "",
-        *markdown_table(SCHEDULE_HEADER, shown),
-        "",
-        "## Costs against defaults",
-        "",
-        *markdown_table(COST_HEADER, costed),
-        "",
-        "## Contention",
-        "",
-        "Matmuls in bf16 while copies of 1 GiB run on another stream from before they begin until after they end; "
-        "bytes that are read and written.",
-        "",
-        *markdown_table(CONTENTION_HEADER, beside),
-        "",
-        "## Kernels",
-        "",
-        f"{checked}. Matmuls as a world of one rank, without a link; a share of 1 is the library's rate.",
-        "",
-        *markdown_table(bench_kernels.GEMM_HEADER, matmuls),
-        "",
-        "All-reduce, residual and RMSNorm, all ranks at once on streams of one device, bf16; unfused: a sum over the "
-        "ranks' buffers, an addition, torch's `rms_norm`.",
-        "",
-        *markdown_table(bench_kernels.NORM_HEADER, norms),
-    ]
-    figures = {"schedules": found, "profile": profile.to_json(), "contention": beside}
-    figures |= {"matmuls": matmuls, "norms": norms}
+    body = [f"{torch.cuda.get_device_name(device)}."]
+    figures: dict[str, Any] = {}
+    if "schedules" in parts:
+        loopback_group.repeats = repeats
+        rows.mkdir(parents=True, exist_ok=True)
+        loopback_group.start(RANKS)
+        profile, costed = costs(device)
+        profile.save(rows / "profile.json")
+        show(COST_HEADER, costed)
+        config = replace(SIZES, layers=layers)
+        found = schedules(config, device, str(rows / "profile.json"), rounds, names, again, console.print)
+        shown = show(SCHEDULE_HEADER, [cells(row, found[0]) for row in found])
+        dist.destroy_process_group()
+        body[0] += (
+            f" {layers} layers of width {SIZES.dim}, bf16, {SIZES.batch} x {SIZES.seq} tokens, `simple_fsdp` over "
+            f"{RANKS} ranks that are all this GPU; a collective is {repeats} times the copies it would make, on a "
+            "stream of its own. Ours knows what compute and the loopback's collectives were measured to take. Forward "
+            "and backward, CUDA events; `predicted`: by our plan, beside what there was before the step."
+        )
+        body += ["", *markdown_table(SCHEDULE_HEADER, shown)]
+        body += ["", "## Costs against defaults", "", *markdown_table(COST_HEADER, costed)]
+        figures |= {"schedules": found, "profile": profile.to_json()}
+    if "contention" in parts:
+        figures["contention"] = show(CONTENTION_HEADER, contention(device, timed, rounds))
+        body += [
+            "",
+            "## Contention",
+            "",
+            "Matmuls in bf16 while copies of 1 GiB run on another stream from before they begin until after they end; "
+            "bytes that are read and written.",
+            "",
+            *markdown_table(CONTENTION_HEADER, figures["contention"]),
+        ]
+    if "kernels" in parts:
+        figures["matmuls"] = show(bench_kernels.GEMM_HEADER, bench_kernels.gemms(device, timed, rounds))
+        figures["norms"] = show(bench_kernels.NORM_HEADER, bench_kernels.norms(device, timed, rounds))
+        checked = bench_kernels.check(device)
+        console.print(checked)
+        body += [
+            "",
+            "## Kernels",
+            "",
+            f"{checked}. Matmuls as a world of one rank, without a link; a share of 1 is the library's rate.",
+            "",
+            *markdown_table(bench_kernels.GEMM_HEADER, figures["matmuls"]),
+            "",
+            "All-reduce, residual and RMSNorm, all ranks at once on streams of one device, bf16; unfused: a sum over "
+            "the ranks' buffers, an addition, torch's `rms_norm`.",
+            "",
+            *markdown_table(bench_kernels.NORM_HEADER, figures["norms"]),
+        ]
     write("gpu", "One GPU", body, figures, folder=out)

@@ -115,6 +115,23 @@ class Contender:
             settings["dump_problem"] = problems
         return inductor_passes.options(**settings)
 
+    def limited(self, step: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """``step``, a compiled function of tokens and targets, under this contender's ``saved``."""
+        if self.saved == 1:
+            return step
+        from torch._functorch import config
+
+        settings: dict[str, Any] = {"activation_memory_budget": self.saved}
+        # Not in every torch; without it the knapsack stops at a mesh that a graph holds.
+        if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
+            settings["unsafe_treat_script_objects_as_zero_size"] = True
+
+        def saving(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            with config.patch(**settings):
+                return step(tokens, targets)
+
+        return saving
+
 
 CONTENDERS = {
     c.name: c
@@ -200,7 +217,7 @@ class Trial:
         # Hooks break graphs.
         whole = contender.adopted or not contender.wrapped
         compiled = step if options is None else torch.compile(step, options=options, fullgraph=whole)
-        self._step = compiled if contender.saved == 1 else _saving(compiled, contender.saved)
+        self._step = contender.limited(compiled)
 
     def timed_step(self) -> StepTime:
         """One training step whose forward and backward are timed; all ranks together."""
@@ -257,17 +274,6 @@ class Trial:
             with open(path, encoding="utf-8") as file:
                 events = json.load(file)["traceEvents"]
         return peak_of_events(events)
-
-
-def _saving(step: Callable[..., torch.Tensor], share: float) -> Callable[..., torch.Tensor]:
-    """``step``, compiled under torch's ``activation_memory_budget``."""
-    from torch._functorch import config
-
-    def limited(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with config.patch(activation_memory_budget=share, unsafe_treat_script_objects_as_zero_size=True):
-            return step(tokens, targets)
-
-    return limited
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
