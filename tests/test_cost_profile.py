@@ -8,9 +8,12 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
+import inductor_passes
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.communication import (
     KINDS,
@@ -30,6 +33,9 @@ from inductor_passes.cost.profile import (
 )
 from inductor_passes.cost.specs import CPU, H100_SXM, SPECS, lookup
 from inductor_passes.engine.identity import load_profile
+from inductor_passes.simple_fsdp import simple_fsdp
+from inductor_passes.trace.collector import collect
+from tests.support.world import fake_world
 
 MB = 10**6
 
@@ -346,3 +352,41 @@ def test_slowdowns_travel_and_files_from_before_have_none(tmp_path: Path) -> Non
     old["groups"][0]["costs"] = [5]
     with pytest.raises(ProfileError, match=r"groups\[0\]\.costs\[0\]"):
         CostProfile.from_json(old)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_a_cuda_graph_replays_is_issued_by_nobody(device: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    CostProfile.default(device, 8, device_type=device).save(file)
+    config = PassConfig(cost_profile=str(file))
+    message = "all_gather", MB, 8 * MB, tuple(range(8))
+    usual = load_profile(config)
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        recorded = load_profile(config)
+        assert load_profile(config) is recorded
+    assert load_profile(config) is usual and usual.issue_ns(*message) > 0
+    assert (recorded.issue_ns(*message) == 0) is (recorded.hash() != usual.hash()) is (device == "cuda")
+    assert recorded.communication_ns(*message) == usual.communication_ns(*message)
+
+
+def test_messages_are_not_joined_to_spare_a_host_that_issues_none(tmp_path: Path) -> None:
+    """Each takes the host half a millisecond and the link nothing but its bytes."""
+    kinds = (CollectiveCost(kind, 0.0, 0.01, 500_000.0, 0.0) for kind in KINDS)
+    group = GroupCost(GroupLayout(2, 1, 2), "nccl", "link", tuple(kinds))
+    file = tmp_path / "profile.json"
+    dataclasses.replace(CostProfile.default("cuda", 2, device_type="cuda"), groups=(group,)).save(file)
+    starts = []
+    for recorded in (False, True):
+        torch._dynamo.reset()
+        with fake_world(2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+            model = simple_fsdp(torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(6))), mesh)
+            options = inductor_passes.options(
+                cost_profile=str(file), memory_budget="unlimited", inductor={"triton.cudagraphs": recorded}
+            )
+            with collect(what_if=False) as reports:
+                torch.compile(model, fullgraph=True, options=options)(torch.randn(64, 64)).sum().backward()
+        starts.append([len(report.collectives) for report in reports])
+        assert all(("recorded" in report.cost_profile) is recorded for report in reports)
+    assert starts[0][0] < starts[1][0] == 6
+    assert starts[0][1] < starts[1][1]

@@ -11,6 +11,7 @@ Units: ns, bytes, FLOP. ``beta`` counts wire bytes, i.e. what one rank sends in 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -35,7 +36,7 @@ from inductor_passes.records.errors import MeantError
 from inductor_passes.records.json_text import RecordError, read
 from inductor_passes.records.limits import AtLeastOne, Count, NotNegative, Number, Positive, one_of
 
-__all__ = ["CollectiveCost", "CostProfile", "GroupCost", "MatmulPoint", "ProfileError", "ShapeRate"]
+__all__ = ["CollectiveCost", "CostProfile", "GroupCost", "MatmulPoint", "ProfileError", "RecordedProfile", "ShapeRate"]
 
 SCHEMA_VERSION = 3
 #: The largest slowdown that is believed, five times as long: the most that was measured is 3.7 times
@@ -379,6 +380,27 @@ class CostProfile:
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+class RecordedProfile(CostProfile):
+    """Durations of kernels and transfers that a CUDA graph replays: the host issues none of them.
+
+    Not in files: it is made of the profile of the same device (:meth:`of`) where a graph is planned.
+    """
+
+    @staticmethod
+    def of(profile: CostProfile) -> RecordedProfile:
+        """``profile`` without what the host takes."""
+        values = {field.name: getattr(profile, field.name) for field in dataclasses.fields(profile)}
+        return RecordedProfile(**{**values, "name": f"{profile.name}, recorded"})
+
+    def issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
+        """0."""
+        return 0
+
+    def hash(self) -> str:
+        """Another one than that of the profile of which it is made."""
+        return hashlib.sha256(f"recorded {super().hash()}".encode()).hexdigest()[:16]
 
 
 def _as_today(data: object) -> object:

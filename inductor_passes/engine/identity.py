@@ -14,7 +14,7 @@ import torch
 
 from inductor_passes import _torch, config
 from inductor_passes.config import ConfigError, PassConfig
-from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.profile import CostProfile, RecordedProfile
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.ours import Ours
 from inductor_passes.groups import availability
@@ -41,17 +41,28 @@ def _profile(path: str, modified_ns: int) -> CostProfile:
 def load_profile(config: PassConfig) -> CostProfile:
     """The cost profile that ``config`` names, or the defaults of the current accelerator.
 
+    Where Inductor records CUDA graphs, it is that of what they replay.
+
     Raises:
         ConfigError: the file does not exist.
         ValueError: it is no valid profile; the message names the file.
     """
     if not config.cost_profile:
         name, kind = _torch.accelerator()
-        return CostProfile.default(name, device_type=kind)
+        return _as_run(CostProfile.default(name, device_type=kind))
     path = Path(config.cost_profile)
     if not path.is_file():
         raise ConfigError("cost_profile", config.cost_profile, "the path of an existing file")
-    return _profile(str(path), path.stat().st_mtime_ns)
+    return _as_run(_profile(str(path), path.stat().st_mtime_ns))
+
+
+#: Once per profile: it remembers its answers.
+_recorded = functools.lru_cache(maxsize=8)(RecordedProfile.of)
+
+
+def _as_run(profile: CostProfile) -> CostProfile:
+    recorded = profile.spec.device_type == "cuda" and _torch.inductor_option("triton.cudagraphs", False)
+    return _recorded(profile) if recorded else profile
 
 
 def load_plan(config: PassConfig) -> plan_file.PlanFile | None:
