@@ -17,7 +17,9 @@ from torch._inductor.virtualized import V
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import _torch, verify
+from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine.hooks import FusionHook
 from inductor_passes.problems.kernels import build
 from inductor_passes.replay import order_check
 from inductor_passes.schedule.problem import Problem
@@ -128,17 +130,19 @@ class Noisy(nn.Module):
         return torch.stack([one.sum() for one in found])
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["as inductor has them", "held"])
 @pytest.mark.parametrize("fallback", [False, True], ids=["seeds", "fallback_random"])
-def test_draws_of_any_order_are_those_of_inductor(fallback: bool) -> None:
+def test_draws_of_any_legal_order_are_the_same(fallback: bool, held: bool) -> None:
     """What draws is known from the FX graph; neither the plan of kernels nor its verifier is asked.
 
-    Inductor makes one draw of seeds of all that it lowers itself, and may move draws to save memory; torch 2.13 keeps
-    those of ``fallback_random`` in the program's order.
+    Inductor makes one draw of seeds of all that it lowers itself, and moves draws to save memory; torch 2.13 keeps
+    those of ``fallback_random`` in the program's order. Our hook before fusion keeps all of them.
     """
     torch._dynamo.reset()
     rng = random.Random(2)
     seen: list[list[str]] = []
-    with fake_world(2), torch._inductor.config.patch(fallback_random=fallback):
+    settings = {"fallback_random": fallback} | ({"_pre_fusion_custom_pass": FusionHook(PassConfig())} if held else {})
+    with fake_world(2), torch._inductor.config.patch(settings):
         captured = capture_graphs(simple_fsdp(Noisy(), mesh("dp")), [torch.randn(16, 16)], None)
         (graph,) = captured.forward
         with V.set_fake_mode(detect_fake_mode([n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")])):
@@ -160,6 +164,7 @@ def test_draws_of_any_order_are_those_of_inductor(fallback: bool) -> None:
         lower(graph, inspect)
     assert len(seen) == 21 and sorted(seen[0]) == sorted(names)
     assert all(one == seen[0] for one in seen), seen
+    assert seen[0] == names or not held
 
 
 def test_the_check_sees_another_order(graphs: list[torch.fx.GraphModule]) -> None:

@@ -140,10 +140,10 @@ def split_with(settings: PassConfig) -> Callable[..., Split]:
 
 
 class FusionHook(identity.Configured, _torch.scheduler_pass_base()):  # type: ignore[misc]
-    """Keeps waits behind the messages between two ranks that the FX graph issues first, before Inductor fuses.
+    """Keeps waits behind messages between two ranks, and random draws and unknown effects in the FX graph's order.
 
     Runs the user's own pass first. Without it Inductor may move or fuse a wait in front of a send that the other rank
-    needs before it answers.
+    needs before it answers, and draws come in an order that depends on the memory budget.
     """
 
     label = "fusion"
@@ -151,10 +151,10 @@ class FusionHook(identity.Configured, _torch.scheduler_pass_base()):  # type: ig
     keeps_waits = True
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        """The nodes, in an order that keeps the waits where they have to be."""
+        """The nodes before fusion, with dependencies that keep these orders."""
         for one in self.others:
             nodes = one(nodes)
-        with guarded("keeping waits behind messages", "Inductor may move them", lambda: self.settings):
+        with guarded("keeping waits, draws and effects in order", "Inductor may move them", lambda: self.settings):
             in_tree.warn_if_switched_off()
             from inductor_passes.problems.kernel_waits import held
 

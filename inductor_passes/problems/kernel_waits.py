@@ -1,9 +1,14 @@
-"""Waits of fused kernels that must not come in front of starts, in graphs with messages between two ranks.
+"""Orders of a graph that communicates which Inductor would not keep: they become dependencies before it fuses.
 
-Inductor keeps starts in the order of the FX graph. It knows nothing about waits and starts: its pass for peak memory
-moves the wait of a receive in front of the send that follows it, and its fusion makes one kernel of what is sent and of
-what needs that wait (both seen in torch 2.13). If two ranks do that, each waits for a message that the other one sends
-after its wait. So every wait gets, before fusion, a dependency on the starts that it is behind in the FX graph.
+Waits that must not come in front of starts, where there are messages between two ranks. Inductor keeps starts in the
+order of the FX graph. It knows nothing about waits and starts: its pass for peak memory moves the wait of a receive in
+front of the send that follows it, and its fusion makes one kernel of what is sent and of what needs that wait (both
+seen in torch 2.13). If two ranks do that, each waits for a message that the other one sends after its wait. So every
+wait gets a dependency on the starts that it is behind in the FX graph.
+
+Random draws, and calls of operators with unknown effects. Inductor's pass for peak memory moves them (torch 2.13 keeps
+those of ``fallback_random``), and it finds another order for another memory budget. One model would draw other numbers
+with each. So each of them gets a dependency on the one before it.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.ir import ops
 from inductor_passes.operators import TRANSFERS
+from inductor_passes.problems.kernel_calls import in_order
 
 
 def is_message(node: Any) -> bool:
@@ -50,9 +56,14 @@ def last_starts(nodes: Sequence[Any]) -> dict[int, int]:
 
 
 def held(nodes: list[Any]) -> list[Any]:
-    """The nodes before fusion, with dependencies that keep every wait behind the starts that it has to stay behind."""
-    behind = last_starts(nodes)
-    return _torch.snodes_kept_behind(nodes, [(nodes[s], nodes[w]) for w, s in behind.items()]) if behind else nodes
+    """The nodes before fusion, with dependencies that keep waits behind starts, and draws and effects in order.
+
+    A graph that does not communicate is left to Inductor.
+    """
+    if not any(_torch.snode_kind(node) == "start" for node in nodes):
+        return nodes
+    behind = [(nodes[start], nodes[wait]) for wait, start in last_starts(nodes).items()] + in_order(nodes)
+    return _torch.snodes_kept_behind(nodes, behind) if behind else nodes
 
 
 def _call(node: Any) -> torch.fx.Node | None:

@@ -27,6 +27,7 @@ from inductor_passes.ir.view import Collective, collective_of, transfer_of
 from inductor_passes.problems.builder import Block, Builder
 from inductor_passes.problems.estimates import Estimates
 from inductor_passes.problems.inside import inside_blocks
+from inductor_passes.problems.kernel_calls import effect_channel, is_call, origin_of
 from inductor_passes.problems.kernel_memory import kernel_blocks
 from inductor_passes.problems.kernel_waits import is_message
 from inductor_passes.problems.workspaces import workspaces
@@ -62,14 +63,6 @@ def build(
         estimator: own durations for FX nodes; what it says of the nodes of a fused kernel, see ``estimates``.
     """
     return _Reader(nodes, profile, backward, name, estimator).read()
-
-
-def _origin(node: Any) -> torch.fx.Node | None:
-    """The FX node that an extern kernel stands for, as far as it can be known.
-
-    Inductor names none for a kernel with several results (attention, ``native_dropout``).
-    """
-    return _torch.snode_origin(node) or _torch.snode_call(node)
 
 
 class _Reader:
@@ -128,8 +121,7 @@ class _Reader:
         """What library calls take while they run."""
         called = {}
         for i, node in enumerate(self.nodes):
-            packed = any(of for _, _, _, of in _torch.snode_buffers(node))
-            if self.kinds[i] == "extern" and not packed and (origin := _origin(node)) is not None:
+            if is_call(node) and (origin := origin_of(node)) is not None:
                 called[origin] = i
         return inside_blocks(called, called, {})
 
@@ -224,19 +216,15 @@ class _Reader:
         fence = kind in ("start", "wait", "group")
         duration = 0
         label = ""
-        # One result taken out of a multi-output kernel carries that kernel's origin and does nothing.
-        if kind == "extern" and not any(packed for _, _, _, packed in _torch.snode_buffers(node)):
-            origin, called = _origin(node), _torch.snode_op(node)
+        if is_call(node):
+            origin, called = origin_of(node), _torch.snode_op(node)
+            preds = preds | self._keep_order(effect_channel(node))
             if origin is not None:
-                its_role = ops.role(origin)
-                fence = fence or its_role is ops.Role.FENCE
-                preds = preds | self._keep_order(ops.effect_channel(origin, its_role))
+                fence = fence or ops.role(origin) is ops.Role.FENCE
                 label = ops.label(origin)
                 duration = self._extern_ns(node, origin)
             elif called is not None:
-                its_role = ops.op_role(called)
-                fence = fence or its_role is ops.Role.FENCE
-                preds = preds | self._keep_order(ops.op_channel(called, its_role))
+                fence = fence or ops.op_role(called) is ops.Role.FENCE
                 duration = self.profile.compute_ns(0, _torch.snode_bytes(node), "float32", 1)
         elif kind == "start":
             # A collective that we cannot move; Inductor counts those that block among them.
