@@ -50,11 +50,12 @@ def test_predicted_peak_is_the_measured_one(name: str, tmp_path: Path) -> None:
     peaks = {r.phase: r.schedules[-1].peak_after_bytes for r in reports}
     assert {r.schedules[-1].level for r in reports} == {"scheduler"}
     predicted = predicted_peaks(problems, peaks)
-    # Kernels in a row free at its end, which the prediction does not know. In the backward of fsdp one buffer, of 0.9% of
-    # the peak, is counted that is not allocated there any more.
+    # Kernels in a row free at its end, which the prediction does not know.
     close = 0.04 if name in ("fsdp_tp", "moe") else 0.001
     assert predicted["forward"] == pytest.approx(measured[0], rel=close), (predicted, measured)
-    assert predicted["backward"] == pytest.approx(measured[1], rel=0.01 if name == "fsdp" else close), (predicted, measured)
+    # The prediction for the backward of fsdp is 0.9% above what is measured.
+    close = 0.01 if name == "fsdp" else close
+    assert predicted["backward"] == pytest.approx(measured[1], rel=close), (predicted, measured)
 
 
 @pytest.mark.parametrize("name", ["tp", "hybrid"])
