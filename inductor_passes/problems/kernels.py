@@ -222,9 +222,12 @@ class _Reader:
             if origin is not None:
                 fence = fence or ops.role(origin) is ops.Role.FENCE
                 label = ops.label(origin)
-                duration = self._extern_ns(node, origin)
             elif called is not None:
                 fence = fence or ops.op_role(called) is ops.Role.FENCE
+            if origin is not None and _torch.snode_origin(node) is not None:
+                duration = self._extern_ns(node, origin)
+            elif called is not None:
+                # Kernels with several results, attention too: by bytes. What FLOPs would change is not measured.
                 duration = self.profile.compute_ns(0, _torch.snode_bytes(node), "float32", 1)
         elif kind == "start":
             # A collective that we cannot move; Inductor counts those that block among them.
