@@ -58,6 +58,10 @@ def test_draws_of_any_legal_order_are_the_same(fallback: bool, held: bool) -> No
         (graph,) = captured.forward
         with V.set_fake_mode(detect_fake_mode([n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")])):
             replace_random_passes(graph)
+        for node in graph.graph.nodes:
+            if "attention" in str(node.target):
+                # On a CPU it cannot be run with dropout, so it gets that when it is not run any more.
+                node.args = (*node.args, 0.1)
         names = [n.name for n in graph.graph.nodes if _torch.is_seeded_random(n.target)]
         assert len(names) == (12 if fallback else 4)
 

@@ -9,6 +9,7 @@ import itertools
 import random
 import re
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -16,16 +17,18 @@ import torch.distributed._functional_collectives as funcol
 from torch._inductor import config
 
 from inductor_passes import _torch, verify
+from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine.hooks import FusionHook
-from inductor_passes.problems import kernels
+from inductor_passes.problems import inside, kernel_calls, kernels
 from inductor_passes.replay import batches
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.problem import INPUT, Kind
+from inductor_passes.verify import snode_order
 from inductor_passes.verify.snode_order import SnodeOrder
 from inductor_passes.verify.snode_transfers import early_waits
 from tests.support.transfers import needs_transfers
-from tests.support.verify_graphs import unknown, unknown_pair
+from tests.support.verify_graphs import scribble, unknown, unknown_pair
 from tests.support.world import grouped_world
 
 
@@ -82,12 +85,6 @@ def inputs():
     return [torch.randn(16, 16) for _ in range(3)]
 
 
-def of(node, nodes) -> list:
-    """(name of the node that a node depends on, whether only for order)."""
-    producer = {b: _torch.snode_name(n) for n in nodes for b in _torch.snode_output_names(n)}
-    return [(producer[b], only) for b, only in _torch.snode_dependencies(node) if b in producer]
-
-
 def random_order(nodes: list, rng: random.Random) -> list:
     """A random order that honours Inductor's dependencies, fences, and the order within groups (also artificial)."""
     producer = {b: n for n in nodes for b in _torch.snode_output_names(n)}
@@ -131,38 +128,98 @@ def test_legal_orders_have_no_findings(groups):
 def drawing(groups) -> Callable:
     """Kernels that draw, of which Inductor names the FX node (``rand``) and of which it does not (several results).
 
-    Nothing but the generator keeps them in order.
+    Nothing but the generator keeps them in order. Attention without dropout does not draw.
     """
 
     def step(a, b, q):
         gathered = funcol.all_gather_tensor(a, 0, groups["row"])
         dropped = torch.ops.aten.native_dropout(b, 0.5, True)[0]
         noise = torch.rand(16, 16)
-        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0]
+        plain, attended = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, p)[0] for p in (0.0, 0.1)
+        )
         others = torch.ops.aten.native_dropout(a, 0.5, True)[0]
-        return gathered, dropped, noise, attended, others
+        return gathered, dropped, noise, plain, attended, others
 
     return step
 
 
+def in_front(moved, before, nodes) -> list:
+    """The order in which a node and the results that are taken out of it come in front of another one."""
+    parts = [n for n in nodes if n is moved or set(_torch.snode_output_names(moved)) & set(_torch.snode_reads(n))]
+    order = [n for n in nodes if n not in parts]
+    order[order.index(before) : order.index(before)] = parts
+    return order
+
+
 def test_draws_keep_their_order_whatever_inductor_knows_of_them(groups):
     def check(nodes):
-        drawn = [n for n in nodes if re.search("dropout|rand|attention", str(_torch.snode_op(n)))]
-        assert sum(_torch.snode_origin(n) is None for n in drawn) == 3 and len(drawn) == 4
-        problem = kernels.build(nodes, CostProfile.default("cpu"), backward=False).problem
-        # What is known of the FX node is known of the kernel.
-        assert "attn" in [t.label for t in problem.tasks]
+        called = [n for n in nodes if re.search("dropout|rand|attention", str(_torch.snode_op(n)))]
+        assert sum(_torch.snode_origin(n) is None for n in called) == 4 and len(called) == 5
+        edges = kernels.build(nodes, CostProfile.default("cpu"), backward=False).problem.edges()
+        (plain,) = [n for n in called if "attention" in str(_torch.snode_op(n)) and 0.1 not in n.node.constant_args]
+        drawn = [n for n in called if n is not plain]
         for before, after in itertools.pairwise(drawn):
-            i, j = nodes.index(before), nodes.index(after)
-            assert i in problem.edges()[j]
-            # The second one, and the results that are taken out of it, in front of the first one.
-            moved = [after, *(n for n in nodes if after.get_name() in {d for d, _ in of(n, nodes)})]
-            order = [n for n in nodes if n not in moved]
-            order[order.index(before) : order.index(before)] = moved
-            assert "rng-order" in rules(verify.check_snodes(order, nodes))
+            assert nodes.index(before) in edges[nodes.index(after)]
+            assert "rng-order" in rules(verify.check_snodes(in_front(after, before, nodes), nodes))
 
     with config.patch(fallback_random=True):
         on_scheduler_nodes(drawing(groups), [torch.randn(16, 16), torch.randn(16, 16), torch.randn(1, 2, 16, 8)], check)
+
+
+def test_attention_without_dropout_is_free(groups):
+    def check(nodes):
+        plain, attended = sorted(
+            (n for n in nodes if "attention" in str(_torch.snode_op(n))), key=lambda n: 0.1 in n.node.constant_args
+        )
+        edges = kernels.build(nodes, CostProfile.default("cpu"), backward=False).problem.edges()
+        assert not edges[nodes.index(plain)]
+        assert nodes.index(plain) not in edges[nodes.index(attended)]
+        assert not verify.check_snodes(in_front(attended, plain, nodes), nodes)
+
+    on_scheduler_nodes(drawing(groups), [torch.randn(16, 16), torch.randn(16, 16), torch.randn(1, 2, 16, 8)], check)
+
+
+def test_what_a_call_takes_inside_counts_whatever_inductor_knows_of_it(groups):
+    def taken(node):
+        return 1 << 20 if "attention" in str(node.target) else 0
+
+    def check(nodes):
+        for module, peak in ((inside, planned), (snode_order, verify.snodes_peak_bytes)):
+            without = peak(nodes)
+            with mock.patch.object(module, "inside_bytes", taken):
+                assert peak(nodes) - without > 1 << 19
+
+    def planned(nodes):
+        return peak_bytes(kernels.build(nodes, CostProfile.default("cpu"), backward=False).problem)
+
+    on_scheduler_nodes(drawing(groups), [torch.randn(16, 16), torch.randn(16, 16), torch.randn(1, 2, 16, 8)], check)
+
+
+def test_calls_are_held_in_the_order_of_the_program(groups):
+    """Also those that have no tensor as a result."""
+
+    def step(a, b):
+        gathered = funcol.all_gather_tensor(a, 0, groups["row"])
+        first = torch.ops.aten.native_dropout(a, 0.5, True)[0]
+        scribble(b, a)
+        count = b.sum().item()
+        second, third = unknown_pair(a)
+        return gathered, first, second, third, torch.ops.aten.native_dropout(a, 0.5, True)[0], count
+
+    def check(nodes):
+        pairs = kernel_calls.in_order(nodes)
+        held = [pairs[0][0], *(after for _, after in pairs)]
+        assert [str(_torch.snode_op(n)).partition(".")[0] for n in held if _torch.snode_op(n) is not None] == [
+            *("aten", "verify_tests", "verify_tests", "aten")
+        ]
+        for before, after in pairs:
+            ordered = {b for b, _ in _torch.snode_dependencies(after)}
+            assert ordered & set(_torch.snode_output_names(before)), (before, after)
+
+    patches = {"fallback_random": True, "_pre_fusion_custom_pass": FusionHook(PassConfig())}
+    with config.patch(patches), torch._dynamo.config.patch(capture_scalar_outputs=True):
+        on_scheduler_nodes(step, [torch.randn(16, 16), torch.randn(16, 16)], check)
 
 
 def test_every_broken_dependency_is_found(groups):

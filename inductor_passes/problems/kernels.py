@@ -220,12 +220,11 @@ class _Reader:
             origin, called = origin_of(node), _torch.snode_op(node)
             preds = preds | self._keep_order(effect_channel(node))
             if origin is not None:
-                fence = fence or ops.role(origin) is ops.Role.FENCE
                 label = ops.label(origin)
-            elif called is not None:
-                fence = fence or ops.op_role(called) is ops.Role.FENCE
-            if origin is not None and _torch.snode_origin(node) is not None:
-                duration = self._extern_ns(node, origin)
+            if origin is not None or called is not None:
+                fence = fence or (ops.op_role(called) if origin is None else ops.role(origin)) is ops.Role.FENCE
+            if (named := _torch.snode_origin(node)) is not None:
+                duration = self._extern_ns(node, named)
             elif called is not None:
                 # Kernels with several results, attention too: by bytes. What FLOPs would change is not measured.
                 duration = self.profile.compute_ns(0, _torch.snode_bytes(node), "float32", 1)

@@ -104,7 +104,8 @@ class SnodeOrder:
             return ""
         origin, called = self.origin(i), _torch.snode_op(self.nodes[i])
         if origin is not None:
-            return self.facts(origin).channel
+            facts = self.facts(origin)
+            return "" if facts.certain else facts.channel
         if not isinstance(called, torch._ops.OpOverload):
             return "" if called is None else "fence"
         what = operator_of(called)

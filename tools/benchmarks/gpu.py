@@ -9,7 +9,7 @@ timed with CUDA events, contenders in turn, also as CUDA graphs. Kernels: see ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -33,7 +33,7 @@ from tools.benchmarks import kernels as bench_kernels
 from tools.benchmarks import loopback_group
 from tools.link.lab import CONTENDERS as OF_LINK
 from tools.link.lab import Contender, local, own_code
-from tools.shared.record import RESULTS, markdown_table, write
+from tools.shared.record import RESULTS, chosen, markdown_table, write
 
 RANKS = 8
 SIZES = LlamaConfig(vocab=32000, dim=4096, layers=8, heads=32, kv_heads=8, hidden=14336, batch=2, seq=2048, std=0.02)
@@ -242,18 +242,6 @@ def cells(row: dict[str, Any], default: dict[str, Any]) -> list[str]:
     ]
 
 
-def _asked(known: Sequence[str], asked: list[str] | None, option: str) -> list[str]:
-    """What was asked for, all that is known where nothing was.
-
-    Raises:
-        typer.BadParameter: something is not known.
-    """
-    for name in asked or ():
-        if name not in known:
-            raise typer.BadParameter(f"{name!r} is not known; known are {', '.join(known)}", param_hint=option)
-    return list(asked or known)
-
-
 def gpu(
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved steps per contender.")] = 10,
     layers: Annotated[int, typer.Option(min=1)] = SIZES.layers,
@@ -270,9 +258,9 @@ def gpu(
     out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = RESULTS,
 ) -> None:
     """What one GPU can show: calibrated costs against defaults, and overlap that is really there."""
-    parts = _asked(PARTS, part, "--part")
-    names = tuple(_asked(list(CONTENDERS), contender or list(NAMES), "--contender"))
-    again = tuple(_asked(list(CONTENDERS), recorded or [n for n in RECORDED if n in names], "--recorded"))
+    parts = chosen(part, PARTS, "part")
+    names = tuple(chosen(contender or NAMES, CONTENDERS, "contender"))
+    again = tuple(chosen(recorded or [n for n in RECORDED if n in names], CONTENDERS, "recorded contender"))
     console = Console(width=140)
     if not torch.cuda.is_available():
         console.print("skipped: torch sees no GPU here (torch.cuda.is_available() is False); nothing was written")
