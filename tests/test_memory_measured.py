@@ -51,8 +51,8 @@ def test_predicted_peak_is_the_measured_one(name: str, tmp_path: Path) -> None:
     assert {r.schedules[-1].level for r in reports} == {"scheduler"}
     predicted = predicted_peaks(problems, peaks)
     # Kernels in a row free at its end, which the prediction does not know.
-    # What was compiled before in this process changes the plans of fsdp and hybrid a little; some are 0.3 to 0.9% off.
-    close = 0.04 if name in ("fsdp_tp", "moe") else 0.01 if name in ("fsdp", "hybrid") else 0.001
+    # So has hybrid, where its file runs alone: 0.3%. Behind other files it gets another plan, and that is exact.
+    close = 0.04 if name in ("fsdp_tp", "moe") else 0.004 if name == "hybrid" else 0.001
     assert predicted["forward"] == pytest.approx(measured[0], rel=close), (predicted, measured)
     assert predicted["backward"] == pytest.approx(measured[1], rel=close), (predicted, measured)
 
