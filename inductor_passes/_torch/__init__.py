@@ -85,6 +85,7 @@ from inductor_passes._torch.groups import (
 )
 from inductor_passes._torch.inductor import (
     SIMPLE_OVERLAP,
+    InliningLimits,
     accepts_pass_lists,
     aot_graph_name,
     as_pass_list,
@@ -101,6 +102,7 @@ from inductor_passes._torch.inductor import (
     inductor_config,
     inductor_option,
     inductor_option_names,
+    inlining_limits,
     is_inductor_option,
     keeps_waits,
     output_examples,
@@ -110,6 +112,7 @@ from inductor_passes._torch.inductor import (
     scheduler_pass_base,
     set_inductor_option,
     torch_version,
+    writes_over_saved,
 )
 from inductor_passes._torch.lowering import (
     add_closing_statement,
@@ -177,6 +180,7 @@ from inductor_passes._torch.schemas import (
 )
 from inductor_passes._torch.sizes import (
     determined_symbol,
+    elements,
     example_result,
     fake_mode_of,
     floor_division,
@@ -271,6 +275,7 @@ __all__ = [
     "BYTE_TRAVELLERS",
     "SIMPLE_OVERLAP",
     "UNKNOWN_SIZES",
+    "InliningLimits",
     "Key",
     "Lowering",
     "MemoryUse",
@@ -331,6 +336,7 @@ __all__ = [
     "device_backend",
     "device_name",
     "dtensor_of",
+    "elements",
     "enable_symmetric_memory",
     "event_times_ns",
     "everything_compiled_at_once",
@@ -360,6 +366,7 @@ __all__ = [
     "inductor_config",
     "inductor_option",
     "inductor_option_names",
+    "inlining_limits",
     "input_description",
     "is_contiguous",
     "is_dense_in",
@@ -493,4 +500,5 @@ __all__ = [
     "wrapper_being_called",
     "wrapper_of",
     "write_unseen",
+    "writes_over_saved",
 ]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,6 +106,43 @@ def inductor_option(name: str, default: Any = None) -> Any:
             return default
         value = getattr(value, part)
     return value
+
+
+@dataclass(frozen=True, slots=True)
+class InliningLimits:
+    """Up to where Inductor computes a result in its readers instead of storing it.
+
+    Attributes:
+        cpu: for a processor.
+        reads: values that the code of a result reads.
+        reads_of_reused: the same for a result with several readers.
+        operators: operations per element of a result.
+    """
+
+    cpu: bool
+    reads: int
+    reads_of_reused: int
+    operators: int
+
+
+def inlining_limits(cpu: bool) -> InliningLimits:
+    """The limits of the current compilation; those for a processor are others from torch 2.13 on."""
+
+    def number(name: str, default: int) -> int:
+        general = inductor_option(f"realize_{name}_threshold")
+        own = inductor_option(f"realize_cpu_{name}_threshold") if cpu else None
+        found = next((n for n in (general, own, inductor_option(f"_realize_{name}_threshold_default")) if n), default)
+        return int(found)
+
+    reused = inductor_option("realize_reads_threshold", 4)
+    return InliningLimits(cpu, number("acc_reads", 8), int(reused), number("opcount", 30))
+
+
+def writes_over_saved() -> bool:
+    """Whether backward's kernels may write over what forward saved for them."""
+    from torch._functorch import config
+
+    return bool(getattr(config, "donated_buffer", False) and inductor_option("inplace_buffers", True))
 
 
 def set_inductor_option(name: str, value: Any) -> None:

@@ -61,6 +61,12 @@ def tensor_bytes(tensor: torch.Tensor) -> int | None:
     return total
 
 
+def elements(tensor: torch.Tensor) -> int | None:
+    """How many elements a (fake) tensor has, by hint; None when a symbolic size has no hint."""
+    total = tensor_bytes(tensor)
+    return None if total is None else total // tensor.element_size()
+
+
 def size_symbols(value: object) -> frozenset[sympy.Symbol]:
     """The symbols in a symbolic number (size, float or bool); none in any other value."""
     from torch.fx.experimental.symbolic_shapes import free_symbols

@@ -231,6 +231,8 @@ def snode_overwrites(node: Any, done: Collection[str] = ()) -> list[tuple[str, s
         return []
     scheduler = node.scheduler
     parts = node.get_nodes()
+    # Loops that share their outer loop on a processor keep what passes between them in a local array, not in memory.
+    local = type(node).__name__ == "OuterLoopFusedSchedulerNode"
     found: list[tuple[str, str]] = []
     taken: set[str] = set()
     for part in parts:
@@ -245,6 +247,8 @@ def snode_overwrites(node: Any, done: Collection[str] = ()) -> list[tuple[str, s
                 if source is None or source.node is None or name in taken or name in V.graph.never_reuse_buffers:
                     continue
                 if isinstance(getattr(source, "defining_op", None), NopKernelSchedulerNode):
+                    continue
+                if local and name in scheduler.name_to_buf and _stays_in_kernel(node, source):
                     continue
                 layout = source.node.get_output_spec()
                 if isinstance(layout, (NoneLayout, MultiOutputLayout, MutationLayoutSHOULDREMOVE)):

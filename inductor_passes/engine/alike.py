@@ -18,7 +18,7 @@ from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report
 from inductor_passes.engine.complain import warn_once
-from inductor_passes.engine.judge import limit_bytes
+from inductor_passes.engine.judge import graph_limits
 from inductor_passes.engine.passes import NO_REWRITES, passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
@@ -183,8 +183,8 @@ class Job:
 
     def _allowed(self, found: Compilation) -> int | None:
         """What the graph's own memory budget allows, in bytes."""
-        least = found.cap.least_peak_bytes
-        return None if least is None else limit_bytes(least, self.known.step, self.settings, least)
+        least, generated = found.cap.least_peak_bytes, found.cap.generated_least_peak_bytes
+        return None if least is None else graph_limits(least, generated, self.known.step, self.settings)[0]
 
     def _above(self, found: Compilation, budget: str) -> str:
         """How far a graph is above its memory budget, and what to do about it."""

@@ -53,8 +53,9 @@ def of_step(peak_bytes: int, step: StepFacts | None, config: PassConfig, own_lea
     that needs more does not raise what it may need.
 
     Args:
-        own_least_bytes: of the graph on FX in the order of least memory that is known. Where a step has to need less
-            than it did, that is what the graph is compared by: its own order may need as much as the step did.
+        own_least_bytes: of the graph on FX in the order of least memory that is known, in the memory in which the
+            step's peak is. Where a step has to need less than it did, that is what the graph is compared by: its own
+            order may need as much as the step did.
     """
     if step is None or not step.own_peak_bytes:
         return peak_bytes
@@ -96,12 +97,28 @@ def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = No
     except NoHintError:
         return Cap()
 
-    def limit(needed: int) -> int | None:
-        return limit_bytes(needed, step, look.config, least)
+    limits = graph_limits(least, generated, step, look.config)
+    return Cap(peak, least, limits[0], verified_peak_bytes, generated, limits[1], look.config.budget.shrinks)
 
-    generated_limit = None if generated is None else limit(generated)
-    absolute = look.config.budget.shrinks
-    return Cap(peak, least, limit(least), verified_peak_bytes, generated, generated_limit, absolute)
+
+def graph_limits(
+    least_peak_bytes: int, generated_bytes: int | None, step: StepFacts | None, config: PassConfig
+) -> tuple[int | None, int | None]:
+    """The caps of a graph on FX: of what every value takes, and of what Inductor's code takes.
+
+    A budget below the step's peak is about the memory of the code, where that is known. On FX a graph may then need as
+    much more than its least as its code may.
+
+    Args:
+        least_peak_bytes: of the graph in the order of least memory that is known.
+        generated_bytes: the same for Inductor's code; None where that is not known.
+    """
+    if generated_bytes is None:
+        return limit_bytes(least_peak_bytes, step, config, least_peak_bytes), None
+    generated = limit_bytes(generated_bytes, step, config, generated_bytes)
+    if config.budget.shrinks:
+        return None if generated is None else least_peak_bytes + max(0, generated - generated_bytes), generated
+    return limit_bytes(least_peak_bytes, step, config, least_peak_bytes), generated
 
 
 def freed_inputs(graph: torch.fx.Graph, phase: str) -> tuple[str, ...]:
@@ -118,7 +135,8 @@ def fused_limit_bytes(compilation: Compilation, least_peak_bytes: int) -> int | 
     cap, after = compilation.cap, compilation.least_peak_bytes
     if cap.least_peak_bytes is not None and after is not None and after > cap.least_peak_bytes:
         least_peak_bytes = least_peak_bytes * cap.least_peak_bytes // after
-    return limit_bytes(least_peak_bytes, compilation.known.step, compilation.config, cap.least_peak_bytes)
+    own_least = cap.generated_least_peak_bytes or cap.least_peak_bytes
+    return limit_bytes(least_peak_bytes, compilation.known.step, compilation.config, own_least)
 
 
 def look_before(facts: Facts) -> None:

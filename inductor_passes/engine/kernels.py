@@ -82,11 +82,11 @@ def _raised(least_bytes: int, compilation: Compilation) -> list[str]:
     Args:
         least_bytes: what the kernels need in the order of least memory that is known.
     """
-    limit = compilation.cap.limit_bytes
+    limit = compilation.cap.generated_limit_bytes or compilation.cap.limit_bytes
     if limit is None or (least_bytes - limit) * ABOVE <= limit:
         return []
     return [
-        f"Inductor's fused kernels need at least {least_bytes} bytes, the graph before fusion was held to {limit}: "
+        f"Inductor's fused kernels need at least {least_bytes} bytes, what was expected of them was held to {limit}: "
         "fusion keeps more alive, which a memory budget does not prevent; measure the peak, and try bucket=\"off\""
     ]
 

@@ -54,13 +54,15 @@ def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def problems(views: Views, settings: PassConfig, profile: CostProfile) -> tuple[FxProblem, FxProblem]:
-    """The problems of forward and backward.
+    """The problems of forward and backward, with the memory of the code that is generated where that is known.
 
     Raises:
         NoHintError: a size is not known.
     """
     forward, backward = (build(view, profile, estimator=settings.estimator) for view in views)
-    return forward, backward
+    if settings.codegen != "inductor" or forward.generated is None or backward.generated is None:
+        return forward, backward
+    return replace(forward, problem=forward.generated), replace(backward, problem=backward.generated)
 
 
 def apart(views: Views, fx: tuple[FxProblem, FxProblem], settings: PassConfig, profile: CostProfile) -> str:
@@ -221,8 +223,14 @@ class Shrinking:
         warn_once(
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {size(limit)}, and no plan "
             f'was found that needs less than {size(needs)} ("={needs}B"{relative}): that '
-            f"one is used. {told}Memory is that of the graph before Inductor fuses it; generated code often needs less"
+            f"one is used. {told}{self._counted()}"
         )
+
+    def _counted(self) -> str:
+        """What these bytes are."""
+        if self.settings.codegen == "inductor":
+            return "Memory is what generated code is expected to take; which kernels Inductor fuses is not known yet"
+        return "Memory is that of the graph as it is executed, one operator after the other"
 
 
 def more_buys(point: Point, curve: Sequence[Point]) -> str:

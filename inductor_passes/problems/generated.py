@@ -1,17 +1,21 @@
 """What Inductor's kernels make of the values of an FX graph, as far as the graph alone shows it.
 
-Inductor computes a pointwise result that has one pointwise reader where it is read: the result takes no memory, and its
-operands are needed until then. A kernel may store its result over an operand that nobody else reads. Both depend on
-fusion, which is decided later: this is a second opinion about memory besides that of :class:`GraphMemory`, in which
-every value takes memory, not a replacement.
+Inductor keeps the code of an element-wise result and computes it anew in every element-wise reader and every reduction
+that comes before the first reader which needs it in memory. A result that nobody needs in memory is never stored, and
+its operands are needed until its last reader. What is stored may still vanish, where all of its readers end up in the
+kernel that makes it, and a kernel may store its result over an operand that nobody else reads. The parts of a
+concatenation are computed where they belong in its memory. This follows the compiler's own rules, some of which count
+the operators of code: it is an estimate. The memory of fused kernels is exact (``kernel_memory``), but known late.
 
-Source: ``GraphLowering.run_node`` in torch/_inductor/graph.py (what is realized),
-``SchedulerNode.decide_inplace_update`` in torch/_inductor/scheduler.py (what is stored over an operand).
+Source: ``GraphLowering.run_node`` in torch/_inductor/graph.py and ``StorageBox`` in torch/_inductor/ir.py (what is
+stored when), ``ConcatKernel`` in the same file, ``Scheduler.can_fuse`` and ``SchedulerNode.decide_inplace_update`` in
+torch/_inductor/scheduler.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.fx
@@ -21,84 +25,306 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import GraphView
 
-#: Inductor writes a result to memory when the code that computes it reads more values than this
-#: (``torch._inductor.config.realize_acc_reads_threshold``).
-MOST_READS = 8
+#: Operators beside those that torch calls pointwise whose results Inductor computes element by element.
+_BY_ELEMENT = frozenset(
+    f"aten::{name}"
+    for name in (
+        "arange", "constant_pad_nd", "embedding", "fill", "flip", "full", "full_like", "gather", "index",
+        "lift_fresh_copy", "ones", "ones_like", "roll", "scalar_tensor", "select_scatter", "slice_scatter", "tril",
+        "triu", "zeros", "zeros_like",
+    )
+) | {"prims::iota", "prims::convert_element_type"}
+_REDUCTIONS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "all", "amax", "amin", "any", "argmax", "argmin", "logsumexp", "max", "mean", "min", "prod", "std", "sum",
+        "var", "var_mean", "xor_sum",
+    )
+)
+#: Operators that start from a copy of their first argument, which is computed where it is copied.
+_FROM_A_COPY = frozenset(
+    {
+        "aten::scatter",
+        "aten::scatter_add",
+        "aten::index_put",
+        "aten::_unsafe_index_put",
+        "aten::_unsafe_masked_index_put_accumulate",
+    }
+)
+#: Operators whose code is that of several.
+_LONG_CODE = {"aten::gelu": 8, "aten::gelu_backward": 16, "aten::silu": 2, "aten::silu_backward": 6}
+#: What a processor stores rather than computes twice (``StorageBox.should_realize_on_reuse``).
+_HEAVY = frozenset(
+    f"aten::{name}"
+    for name in (
+        "exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh", "silu", "silu_backward", "logit",
+        "log_sigmoid_forward", "sigmoid_backward",
+    )
+)
+_MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 #: Views under which an element keeps its place in memory.
 _SAME_PLACES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::unsqueeze"})
+#: How many nodes between a value and one of its readers are looked at before fusion counts as impossible.
+_LOOKED_AT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """What would compute a value, or what computes a kernel's result.
+
+    Attributes:
+        reads: values in memory that it reads.
+        operators: about how many operations it is for an element.
+        heavy: one of them is of ``_HEAVY``.
+    """
+
+    reads: frozenset[torch.fx.Node] = frozenset()
+    operators: int = 0
+    heavy: bool = False
 
 
 class Generated:
-    """Where values are computed and stored; O(nodes + edges).
+    """Where values are computed and stored; near linear in nodes and edges.
 
     Args:
         apart: nodes that belong to a collective: kernels do not take them in.
+        freed: inputs that are freed after their last use: a kernel may write over them.
     """
 
-    def __init__(self, view: GraphView, apart: Container[torch.fx.Node]) -> None:
+    def __init__(
+        self, view: GraphView, apart: Container[torch.fx.Node], freed: Container[torch.fx.Node] = frozenset()
+    ) -> None:
         self._view = view
         self._apart = apart
-        self._returned = {n for node in view.nodes if node.op == "output" for n in node.all_input_nodes}
-        self._computed_at: dict[torch.fx.Node, torch.fx.Node] = {}
+        self._freed = freed
+        #: Of values that are not in memory, up to now, the code.
+        self._pending: dict[torch.fx.Node, _Code] = {}
+        #: Nodes that make their results in a kernel of their own or a fused one, and what their kernel reads.
+        self._kernels: dict[torch.fx.Node, _Code] = {}
+        #: Readers that compute a value by themselves.
+        self._inlined: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        self._computed_at: dict[torch.fx.Node, tuple[torch.fx.Node, ...]] = {}
+        self._whole: dict[FxStorage, FxStorage] = {}
         self._first: dict[FxStorage, FxStorage] = {}
-        reads: dict[torch.fx.Node, tuple[torch.fx.Node, ...]] = {}
         for node in view.nodes:
-            if self._is_pointwise(node):
-                reads[node] = self._read(node, reads)
-                self._compute_later(node, len(reads[node]))
-        for node, read in reads.items():
-            if node not in self._computed_at:
-                self._store(node, read)
+            self._enter(node)
+        for node in reversed(view.nodes):
+            if node in self._kernels or node in self._pending:
+                self._computed_at[node] = self._where(node)
+        for node in self._kernels:
+            if node in self.computed_at(node):
+                self._store(node)
 
-    def computed_at(self, node: torch.fx.Node) -> torch.fx.Node:
-        """The node whose kernel computes a node's result: the node itself, or a later pointwise one."""
-        while (later := self._computed_at.get(node)) is not None:
-            node = later
-        return node
+    def computed_at(self, node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+        """The nodes whose kernels compute a node's result: later ones, itself, or both; none where nobody needs it."""
+        return self._computed_at.get(node, (node,))
+
+    def is_stored(self, storage: FxStorage) -> bool:
+        """Whether a storage is memory."""
+        return storage.producer in self.computed_at(storage.producer)
 
     def first(self, storage: FxStorage) -> FxStorage:
         """What this storage is stored over, in a row the first; the storage itself where that is nothing."""
         return self._first.get(storage, storage)
 
-    def _is_pointwise(self, node: torch.fx.Node) -> bool:
-        """Whether a node only computes a new tensor of its own, element by element."""
-        if self._view.role(node) is not Role.COMPUTE or node in self._apart or not _torch.is_pointwise(node.target):
-            return False
-        own = self._view.storages.of(node)
-        return len(own) == 1 and own[0].producer is node and not own[0].writers
+    def whole(self, storage: FxStorage) -> FxStorage | None:
+        """The storage of the concatenation in which this storage has its place; None where it has none."""
+        return self._whole.get(storage)
 
-    def _read(
-        self, node: torch.fx.Node, reads: dict[torch.fx.Node, tuple[torch.fx.Node, ...]]
-    ) -> tuple[torch.fx.Node, ...]:
-        """What the code of a pointwise node reads from memory."""
-        found: dict[torch.fx.Node, None] = {}
+    def _enter(self, node: torch.fx.Node) -> None:
+        """What Inductor makes of one node when it comes to it."""
+        role = self._view.role(node)
+        if role is Role.INPUT:
+            return
+        if role is Role.FREE and self._view.storages.of(node):
+            self._reused(node)
+            return
+        name = _torch.op_name(node.target) if node.op == "call_function" else ""
+        if role is Role.COMPUTE and node not in self._apart and self._owns(node):
+            if name in _BY_ELEMENT or _torch.is_pointwise(node.target):
+                self._by_element(node, name)
+                return
+            if name in _REDUCTIONS:
+                self._kernels[node] = self._code(node, name, node.all_input_nodes)
+                return
+            if name == "aten::cat":
+                self._concatenated(node)
+                return
+            if name in _FROM_A_COPY:
+                (first, *others) = node.all_input_nodes
+                self._in_memory(others)
+                self._kernels[node] = self._code(node, name, [first])
+                return
+        self._in_memory(node.all_input_nodes)
+
+    def _owns(self, node: torch.fx.Node) -> bool:
+        """Whether a node makes tensors in memory of its own, to which nobody else writes."""
+        own = self._view.storages.of(node)
+        return bool(own) and all(s.producer is node and not s.writers for s in own)
+
+    def _made(self, operand: torch.fx.Node) -> Iterator[torch.fx.Node]:
+        """The nodes whose results an operand is, or is a view of."""
+        return (storage.producer for storage in self._view.storages.of(operand))
+
+    def _code(self, node: torch.fx.Node, name: str, operands: list[torch.fx.Node]) -> _Code:
+        """The code of a node, with that of operands which are not in memory: it computes these by itself."""
+        reads: set[torch.fx.Node] = set()
+        operators = _LONG_CODE.get(name, 1) + sum(isinstance(a, (int, float)) for a in node.args[:2])
+        heavy = name in _HEAVY
+        for made in dict.fromkeys(m for operand in operands for m in self._made(operand)):
+            if (code := self._pending.get(made)) is None:
+                reads.add(made)
+                operators += 1
+                continue
+            self._inlined.setdefault(made, []).append(node)
+            reads |= code.reads
+            operators += code.operators
+            heavy = heavy or code.heavy
+        return _Code(frozenset(reads), operators, heavy)
+
+    def _by_element(self, node: torch.fx.Node, name: str) -> None:
+        self._pending[node] = self._code(node, name, node.all_input_nodes)
+        self._reused(node)
+        if (code := self._pending.get(node)) is None:
+            return
+        limits = self._limits(node)
+        if (len(code.reads) > limits.reads or code.operators > limits.operators) and len(code.reads) > 1:
+            self._to_memory(node)
+
+    def _reused(self, node: torch.fx.Node) -> None:
+        """Decide whether what has several users is stored right away. A view's users are users of its value."""
+        if len(node.users) < 2:
+            return
+        for made in self._made(node):
+            if (code := self._pending.get(made)) is None:
+                continue
+            limits = self._limits(made)
+            stored = (code.heavy and limits.cpu) or code.operators > limits.operators
+            stored = stored or len(code.reads) > limits.reads_of_reused
+            # What will be needed in memory anyway is stored at once, unless it is a copy of one value.
+            needed = any(user.op == "output" or self._needs_memory(user) for user in node.users)
+            if stored or (needed and len(code.reads) > 1):
+                self._to_memory(made)
+
+    def _needs_memory(self, user: torch.fx.Node) -> bool:
+        if self._view.role(user) is not Role.COMPUTE or user in self._apart:
+            return False
+        name = _torch.op_name(user.target)
+        by_code = name in _BY_ELEMENT | _REDUCTIONS | _FROM_A_COPY or name == "aten::cat"
+        return not by_code and not _torch.is_pointwise(user.target)
+
+    def _limits(self, node: torch.fx.Node) -> _torch.InliningLimits:
+        value = node.meta.get("val")
+        return _torch.inlining_limits(isinstance(value, torch.Tensor) and value.device.type == "cpu")
+
+    def _to_memory(self, node: torch.fx.Node) -> None:
+        self._kernels[node] = self._pending.pop(node)
+
+    def _in_memory(self, operands: list[torch.fx.Node]) -> None:
+        """Somebody needs these operands in memory."""
+        for operand in operands:
+            for made in self._made(operand):
+                if made in self._pending:
+                    self._to_memory(made)
+
+    def _concatenated(self, node: torch.fx.Node) -> None:
+        """Parts are computed where they belong in the whole, unless they were needed in memory of their own before."""
+        (whole,) = self._view.storages.of(node)
         for operand in node.all_input_nodes:
-            found.update(dict.fromkeys(reads[operand] if operand in self._computed_at else (operand,)))
+            for storage in self._view.storages.of(operand):
+                if storage.producer in self._pending:
+                    self._to_memory(storage.producer)
+                if operand is storage.producer and self._may_be_a_part(storage, node):
+                    self._whole[storage] = whole
+
+    def _may_be_a_part(self, storage: FxStorage, node: torch.fx.Node) -> bool:
+        producer = storage.producer
+        if producer not in self._kernels and _torch.op_name(producer.target) not in _MATMULS:
+            return False
+        if producer in self._apart or len(self._view.storages.of(producer)) > 1 or storage in self._whole:
+            return False
+        position = self._view.position
+        earlier = (u for m in storage.members for u in m.users if position[u] < position[node])
+        return all(self._view.role(u) is Role.FREE or u in self._kernels or u in self._pending for u in earlier)
+
+    def _where(self, node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
+        """See :meth:`computed_at`; of everything behind the node it is known."""
+        found: dict[torch.fx.Node, None] = {}
+        for reader in self._inlined.get(node, ()):
+            found.update(dict.fromkeys(self.computed_at(reader)))
+        if node in self._kernels:
+            readers = self._fused_readers(node)
+            found.update(dict.fromkeys([node] if readers is None else readers))
         return tuple(found)
 
-    def _compute_later(self, node: torch.fx.Node, read: int) -> None:
+    def _fused_readers(self, node: torch.fx.Node) -> list[torch.fx.Node] | None:
+        """The kernels that read a stored result, where all of them become one kernel with that which makes it."""
+        elements = self._elements(node)
+        if elements is None or len(self._view.storages.of(node)) > 1:
+            return None
         (storage,) = self._view.storages.of(node)
-        if len(node.users) > 1 or len(storage.members) > 1 or node in self._returned or read > MOST_READS:
-            return
-        for reader in node.users:
-            if self._is_pointwise(reader):
-                self._computed_at[node] = reader
+        if storage in self._whole or not _keeps_places(storage):
+            return None
+        readers: dict[torch.fx.Node, None] = {}
+        inlined = self._inlined.get(node, ())
+        for user in (u for member in storage.members for u in member.users):
+            if user in storage.members or user in inlined:
+                continue
+            readers.update(dict.fromkeys(self.computed_at(user)))
+        if not readers:
+            return None
+        for reader in readers:
+            if reader not in self._kernels or self._elements(reader) != elements or not self._close(node, reader):
+                return None
+        return list(readers)
 
-    def _store(self, node: torch.fx.Node, read: tuple[torch.fx.Node, ...]) -> None:
-        """Find an operand that the kernel of a pointwise node may store its result over."""
+    def _elements(self, node: torch.fx.Node) -> int | None:
+        """How many elements a kernel goes through; None where that is not known, or the node makes none."""
+        if node not in self._kernels:
+            return None
+        name = _torch.op_name(node.target)
+        if name in _FROM_A_COPY:
+            return None
+        values = [node.meta.get("val")] if name not in _REDUCTIONS else [node.all_input_nodes[0].meta.get("val")]
+        (value,) = values
+        return _torch.elements(value) if isinstance(value, torch.Tensor) else None
+
+    def _close(self, node: torch.fx.Node, reader: torch.fx.Node) -> bool:
+        """Whether nothing between a kernel and a reader of its result keeps the two from being one kernel."""
+        position = self._view.position
+        seen, todo = {reader}, [reader]
+        while todo:
+            one = todo.pop()
+            for source in one.all_input_nodes:
+                if source is node or source in seen or position[source] <= position[node]:
+                    continue
+                between = self._view.role(source) is Role.FREE or source in self._kernels or source in self._pending
+                if not between or len(seen) > _LOOKED_AT:
+                    return False
+                seen.add(source)
+                todo.append(source)
+        return True
+
+    def _store(self, node: torch.fx.Node) -> None:
+        """Find an operand that the kernel of a node may store its result over."""
+        if len(self._view.storages.of(node)) > 1 or _torch.op_name(node.target) in _REDUCTIONS | _FROM_A_COPY:
+            return
         (result,) = self._view.storages.of(node)
-        for operand in read:
+        if result in self._whole or any(user.op == "output" for member in result.members for user in member.users):
+            return
+        for operand in sorted(self._kernels[node].reads, key=self._view.position.__getitem__):
             over = self._view.storages.of(operand)
             if len(over) == 1 and self._is_stored_over(over[0], result, node):
                 self._first[result] = self.first(over[0])
                 return
 
     def _is_stored_over(self, over: FxStorage, result: FxStorage, reader: torch.fx.Node) -> bool:
-        fits = over.size_bytes == result.size_bytes and not over.writers
-        if not fits or self._view.role(over.producer) is not Role.COMPUTE or not _same_elements(over, result):
+        fits = over.size_bytes == result.size_bytes and not over.writers and over not in self._whole
+        own = self._view.role(over.producer) is Role.COMPUTE or over.producer in self._freed
+        if not fits or not own or not _same_elements(over, result):
             return False
         return all(
-            self.computed_at(user) is reader
+            self.computed_at(user) == (reader,)
             for member in over.members
             for user in member.users
             if user not in over.members
@@ -112,4 +338,9 @@ def _same_elements(over: FxStorage, result: FxStorage) -> bool:
         return False
     if len({value.dtype for value in values}) > 1 or len({value.device for value in values}) > 1:
         return False
-    return all(_torch.op_name(member.target) in _SAME_PLACES for member in over.members[1:])
+    return _keeps_places(over)
+
+
+def _keeps_places(storage: FxStorage) -> bool:
+    """Whether every view of a storage has its elements where the storage has them."""
+    return all(_torch.op_name(member.target) in _SAME_PLACES for member in storage.members[1:])

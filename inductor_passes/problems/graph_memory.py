@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.fx
@@ -144,17 +144,30 @@ class GraphMemory:
 
     def generated(self) -> list[Block]:
         """The same where Inductor makes kernels of the graph, see :class:`Generated`."""
-        generated = Generated(self._view, self._owner)
+        freed = set[torch.fx.Node]()
+        if _torch.writes_over_saved():
+            inputs = (n for n in self._view.nodes if n.op == "placeholder" and SAVED_BLOCK not in n.meta)
+            freed = {n for n in inputs if not kept_by_caller(n, self._backward)}
+        generated = Generated(self._view, self._owner, freed)
         found: dict[FxStorage, Block] = {}
+        parts: list[tuple[FxStorage, Block]] = []
         for storage in self._view.storages.all:
-            if generated.computed_at(storage.producer) is not storage.producer:
+            if self._view.role(storage.producer) is Role.COMPUTE and not generated.is_stored(storage):
                 continue
             block = self._block(storage, generated.computed_at)
             if block is None:
                 continue
+            if (whole := generated.whole(storage)) is not None:
+                parts.append((whole, block))
+                continue
             first = found.setdefault(generated.first(storage), block)
             first.users |= block.users
             first.pinned |= block.pinned
+        for whole, part in parts:
+            # What is computed where it belongs brings the whole to life.
+            if (block := found.get(generated.first(whole))) is not None:
+                block.users |= {*part.users, part.producer, block.producer}
+                block.producer, block.span = min(block.producer, part.producer), None
         return list(found.values())
 
     def padded(self) -> list[Block]:
@@ -169,12 +182,12 @@ class GraphMemory:
         return out
 
     def _block(
-        self, storage: FxStorage, computed_at: Callable[[torch.fx.Node], torch.fx.Node] | None = None
+        self, storage: FxStorage, computed_at: Callable[[torch.fx.Node], Collection[torch.fx.Node]] | None = None
     ) -> Block | None:
         """What the planner knows of a storage; None for what takes no memory.
 
         Args:
-            computed_at: the node whose kernel computes another one's result, and reads its operands.
+            computed_at: the nodes whose kernels compute another one's result, and read its operands.
         """
         made_by = storage.producer
         is_input = self._view.role(made_by) is Role.INPUT
@@ -195,24 +208,29 @@ class GraphMemory:
         uneven, roles, users = bool(self._shards.uneven), self._view.roles, block.users
         for member in storage.members:
             for user in (member, *member.users):
-                task = self._task_of.get(user if computed_at is None else computed_at(user))
-                if task is None:
-                    continue
-                if uneven or roles[user] is Role.START:
-                    # What only prepares the message is not read any more while it travels. Where shards are uneven,
-                    # ranks prepare theirs in different ways: all are charged for the longest.
-                    users.update(self._builder.in_flight(task))
-                else:
-                    users.add(task)
-                if self._view.transfer_waits:
-                    # What is sent is read until the send has been waited for.
-                    users.update(self._task_of[wait] for wait in self._view.transfer_waits.get(user, ()))
-                # A view touches no memory: one that nobody reads keeps none alive. Uneven ranks differ in views.
-                if task == producer and (uneven or roles[user] is not Role.FREE):
-                    last = max(last, self._places.get(user, 0))
+                for task in self._tasks(user, computed_at):
+                    if uneven or roles[user] is Role.START:
+                        # What only prepares the message is not read any more while it travels. Where shards are
+                        # uneven, ranks prepare theirs in different ways: all are charged for the longest.
+                        users.update(self._builder.in_flight(task))
+                    else:
+                        users.add(task)
+                    if self._view.transfer_waits:
+                        # What is sent is read until the send has been waited for.
+                        users.update(self._task_of[wait] for wait in self._view.transfer_waits.get(user, ()))
+                    # A view touches no memory: one that nobody reads keeps none alive. Uneven ranks differ in views.
+                    if task == producer and (uneven or roles[user] is not Role.FREE):
+                        last = max(last, self._places.get(user, 0))
         if made_by in self._places:
             block.span = first, last
         return block
+
+    def _tasks(
+        self, user: torch.fx.Node, computed_at: Callable[[torch.fx.Node], Collection[torch.fx.Node]] | None
+    ) -> list[int]:
+        """The tasks in which a node, or each kernel that computes its result, uses its operands."""
+        nodes = (user,) if computed_at is None else computed_at(user)
+        return [self._task_of[node] for node in nodes if node in self._task_of]
 
     def _pads_some_ranks(self, node: torch.fx.Node) -> bool:
         """Whether a node pads or trims the shard of a rank that has a smaller one, at no cost of its own.
