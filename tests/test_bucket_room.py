@@ -103,7 +103,7 @@ def test_what_generated_code_has_no_memory_for_is_not_merged() -> None:
         assert fx.generated is not None
         costs, dependencies = BucketCosts(view, GPU, frozenset(), {}), Dependencies(view)
         plain, generated = peak_bytes(fx.problem), peak_bytes(fx.generated)
-        # The operand of the wide chain is computed where it is read; then its sum is the peak.
+        # The wide chain behind the product is computed where it is summed; then that is the peak.
         assert plain - generated == 2048 * 2048 * 4 - 4
 
         def chosen(generated: Capped | None, partitions: Sequence[Partition] = PARTITIONS) -> Choice:

@@ -172,5 +172,5 @@ def narrow_then_wide(world: str, count: int) -> torch.fx.GraphModule:
     for _ in range(count):
         weight = p.collective("all_gather", p.input(2, 16, dtype=torch.bfloat16), world)
         x = p.call(aten.relu.default, p.call(aten.mm.default, x, p.call(aten.permute.default, weight, [1, 0])))
-    wide = p.call(aten.relu.default, p.call(aten.neg.default, y))
+    wide = p.call(aten.relu.default, p.call(aten.neg.default, p.call(aten.mm.default, y, y)))
     return p.done(x, p.call(aten.sum.default, wide))

@@ -11,6 +11,7 @@ import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.models import LlamaConfig, MoEConfig, llama, llama_batch, moe, moe_batch, tensor_parallel
 
-SHAPES = ("wide", "uneven", "gated", "deep", "dense", "vectors", "residual")
+SHAPES = ("wide", "uneven", "gated", "deep", "dense", "vectors", "residual", "vocabulary")
 LAYOUTS = ("fsdp", "hybrid", "tp", "tp_sp", "fsdp_tp", "moe", "context_parallel")
 CONFIG = LlamaConfig(layers=2, dim=64, kv_heads=4, hidden=160, batch=4, seq=64)
 MOE = MoEConfig(tokens=256, dim=64, hidden=160)
@@ -100,6 +101,19 @@ class Vectors(nn.Module):
         return x
 
 
+class Vocabulary(nn.Module):
+    """A language model whose step is mostly its loss."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.model = llama(config)
+        self.target = llama_batch(config)[1].flatten()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = self.model(tokens).flatten(0, 1).float()
+        return nn.functional.cross_entropy(scores, self.target, label_smoothing=0.1)
+
+
 def shaped(name: str) -> tuple[nn.Module, torch.Tensor]:
     """One of ``SHAPES`` under FSDP, and its input."""
     model, rows, columns = {
@@ -117,10 +131,14 @@ def shaped(name: str) -> tuple[nn.Module, torch.Tensor]:
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
     """A model on four ranks without processes, and its input: of ``LAYOUTS`` or ``SHAPES``."""
-    if name in SHAPES:
+    if name in SHAPES and name != "vocabulary":
         return shaped(name)
     if name == "moe":
         return moe(MOE, dist.group.WORLD), moe_batch(MOE)[0]
+    if name == "vocabulary":
+        config = replace(CONFIG, vocab=8000)
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        return simple_fsdp(Vocabulary(config), mesh), llama_batch(config)[0]
     tokens = llama_batch(CONFIG)[0]
     if name == "context_parallel":
         return llama(CONFIG, dist.group.WORLD), tokens.chunk(4, 1)[0]
