@@ -4,6 +4,7 @@ trouble that a store and a rank can make.
 
 from __future__ import annotations
 
+import hashlib
 import random
 import tempfile
 import time
@@ -118,6 +119,67 @@ def test_all_ranks_take_one_verdict_in_a_thousand_schedules() -> None:
         for agreed in check(ranks, told).values():
             seen[agreed] += 1
     assert min(seen.values()) > 200, seen
+
+
+def apart(asks: list[list[tuple[float, str, str]]], seed: int) -> list[list[tuple[Outcome, float]] | None]:
+    """What ranks are told that ask one after the other about (delay, question, settings), and how long they waited."""
+    clock, store, everybody = VirtualClock(len(asks)), HashStore(), tuple(range(len(asks)))
+
+    def life(number: int) -> Callable[[], list[tuple[Outcome, float]]]:
+        connection = UnreliableStore(store, clock, random.Random(seed * 100 + number), 0.01, lambda _: None)
+
+        def run() -> list[tuple[Outcome, float]]:
+            session, told = Session(connection, number, everybody, clock), []
+            for delay, question, settings in asks[number]:
+                clock.sleep(delay)
+                digest = hashlib.blake2b(f"{question} {settings}".encode(), digest_size=16).hexdigest()
+                lines = [f"fact setting memory_budget: {settings}", f"fact phase: {question}"]
+                asked = Ballot(
+                    digest,
+                    Literals(),
+                    (0, 1),
+                    question,
+                    lambda lines=lines: lines,
+                    compilation="0/0",
+                    settings=settings,
+                )
+                began = clock.now()
+                told.append((settle(session, asked, TIMEOUT_S), clock.now() - began))
+            return told
+
+        return run
+
+    return together(clock, [life(number) for number in everybody])
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_ranks_with_other_settings_are_found_whatever_they_ask(size: int) -> None:
+    """Found: one rank alone had a budget that asks questions of its own, and every rank waited in vain for each."""
+    for seed in range(60):
+        rng = random.Random(seed)
+        odd = rng.randrange(size)
+        asks = []
+        for number in range(size):
+            questions = ["step forward", "step backward", "forward"] if number == odd else ["forward"]
+            settings = "less" if number == odd else "all"
+            asks.append([(rng.random() * 0.5, question, settings) for question in questions])
+        for number, told in enumerate(apart(asks, seed)):
+            assert told is not None
+            other = [n for n in range(size) if (n == odd) is not (number == odd)]
+            for outcome, waited in told:
+                assert outcome.kind is Kind.SETTINGS and waited < 5, (seed, number, told)
+                assert any(f"what rank {n} was told differs" in outcome.why for n in other)
+                assert "memory_budget: less" in outcome.why and "phase" not in outcome.why
+
+
+def test_settings_that_are_changed_on_all_ranks_are_no_difference() -> None:
+    """Dynamo counts compilations anew after a reset: one name comes with other settings, and then with the first."""
+    for seed in range(40):
+        rng = random.Random(seed)
+        settings = [rng.choice("abc") for _ in range(5)]
+        asks = [[(rng.random() * 2, f"graph {k}", one) for k, one in enumerate(settings)] for _ in range(3)]
+        for told in apart(asks, seed):
+            assert told is not None and all(outcome.agreed for outcome, _ in told), (seed, told)
 
 
 def test_ranks_that_come_in_time_with_equal_graphs_agree() -> None:

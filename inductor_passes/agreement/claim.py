@@ -34,6 +34,7 @@ class Claim:
         lines: what the digest is made of, packed.
         timeout_s: how long to wait for the others.
         agreed: the verdict; None where the code is right under either.
+        settings: see ``Ballot``.
     """
 
     rank: int
@@ -50,6 +51,7 @@ class Claim:
     lines: str
     timeout_s: float
     agreed: bool | None
+    settings: str = ""
 
     def ballot(self, compile_id: str, lines: Sequence[str] | None = None) -> Ballot:
         """What to vote for; ``lines`` where they are at hand."""
@@ -65,6 +67,8 @@ class Claim:
             f"{compile_id} {self.graph} {self.phase}",
             shown,
             first=opens_a_function(compile_id),
+            compilation=compile_id,
+            settings=self.settings,
         )
 
     def text(self) -> str:
@@ -107,8 +111,10 @@ def _checked(data: dict[str, Any]) -> Claim:
         lines=str(data["lines"]),
         timeout_s=float(data["timeout_s"]),
         agreed=None if data["agreed"] is None else data["agreed"] is True,
+        settings=str(data["settings"]),
     )
-    if not (claim.digest.isalnum() or not claim.participants) or len(claim.kinds) != len(claim.values):
+    named = (claim.digest.isalnum() or not claim.participants) and (claim.settings.isalnum() or not claim.settings)
+    if not named or len(claim.kinds) != len(claim.values):
         raise ValueError("no claim: its fields do not fit together")
     return claim
 

@@ -19,7 +19,9 @@ verdict. It keeps trying for ``IN_DOUBT_S``, then goes on alone and says so.
 
 A rank that has waited for a moment also writes down which digest it has, under the name of the graph (compile id and
 phase). A rank that finds another digest there knows that the graphs differ. It ends the wait of both and shows the
-first line in which they differ.
+first line in which they differ. Ranks with other settings may ask different questions, none of which the others ever
+answer. So waiting ranks also compare, under the name of the compilation, what all of its questions rest on, and the
+rank that finds a difference tells everybody who waits.
 
 Operations: one vote, one or two reads of the verdict, and with open numbers a few more for each rank, however many
 ranks there are.
@@ -55,6 +57,7 @@ class Kind(str, Enum):
 
     AGREED = "agreed"
     DIFFERS = "differs"
+    SETTINGS = "settings"
     LITERAL = "literal"
     UNANSWERED = "unanswered"
     TROUBLE = "trouble"
@@ -91,6 +94,8 @@ class Ballot:
         lines: what the digest is made of, for people; called only when there is something to show.
         what: the ranks compare, for messages.
         first: whether it is about the first graph of a function, which all ranks compile unless programs differ.
+        compilation: that the question belongs to, equal on ranks that compile the same frames in the same order.
+        settings: digest of what all questions of a compilation rest on; "" where there is nothing of that kind.
     """
 
     digest: str
@@ -100,6 +105,8 @@ class Ballot:
     lines: Callable[[], Sequence[str]]
     what: str = "graph"
     first: bool = True
+    compilation: str = ""
+    settings: str = ""
 
 
 def settle(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
@@ -120,7 +127,8 @@ def settle(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
     if opened:
         outcome = talk.outcome()
     else:
-        outcome = Outcome(Kind.UNANSWERED, f"not all of ranks {_listed(session.ranks)} have asked for this in time")
+        asked = f"not all of ranks {_listed(session.ranks)} have asked for this in time"
+        outcome = Outcome(Kind.UNANSWERED, f"rank {session.rank} waited in vain: {asked}")
     session.note(outcome.kind is not Kind.UNANSWERED, ballot.first)
     return outcome
 
@@ -133,11 +141,15 @@ class _Talk:
         self._board = session.board
         self._ballot = ballot
         self._deadline = deadline
-        self._voted = False
+        self._voted = self._published = False
         # Graphs of equal digest and other open numbers are told apart by their order.
         self._number = session.number(ballot.digest, ballot.literals.values)
         self._name = f"{ballot.name} {session.number('name ' + ballot.name, ballot.digest)}"
         self._hint_at: float | None = session.board.clock.now() + GRACE_S
+        self._settings_key = ""
+        if ballot.settings:
+            number = session.number(f"settings {ballot.compilation}", ballot.settings)
+            self._settings_key = hashlib.blake2b(f"{ballot.compilation} {number}".encode(), digest_size=8).hexdigest()
 
     def outcome(self) -> Outcome:
         """The verdict."""
@@ -193,8 +205,33 @@ class _Talk:
             return self._taken(self._board.read([key])[0])
         if self._hint_at is not None and self._board.clock.now() >= self._hint_at:
             self._hint_at = None
-            return self._hinted()
+            return self._introduced() or self._hinted()
+        if self._hint_at is None and self._settings_key:
+            told = self._session.key("settings", self._settings_key, "differ")
+            if self._board.has([told]):
+                return self._told(self._board.read([told])[0].decode("ascii", "replace"))
         return None
+
+    def _introduced(self) -> Outcome | None:
+        """Compare what questions rest on with the first rank that waited; the verdict when that is something else."""
+        if not self._settings_key:
+            return None
+        ballot, session = self._ballot, self._session
+        self._publish_lines()
+        mine = f"{ballot.settings} {ballot.digest} {session.rank}"
+        first = self._board.put_once(session.key("settings", self._settings_key), mine)
+        found = self._told(first)
+        if found is not None:
+            self._board.put_once(session.key("settings", self._settings_key, "differ"), mine)
+        return found
+
+    def _told(self, text: str) -> Outcome | None:
+        """The verdict when somebody's settings, ``text``, are not this rank's."""
+        parts = text.split(" ")
+        if len(parts) != 3 or not all(part.isalnum() for part in parts) or not parts[2].isdecimal():
+            return None
+        settings, digest, other = parts
+        return None if settings == self._ballot.settings else self._decide(Kind.SETTINGS, f"{digest} {other}")
 
     def _decide(self, kind: Kind, detail: str) -> Outcome:
         """Write a verdict unless there is one; the one that stands."""
@@ -217,7 +254,7 @@ class _Talk:
             return Outcome(kind, f"rank {rank} waited in vain: {count} ranks answered in time")
         if kind is Kind.LITERAL:
             return Outcome(kind, self._literal(rank, detail))
-        return Outcome(Kind.DIFFERS, self._difference(rank, detail))
+        return Outcome(kind, self._difference(rank, detail, facts=kind is Kind.SETTINGS))
 
     def _literal(self, rank: int, detail: str) -> str:
         """What to say of an open number that fits to nothing; every rank knows in which line it is."""
@@ -255,19 +292,27 @@ class _Talk:
         return self._decide(Kind.DIFFERS, f"{digest} {other}")
 
     def _publish_lines(self) -> None:
+        if self._published:
+            return
+        self._published = True
         key = self._session.key("lines", self._ballot.digest)
         if self._board.add(f"{key}/writers") == 1:
             self._board.put(key, difference.packed(self._ballot.lines()))
 
-    def _difference(self, rank: int, detail: str) -> str:
-        """One sentence on the graph that another rank has."""
+    def _difference(self, rank: int, detail: str, facts: bool) -> str:
+        """One sentence on the graph that another rank has.
+
+        Args:
+            facts: only what all questions of a compilation rest on is compared.
+        """
         session = self._session
         digest, _, found_at = detail.partition(" ")
         other = int(found_at) if found_at.isdecimal() else rank
         if other == session.rank:
             # It said so of another rank's graph, and has the same one now.
             return f"ranks compared this {self._ballot.what} with another one before, and that verdict stands"
-        sentence = f"the {self._ballot.what} of rank {other} differs"
+        what = f"what rank {other} was told" if facts else f"the {self._ballot.what} of rank {other}"
+        sentence = f"{what} differs"
         if len(session.ranks) > _ALL_SHOW and session.rank not in (rank, session.ranks[0]):
             return f"{sentence}; the log of rank {session.ranks[0]} shows the first difference"
         key = session.key("lines", digest)
@@ -278,7 +323,10 @@ class _Talk:
             lines = None
         if lines is None:
             return sentence
-        return f"{sentence}: {difference.first_difference(session.rank, list(self._ballot.lines()), other, lines)}"
+        mine = list(self._ballot.lines())
+        if facts:
+            mine, lines = difference.shared_facts(mine), difference.shared_facts(lines)
+        return f"{sentence}: {difference.first_difference(session.rank, mine, other, lines)}"
 
     def _in_doubt(self, error: StoreError) -> Outcome:
         """The verdict of a rank that has voted and lost the store: others may have agreed with it."""

@@ -18,6 +18,8 @@ _NAME, _BEFORE = 24, 40
 #: How a line begins that states what decisions depend on besides the graph.
 FACT = "fact "
 SOURCE = " | "
+#: Facts that belong to one question of a compilation, or that a rank may learn in the middle of it.
+OF_ONE_QUESTION = frozenset({"phase", "step", "groups"})
 
 
 def packed(lines: Sequence[str], limit: int = _MAX_PACKED) -> str:
@@ -57,6 +59,11 @@ def first_difference(rank: int, mine: Sequence[str], other: int, theirs: Sequenc
             more = [_fact(one) for one, two in zip(mine[number + 1 :], theirs[number + 1 :]) if _facts_differ(one, two)]
             return sentence + (f", and these differ too: {', '.join(more)[:_MAX_SHOWN]}" if more else "")
     return f"ranks {rank} and {other} differ, but not in what they list"
+
+
+def shared_facts(lines: Sequence[str]) -> list[str]:
+    """The facts that all questions of a compilation have in common."""
+    return [line for line in lines if _fact(line) and _fact(line) not in OF_ONE_QUESTION]
 
 
 def _differ(left: str, right: str) -> bool:

@@ -14,6 +14,7 @@ from inductor_passes import _torch
 from inductor_passes.agreement.asking import ask, is_mixed, nobody_to_ask
 from inductor_passes.agreement.claim import Claim, packed_lines
 from inductor_passes.agreement.consensus import Kind
+from inductor_passes.agreement.difference import OF_ONE_QUESTION
 from inductor_passes.agreement.lines import Description, describe, used_groups
 from inductor_passes.agreement.roles import IncomparableError
 from inductor_passes.ir.groups import Group
@@ -40,6 +41,7 @@ class Agreement:
         participants: the ranks that were asked; this rank alone for a graph without collectives, nobody where the graph
             cannot be compared.
         differs: it is known that another rank has another graph.
+        settings_differ: it is known that what another rank decides by is something else, whatever its graph is.
         again: the verdict was known in this process: other ranks may not be compiling this graph now.
         mixed: ranks agree on some graphs of the function that is being compiled and not on others. What becomes of the
             collectives of the two kinds of graphs may differ: ranks must not run them at the same time.
@@ -54,6 +56,7 @@ class Agreement:
     participants: tuple[int, ...]
     mixed: bool = False
     differs: bool = False
+    settings_differ: bool = False
     again: bool = False
     waited_ns: int = 0
     operations: int = 0
@@ -108,7 +111,7 @@ def reach(
         claim = _claim(None, rank, world_size, timeout_s, name, agreed)
         return Agreement(agreed, "" if agreed else why, "", (), described_ns=_since(began), claim=claim)
     described_ns = _since(began)
-    claim = _claim(description, rank, world_size, timeout_s, name, False)
+    claim = _claim(description, rank, world_size, timeout_s, name, False, _settings(facts))
     asked = time.perf_counter_ns()
     outcome, session = ask(claim, description.lines)
     return Agreement(
@@ -118,6 +121,7 @@ def reach(
         participants=claim.participants,
         mixed=is_mixed(claim),
         differs=outcome.kind in (Kind.DIFFERS, Kind.LITERAL),
+        settings_differ=outcome.kind is Kind.SETTINGS,
         again=outcome.again,
         waited_ns=_since(asked),
         operations=session.board.operations if session is not None else 0,
@@ -183,8 +187,20 @@ def _ask_on(claim: Claim, content: str, lines: Sequence[str], **fields: Any) -> 
     )
 
 
+def _settings(facts: Mapping[str, str]) -> str:
+    """A digest of what all questions of a compilation rest on."""
+    shared = {name: value for name, value in facts.items() if name not in OF_ONE_QUESTION}
+    return hashlib.blake2b(json.dumps(shared, sort_keys=True).encode(), digest_size=16).hexdigest() if shared else ""
+
+
 def _claim(
-    found: Description | None, rank: int, world_size: int, timeout_s: float, name: str, agreed: bool
+    found: Description | None,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    name: str,
+    agreed: bool,
+    settings: str = "",
 ) -> Claim:
     return Claim(
         rank=rank,
@@ -201,6 +217,7 @@ def _claim(
         lines=packed_lines(found.lines) if found is not None else "",
         timeout_s=timeout_s,
         agreed=agreed,
+        settings=settings,
     )
 
 

@@ -69,9 +69,14 @@ def apart(views: Views, fx: tuple[FxProblem, FxProblem], settings: PassConfig, p
     """Why ranks might come to different decisions about a step; "" where all compile the same forward and backward."""
     if not (fx[0].ranks_agree and fx[1].ranks_agree):
         return UNEQUAL
-    verdicts = [agreeing.reach(v, settings, profile, name) for v, name in zip(views, ("step forward", "step backward"))]
-    for one in verdicts:
+    verdicts = []
+    for view, name in zip(views, ("step forward", "step backward")):
+        one = agreeing.reach(view, settings, profile, name)
         agreeing.remember(one)
+        verdicts.append(one)
+        if one.settings_differ:
+            # A rank with other settings may not ask this at all.
+            break
     return next((one.why or "a rank compiles another step" for one in verdicts if not one.agreed), "")
 
 
