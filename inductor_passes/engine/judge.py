@@ -80,7 +80,11 @@ def limit_bytes(
     limit = config.budget.limit_bytes(of_step(least_peak_bytes, step, config, own_least_bytes))
     if limit is None or not config.budget.shrinks:
         return limit
-    return max(limit, least_peak_bytes, 0 if step is None else step.reached_bytes)
+    reached = 0 if step is None else step.reached_bytes
+    if own_least_bytes and least_peak_bytes < own_least_bytes:
+        # What was reached is an estimate too: kernels that need less than expected are held to so much less.
+        reached = reached * least_peak_bytes // own_least_bytes
+    return max(limit, least_peak_bytes, reached)
 
 
 def cap(look: Look, step: StepFacts | None, verified_peak_bytes: int | None = None) -> Cap:

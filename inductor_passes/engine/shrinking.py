@@ -107,6 +107,21 @@ class Shrunk:
 
 
 @dataclass(frozen=True)
+class _Tried:
+    """A state that has become two graphs.
+
+    Attributes:
+        made: their problems.
+        needs: bytes that both can be run with.
+    """
+
+    point: Point
+    both: Split
+    made: tuple[FxProblem, FxProblem]
+    needs: int
+
+
+@dataclass(frozen=True)
 class Shrinking:
     """One joint graph and how it is separated.
 
@@ -163,28 +178,24 @@ class Shrinking:
         limit = self.settings.budget.limit_bytes(peak)
         assert limit is not None
         wanted, reached = limit, 0
-        for _ in range(_TRIES):
-            point = recompute.best(possible, wanted)
-            if point is None:
-                break
-            both = self._made(base, found, gathered, point)
-            made = problems(views_of(both), self.settings, self.profile)
-            needs = self._least(made, limit)
-            if needs <= limit:
-                break
-            wanted = min(wanted, point.peak_bytes) - max(1, needs - limit)
-        else:
-            point = None
+        tried: list[_Tried] = []
+        fits = False
+        while len(tried) < _TRIES and not fits and (point := recompute.best(possible, wanted)) is not None:
+            tried.append(self._tried(base, found, gathered, point, limit))
+            fits = tried[-1].needs <= limit
+            wanted = min(wanted, point.peak_bytes) - max(1, tried[-1].needs - limit)
         curve = recompute.curve(possible)
-        if point is None:
-            point = recompute.least(possible)
-            both = self._made(base, found, gathered, point)
+        if not fits:
+            last = recompute.least(possible)
             # Within a limit that cannot be reached no order is looked for: what the point was planned with can be.
-            made = problems(views_of(both), self.settings, self.profile)
-            needs = self._least(made, max(limit, point.peak_bytes))
-            if needs > limit:
-                reached = max(needs, point.peak_bytes)
-                self._complain(reached, limit, peak, more_buys(point, curve))
+            tried.append(self._tried(base, found, gathered, last, max(limit, last.peak_bytes)))
+            saved_all = recompute.least([p for p in possible if not p.recomputed and not p.kept])
+            tried.append(self._tried(base, found, gathered, saved_all, limit))
+        chosen = tried[-1] if fits else min(tried, key=lambda one: one.needs)
+        point, both, made = chosen.point, chosen.both, chosen.made
+        if chosen.needs > limit:
+            reached = max(chosen.needs, point.peak_bytes)
+            self._complain(reached, limit, peak, more_buys(point, curve))
         said = recompute.report(found.step, point, recompute.saved_ns(possible), limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
         lines = (
@@ -194,6 +205,14 @@ class Shrinking:
         )
         known = tuple((p.peak_bytes, p.step_ns) for p in curve)
         return Shrunk(both, said, kept, peak, lines, known, point.proposed, reached)
+
+    def _tried(
+        self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], point: Point, limit: int
+    ) -> _Tried:
+        """A state as it comes out, and what it needs in an order that keeps ``limit``, where there is one."""
+        both = self._made(base, found, gathered, point)
+        made = problems(views_of(both), self.settings, self.profile)
+        return _Tried(point, both, made, self._least(made, limit))
 
     def _made(
         self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], point: Point

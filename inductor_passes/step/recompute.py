@@ -64,6 +64,8 @@ class Candidate:
         backward_storages: indices of backward's inputs that are the block.
         nodes: names of the FX nodes of ``chain``.
         source: the user's ``file:line``, or "".
+        readers: backward's tasks that read the value. Its memory may be used elsewhere: where kernels compute these.
+            Empty: those that use the memory.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Candidate:
     backward_storages: tuple[int, ...]
     nodes: tuple[str, ...] = ()
     source: str = ""
+    readers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -182,9 +185,10 @@ class _Backward:
         self.whole = {b: c.backward_storages[0] for c in chosen for b in c.backward_storages[1:]}
         self.twin = {c.forward_storage for c in chosen}
         self.preds = step.backward.edges() + [self._preds(t) for t in self.again]
-        for b, made_by in self.producer.items():
-            for reader in step.backward.storages[b].readers:
-                self.preds[reader].append(made_by)
+        for c in chosen:
+            users = [r for b in c.backward_storages for r in step.backward.storages[b].readers]
+            for reader in dict.fromkeys((*c.readers, *users)):
+                self.preds[reader].append(self._made_by(c))
         self.readers: dict[int, list[int]] = {}
         for t in self.again:
             for b in step.reads.get(t, ()):

@@ -178,8 +178,20 @@ class _Reader:
             backward_storages=theirs,
             nodes=tuple(n.name for n in self.view.nodes if n in chain.nodes),
             source=ops.source_line(block.producer),
+            readers=tuple(sorted({t for n in inputs for t in self._read_in_backward(n)})),
         )
         return one, chain
+
+    def _read_in_backward(self, value: torch.fx.Node) -> set[int]:
+        """Backward's tasks that read one of its inputs, or a view of it."""
+        found, todo = set[int](), list(value.users)
+        while todo:
+            user = todo.pop()
+            if user in self.back_task:
+                found.add(self.back_task[user])
+            else:
+                todo += user.users
+        return found
 
     def _runs(self, node: torch.fx.Node) -> set[int]:
         """The task that runs again with a node; none where it is a view of what a collective brings."""

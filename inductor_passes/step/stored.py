@@ -202,6 +202,7 @@ def _check(record: _Record, forward: Problem, backward: Problem) -> None:
         within(f"the chain of candidate {one.name}", one.chain, tasks)
         within(f"candidate {one.name}", [one.forward_storage], storages)
         within(f"candidate {one.name} in backward", one.backward_storages, back_storages)
+        within(f"candidate {one.name} in backward", one.readers, back_tasks)
         if one.size_bytes < 0 or not one.backward_storages or forward.storages[one.forward_storage].producer == INPUT:
             raise RecordError(f"candidate {one.name} is not made by forward and saved for backward")
     for what, rows, count in (("needs", record.needs, back_tasks), ("reads", record.reads, back_storages)):
