@@ -61,9 +61,14 @@ _HEAVY = frozenset(
         "log_sigmoid_forward", "sigmoid_backward",
     )
 )
+#: Operators beside pointwise ones that take in the code of what they read.
+_BY_CODE = _BY_ELEMENT | _REDUCTIONS | _FROM_A_COPY | {"aten::cat"}
+_NOT_IN_PLACE = _REDUCTIONS | _FROM_A_COPY
 _MATMULS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 #: Views under which an element keeps its place in memory.
 _SAME_PLACES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape", "aten::unsqueeze"})
+#: Operations per element beyond which a result is stored whatever it reads.
+_LONGEST_CODE = 100
 #: How many nodes between a value and one of its readers are looked at before fusion counts as impossible.
 _LOOKED_AT = 64
 
@@ -97,6 +102,7 @@ class Generated:
         self._view = view
         self._apart = apart
         self._freed = freed
+        self._limits_of = {cpu: _torch.inlining_limits(cpu) for cpu in (False, True)}
         #: Of values that are not in memory, up to now, the code.
         self._pending: dict[torch.fx.Node, _Code] = {}
         #: Nodes that make their results in a kernel of their own or a fused one, and what their kernel reads.
@@ -188,7 +194,8 @@ class Generated:
         if (code := self._pending.get(node)) is None:
             return
         limits = self._limits(node)
-        if (len(code.reads) > limits.reads or code.operators > limits.operators) and len(code.reads) > 1:
+        much = len(code.reads) > limits.reads or code.operators > limits.operators
+        if (much and len(code.reads) > 1) or code.operators > _LONGEST_CODE:
             self._to_memory(node)
 
     def _reused(self, node: torch.fx.Node) -> None:
@@ -210,12 +217,11 @@ class Generated:
         if self._view.role(user) is not Role.COMPUTE or user in self._apart:
             return False
         name = _torch.op_name(user.target)
-        by_code = name in _BY_ELEMENT | _REDUCTIONS | _FROM_A_COPY or name == "aten::cat"
-        return not by_code and not _torch.is_pointwise(user.target)
+        return name not in _BY_CODE and not _torch.is_pointwise(user.target)
 
     def _limits(self, node: torch.fx.Node) -> _torch.InliningLimits:
         value = node.meta.get("val")
-        return _torch.inlining_limits(isinstance(value, torch.Tensor) and value.device.type == "cpu")
+        return self._limits_of[isinstance(value, torch.Tensor) and value.device.type == "cpu"]
 
     def _to_memory(self, node: torch.fx.Node) -> None:
         self._kernels[node] = self._pending.pop(node)
@@ -307,7 +313,7 @@ class Generated:
 
     def _store(self, node: torch.fx.Node) -> None:
         """Find an operand that the kernel of a node may store its result over."""
-        if len(self._view.storages.of(node)) > 1 or _torch.op_name(node.target) in _REDUCTIONS | _FROM_A_COPY:
+        if len(self._view.storages.of(node)) > 1 or _torch.op_name(node.target) in _NOT_IN_PLACE:
             return
         (result,) = self._view.storages.of(node)
         if result in self._whole or any(user.op == "output" for member in result.members for user in member.users):
