@@ -460,19 +460,22 @@ def test_random_training_steps(groups: tuple[str, ...]) -> None:
     assert again
 
 
-def test_a_saved_value_that_may_share_memory_with_what_runs_again(groups: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("codegen", ["inductor", "aot_eager"])
+def test_a_saved_value_that_may_share_memory_with_what_runs_again(groups: tuple[str, ...], codegen: Any) -> None:
     """Found: dropout's result was taken to be read from the memory of its operand, which ran again later."""
     steps = (("rows_scattered", 7, 52), ("linear", 48, 38), ("gate", 27, 63), ("softmax", 60, 0), ("dropout", 46, 47))
-    case = training.TrainingCase((*steps, ("norm", 60, 36)), "-80%")
+    case = training.TrainingCase((*steps, ("norm", 60, 36)), "-80%", codegen=codegen)
     said, again = training.judge_training(case, groups)
     assert not said and again
 
 
-def test_a_view_of_what_arrives_runs_again_with_its_reader(groups: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("codegen", ["inductor", "aot_eager"])
+def test_a_view_of_what_arrives_runs_again_with_its_reader(groups: tuple[str, ...], codegen: Any) -> None:
     """Found: a chain that begins with a view of a wait's result was taken to run the wait again."""
     steps = (("exchanged", 30, 9), ("add", 2, 41), ("view", 22, 36), ("view", 43, 57), ("linear", 47, 38))
     steps += (("view", 29, 43), ("gate", 5, 51), ("relu", 53, 26), ("linear", 23, 20))
-    said, again = training.judge_training(training.TrainingCase(steps, "=4KiB", passes=False), groups)
+    case = training.TrainingCase(steps, "=4KiB", passes=False, codegen=codegen)
+    said, again = training.judge_training(case, groups)
     assert not said and again
 
 

@@ -10,7 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -49,19 +49,22 @@ class TrainingCase:
         steps: names and two numbers each, which count modulo what there is.
         budget: ``memory_budget``.
         passes: whether forward and backward go through the passes too.
+        codegen: whether the budget is about what every value takes, or what generated code is expected to take.
     """
 
     steps: tuple[tuple[str, int, int], ...]
     budget: str
     passes: bool = True
     ranks: int = 4
+    codegen: Literal["inductor", "aot_eager"] = "inductor"
 
 
 def random_training(rng: random.Random, ranks: int = 4) -> TrainingCase:
     """A case; every choice from ``rng``."""
     names = rng.choices(STEPS, k=rng.randint(3, 14))
     steps = tuple((name, rng.randrange(64), rng.randrange(64)) for name in names)
-    return TrainingCase(steps, rng.choice(BUDGETS), rng.random() < 0.7, ranks)
+    budget, passes = rng.choice(BUDGETS), rng.random() < 0.7
+    return TrainingCase(steps, budget, passes, ranks, rng.choice(("inductor", "aot_eager")))
 
 
 def function(case: TrainingCase, groups: Sequence[str]) -> tuple[Callable[..., Any], list[torch.Tensor]]:
@@ -172,7 +175,9 @@ def judge_training(case: TrainingCase, groups: Sequence[str]) -> tuple[str, int]
 
 def _judged(case: TrainingCase, groups: Sequence[str]) -> tuple[str, int]:
     step = joint(case, groups)
-    settings = PassConfig(memory_budget=case.budget, rank_agreement="trust", verify="strict")
+    settings = PassConfig(
+        memory_budget=case.budget, rank_agreement="trust", verify="strict", codegen=case.codegen
+    )
     profile = CostProfile.default("cpu")
     base, other = step.split(copied(step.gm)), step.split(copied(step.gm))
     done = Shrinking(step.gm, step.split, step.outputs, settings, profile).run(other)
@@ -212,8 +217,12 @@ def training_as_test(case: TrainingCase, said: str, name: str) -> str:
     )
 
 
-def _peaks(both: Split, profile: CostProfile) -> list[int]:
-    return [peak_bytes(build(GraphView(gm.graph), profile).problem) for gm in both]
+def _peaks(both: Split, profile: CostProfile, codegen: str) -> list[int]:
+    problems = [build(GraphView(gm.graph), profile) for gm in both]
+    generated = [one.generated for one in problems]
+    if codegen == "inductor" and None not in generated:
+        return [peak_bytes(one) for one in generated if one is not None]
+    return [peak_bytes(one.problem) for one in problems]
 
 
 def _wrong_memory(base: Split, done: Shrunk, settings: PassConfig, profile: CostProfile) -> str:
@@ -222,7 +231,7 @@ def _wrong_memory(base: Split, done: Shrunk, settings: PassConfig, profile: Cost
         return ""
     if done.recompute.rolled_back in (Reason.EXCEPTION, Reason.VERIFIER):
         return f"{done.recompute.rolled_back.value}: {done.recompute.detail}"
-    whole = max(_peaks(base, profile))
+    whole = max(_peaks(base, profile, settings.codegen))
     if done.step_peak_bytes != whole:
         return f"the step's peak is said to be {done.step_peak_bytes} bytes and is {whole}"
     limit = settings.budget.limit_bytes(whole)
@@ -235,8 +244,8 @@ def _wrong_memory(base: Split, done: Shrunk, settings: PassConfig, profile: Cost
 
 def _through_passes(done: Shrunk, settings: PassConfig, profile: CostProfile) -> str:
     """Forward and backward as they are compiled: within their caps, and nothing is undone by the verifier."""
-    peaks = _peaks(done.both, profile)
-    for gm, peak, phase, proposed in zip(done.both, peaks, ("forward", "backward"), done.proposed):
+    peaks, plain = _peaks(done.both, profile, settings.codegen), _peaks(done.both, profile, "aot_eager")
+    for gm, peak, came, phase, proposed in zip(done.both, peaks, plain, ("forward", "backward"), done.proposed):
         facts = StepFacts(
             *(peak, done.step_peak_bytes or max(peaks), done.keep, done.recompute, done.notes, done.curve),
             *(proposed, done.reached_bytes),
@@ -248,7 +257,7 @@ def _through_passes(done: Shrunk, settings: PassConfig, profile: CostProfile) ->
             if one.rolled_back in (Reason.EXCEPTION, Reason.VERIFIER):
                 return f"pass {one.name} was undone: {one.detail}"
         left, limit = peak_bytes(build(GraphView(gm.graph), profile).problem), found.cap.limit_bytes
-        if limit is not None and left > max(limit, 0 if found.scheduled is not None else peak):
+        if limit is not None and left > max(limit, 0 if found.scheduled is not None else came):
             return f"{phase} has a peak of {left} bytes, the cap is {limit}"
     return ""
 
