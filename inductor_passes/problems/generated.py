@@ -282,6 +282,8 @@ class Generated:
         for reader in readers:
             if reader not in self._kernels or self._elements(reader) != elements or not self._close(node, reader):
                 return None
+            if self._limits(node).cpu and not _reduces_rows(reader):
+                return None
         return list(readers)
 
     def _elements(self, node: torch.fx.Node) -> int | None:
@@ -335,6 +337,17 @@ class Generated:
             for user in member.users
             if user not in over.members
         )
+
+
+def _reduces_rows(node: torch.fx.Node) -> bool:
+    """Whether a kernel goes through its operand in the order of memory: sums of columns on a processor do not."""
+    if _torch.op_name(node.target) not in _REDUCTIONS:
+        return True
+    dims, value = node.args[1] if len(node.args) > 1 else None, node.all_input_nodes[0].meta.get("val")
+    if not isinstance(value, torch.Tensor) or not isinstance(dims, (int, list, tuple)) or not dims:
+        return dims is None or dims == []
+    listed = {int(d) % value.dim() for d in ([dims] if isinstance(dims, int) else dims) if isinstance(d, int)}
+    return listed == set(range(value.dim() - len(listed), value.dim()))
 
 
 def _same_elements(over: FxStorage, result: FxStorage) -> bool:

@@ -88,6 +88,8 @@ class Step:
         needs: forward's task -> tasks that are in backward already and that it needs there (gathers).
         reads: forward's task -> storages that are in backward already and that it reads there.
         callers: forward's inputs that backward does not have; chains that read them make it hold them.
+        latent: backward's storage -> bytes that it takes once a chain reads it too: a value that kernels compute where
+            it is read, as long as nobody else reads it.
     """
 
     forward: Problem
@@ -96,6 +98,7 @@ class Step:
     needs: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     reads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     callers: tuple[int, ...] = ()
+    latent: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,8 @@ class _Backward:
                 everyone = {r for one in blocks for r in (*storages[one].readers, *self.readers.get(one, ()))}
                 readers = everyone - {producer}
             size_bytes = 0 if b in self.whole else s.size_bytes
+            if b in self.readers:
+                size_bytes = self.step.latent.get(b, size_bytes)
             moved = place[producer], _places(place, readers)
             result.append(Storage(size_bytes, *moved, s.pinned, s.name, s.workspace))
         return result

@@ -11,7 +11,7 @@ the user's to decide.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.fx
@@ -22,7 +22,7 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem
-from inductor_passes.schedule.problem import Kind
+from inductor_passes.schedule.problem import Kind, Storage
 from inductor_passes.step.recompute import Candidate, Step
 
 #: Values below this share of all that is saved are not worth a decision each.
@@ -142,6 +142,7 @@ class _Reader:
             else:
                 found.append(one[0])
                 chains.append(one[1])
+        latent = self._latent({n for chain in chains for n in chain.nodes})
         needs, reads = self._links({n for chain in chains for n in chain.nodes})
         callers = tuple(
             i
@@ -149,7 +150,11 @@ class _Reader:
             if s.producer.op in ("placeholder", "get_attr") and s.producer.name not in self.inputs
             for i in self.storage.get(s, ())
         )
-        step = Step(self.forward.problem, self.backward.problem, tuple(found), needs, reads, callers)
+        storages = (*self.backward.problem.storages, *(block for block, _ in latent))
+        backward = replace(self.backward.problem, storages=storages)
+        first = len(self.backward.problem.storages)
+        sizes = {first + k: size for k, (_, size) in enumerate(latent)}
+        step = Step(self.forward.problem, backward, tuple(found), needs, reads, callers, sizes)
         return Saved(step, refused, frozenset(self.saved))
 
     def _candidate(self, block: FxStorage) -> tuple[Candidate, _Chain] | str:
@@ -209,6 +214,26 @@ class _Reader:
             more = [u for u in one.users if u in nodes and u not in seen]
             seen.update(more)
             todo += more
+        return found
+
+    def _latent(self, nodes: set[torch.fx.Node]) -> list[tuple[Storage, int]]:
+        """Values of backward that are no memory, and would be if one of ``nodes`` read them: without bytes, and these.
+
+        Entered among backward's storages, so that :meth:`_links` finds them.
+        """
+        found: list[tuple[Storage, int]] = []
+        count = len(self.backward.problem.storages)
+        chained = [node for node in self.view.nodes if node in nodes]
+        for source in dict.fromkeys(source for node in chained for source in node.all_input_nodes):
+            twin = self.again.get(source.name)
+            for storage in () if twin is None else self.back.storages.of(twin):
+                made = self.back_task.get(storage.producer)
+                if storage in self.back_storage or made is None or not storage.size_bytes:
+                    continue
+                readers = {t for member in storage.members for t in self._read_in_backward(member)} - {made}
+                self.back_storage[storage] = (count + len(found),)
+                block = Storage(0, made, tuple(sorted(readers)), False, storage.producer.name)
+                found.append((block, storage.size_bytes))
         return found
 
     def _links(

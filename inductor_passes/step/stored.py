@@ -90,6 +90,7 @@ class StoredStep:
             needs=sorted(step.needs.items()),
             reads=sorted(step.reads.items()),
             callers=list(step.callers),
+            latent=sorted(step.latent.items()),
             gathered=list(self.gathered),
             messages=[list(ones) for ones in self.messages],
             computed=[list(ones) for ones in self.computed],
@@ -110,9 +111,8 @@ class StoredStep:
         forward, backward = (Problem.from_json(top.get(key)) for key in ("forward", "backward"))
         record = convert(top, _Record, "a step")
         _check(record, forward, backward)
-        step = Step(
-            forward, backward, tuple(record.candidates), dict(record.needs), dict(record.reads), tuple(record.callers)
-        )
+        linked = dict(record.needs), dict(record.reads), tuple(record.callers), dict(record.latent)
+        step = Step(forward, backward, tuple(record.candidates), *linked)
         recompute.check(step)
         messages, computed = (tuple(map(tuple, both)) for both in (record.messages, record.computed))
         mergeable = record.mergeable[0], record.mergeable[1]
@@ -165,6 +165,7 @@ class _Record:
     needs: list[tuple[Count, tuple[Count, ...]]]
     reads: list[tuple[Count, tuple[Count, ...]]]
     callers: list[Count]
+    latent: list[tuple[Count, Count]] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
     messages: list[list[Message]] = field(default_factory=lambda: [[], []])
     computed: list[list[Computed]] = field(default_factory=lambda: [[], []])
@@ -209,6 +210,7 @@ def _check(record: _Record, forward: Problem, backward: Problem) -> None:
         within(what, (task for task, _ in rows), tasks)
         within(what, itertools.chain.from_iterable(theirs for _, theirs in rows), count)
     within("callers", record.callers, storages)
+    within("latent", (storage for storage, _ in record.latent), back_storages)
     for what, count in (
         ("messages", len(record.messages)),
         ("computed", len(record.computed)),
