@@ -28,6 +28,7 @@ from inductor_passes.schedule.curve import with_curve
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace import cached
 from inductor_passes.trace.files import AskedFile, problem_of
+from inductor_passes.trace.units import size
 from inductor_passes.trace.verdict import explain
 
 #: A budget that is exceeded by less than one part in so many of the peak is not worth a note.
@@ -62,6 +63,7 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
         graph.notes.append(f"the kernels need {ordered.above_bytes} bytes more than the memory budget allows")
     ordered = _checked(ordered, nodes, limit, compilation, report)
     graph.notes += _raised(ordered.least_bytes, compilation)
+    _say_missed(ordered.after.peak_bytes, compilation)
     _record(ordered, limit, compilation, report)
     files = list[AskedFile]()
     if config.dump_problem and not compilation.again:
@@ -87,8 +89,23 @@ def _raised(least_bytes: int, compilation: Compilation) -> list[str]:
         return []
     return [
         f"Inductor's fused kernels need at least {least_bytes} bytes, what was expected of them was held to {limit}: "
-        "fusion keeps more alive, which a memory budget does not prevent; measure the peak, and try bucket=\"off\""
+        "fusion keeps more alive, which a memory budget does not prevent; measure the peak"
+        + (', and try bucket="off"' if compilation.config.bucket != "off" else "")
     ]
+
+
+def _say_missed(peak_bytes: int, compilation: Compilation) -> None:
+    """Warn where a budget below the step's peak was taken for possible, and fused kernels do not keep it."""
+    budget, step = compilation.config.budget, compilation.known.step
+    if not budget.shrinks or step is None or not step.step_peak_bytes or step.reached_bytes or compilation.again:
+        return
+    allowed = budget.limit_bytes(step.step_peak_bytes)
+    if allowed is not None and (peak_bytes - allowed) * ABOVE > allowed:
+        asked, phase = compilation.config.memory_budget, compilation.report.phase
+        warn_once(
+            f"inductor_passes: memory_budget={asked!r} allows a graph {size(allowed)}, and the kernels of {phase} need "
+            f"{size(peak_bytes)}: Inductor fuses them otherwise than expected"
+        )
 
 
 def _checked(
