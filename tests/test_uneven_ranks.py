@@ -16,18 +16,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import inductor_passes
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import pipeline
+from inductor_passes.engine import judge, pipeline
 from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build
 from inductor_passes.problems.record import plan_digest
 from inductor_passes.report import GraphReport, Reason, Verdict
+from inductor_passes.rewriting.contract import Cap, Look
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Task
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from inductor_passes.tuning import measuring
 from tests.support.async_tp_programs import Program, ag, trace
-from tests.support.compiled import compiled_reports, dotted, kept, save_profile
+from tests.support.compiled import compiled_reports, dotted, kept, save_profile, without_kernels
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
 
@@ -279,8 +280,8 @@ def test_a_cut_counts_only_as_much_as_shards_are_padded(kept_rows: int, uneven: 
         gm = trace(cut(kept_rows))
         found, problem = shards(GraphView(gm.graph)), build(GraphView(gm.graph), CostProfile.default("cuda"))
     assert bool(found.uneven) is uneven
-    # How a shard is padded, and what that is fused with, is the rank's own.
-    assert (problem.generated is None) is uneven
+    # How a shard is padded is the rank's own, and belongs to its collective.
+    assert problem.generated is not None
     # The shards are inputs of the graph: all ranks gather alike.
     assert found.ranks_agree
 
@@ -297,3 +298,48 @@ def test_a_padded_copy_is_charged_once(kept_rows: int, padded: bool) -> None:
         found = build(GraphView(gm.graph), CostProfile.default("cpu")).problem
     copies = [s for s in found.storages if s.size_bytes == 8 * 4 * 4 and s.producer >= 0]
     assert [s.name.endswith(".padded") for s in copies] == [padded]
+
+
+class Words(nn.Module):
+    """Most of the step is a loss over classes that four ranks cannot share evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.head = nn.Linear(32, 1001)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x), torch.arange(len(x)), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("model", [Layers, Words])
+@pytest.mark.parametrize("budget", ["-20%", "+25%"])
+def test_what_generated_code_takes_is_the_same_on_all_ranks(slow: str, model: type[nn.Module], budget: str) -> None:
+    """Found: with a vocabulary of uneven size each step of its loss counted, and every budget was refused."""
+    seen: list[list[tuple[str, str, str, Cap]]] = []
+    original = judge.cap
+
+    def cap(look: Look, *arguments: Any) -> Cap:
+        found = original(look, *arguments)
+        generated = look.problem.generated
+        assert generated is not None
+        # The verifier counts the shards of its rank.
+        shared = dataclasses.replace(found, verified_peak_bytes=None)
+        seen[-1].append((look.phase, look.problem.problem.digest(), generated.digest(), shared))
+        return found
+
+    answers = []
+    for rank in (0, 1, RANKS - 1):
+        seen.append([])
+        with fake_world(RANKS, rank), without_kernels(), mock.patch.object(judge, "cap", cap):
+            mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+            sharded = simple_fsdp(model(), mesh, reshard_after_forward="auto")
+            settings = {"memory_budget": budget, "cost_profile": slow, "codegen": "inductor"}
+            answers.append(told(compiled_reports(sharded, torch.ones(64, 32 if model is Words else 64), **settings)))
+    assert seen[0] == seen[1] == seen[2] and len(seen[0]) == 2
+    assert answers[0] == answers[1] == answers[2]
+    if model is Words:
+        shares = [(found.generated_least_peak_bytes or 0) / (found.least_peak_bytes or 1) for *_, found in seen[0]]
+        assert 0 < max(shares) < 0.75, shares

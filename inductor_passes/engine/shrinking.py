@@ -195,7 +195,7 @@ class Shrinking:
         point, both, made = chosen.point, chosen.both, chosen.made
         if chosen.needs > limit:
             reached = max(chosen.needs, point.peak_bytes)
-            self._complain(reached, limit, peak, more_buys(point, curve, reached), made)
+            self._complain(reached, limit, peak, more_buys(point, curve, reached))
         said = recompute.report(found.step, point, recompute.saved_ns(possible), limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
         lines = (
@@ -239,7 +239,7 @@ class Shrinking:
             needs = max(needs, peak)
         return needs
 
-    def _complain(self, needs: int, limit: int, peak: int, told: str, made: tuple[FxProblem, FxProblem]) -> None:
+    def _complain(self, needs: int, limit: int, peak: int, told: str) -> None:
         # Rounded up: the share is one that can be asked for.
         share = -(-needs * 100 // max(1, peak)) - 100
         # From "+0%" on it is another kind of budget: per graph, and nothing is computed again for it.
@@ -247,16 +247,11 @@ class Shrinking:
         warn_once(
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {size(limit)}, and no plan "
             f'was found that needs less than {size(needs)} ("={needs}B"{relative}): that '
-            f"one is used. {told}{self._counted(made)}"
+            f"one is used. {told}{self._counted()}"
         )
 
-    def _counted(self, made: tuple[FxProblem, FxProblem]) -> str:
+    def _counted(self) -> str:
         """What these bytes are."""
-        if self.settings.codegen == "inductor" and any(one.generated is None for one in made):
-            return (
-                "Memory is that of the graph before Inductor fuses it, because shards are of unequal size; generated "
-                "code often needs less"
-            )
         if self.settings.codegen == "inductor":
             return "Memory is what generated code is expected to take; which kernels Inductor fuses is not known yet"
         return "Memory is that of the graph as it is executed, one operator after the other"

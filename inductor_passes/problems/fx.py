@@ -64,8 +64,9 @@ class FxProblem:
     def generated(self) -> Problem | None:
         """The same tasks with the storages of Inductor's code, see :class:`Generated`.
 
-        None where shards are of unequal size: how a shard is padded, and what that is fused with, is the rank's own.
-        Worked out when it is first asked for, which has to be before the graph is changed.
+        How a shard of unequal size is padded is the rank's own, and belongs to its collective: all ranks see the same.
+        None for a problem that was made otherwise. Worked out when it is first asked for, which has to be before the
+        graph is changed.
         """
         return None if self.memory is None else dataclasses.replace(self.problem, storages=self.memory())
 
@@ -251,14 +252,15 @@ class _Reader:
             elif self.view.role(node) is Role.WAIT and self._awaited(node):
                 yield node, Event(self.first_wait[node], transfer=node in self.view.transfers_of_wait)
 
-    def _memory(self) -> Callable[[], tuple[Storage, ...]] | None:
+    def _memory(self) -> Callable[[], tuple[Storage, ...]]:
         """Enter the memory of the graph; a function for that of generated code."""
         places = {node: k for members in self.members if len(members) > 1 for k, node in enumerate(members)}
         memory = GraphMemory(self.view, self.shards, self.builder, self.task_of, places)
         insides = inside_blocks(self.view.nodes, self.task_of, places)
         self.builder.add_memory([*memory.blocks(), *insides])
-        self.builder.add_memory(memory.padded())
+        padded = memory.padded()
+        self.builder.add_memory(padded)
         held = workspaces({self.task_of[c.start]: c for c in self.view.collectives}, self.builder)
         self.builder.add_memory(held)
-        beside = [*insides, *held]
-        return None if self.shards.uneven else lambda: tuple(self.builder.storages([*memory.generated(), *beside]))
+        beside = [*insides, *padded, *held]
+        return lambda: tuple(self.builder.storages([*memory.generated(), *beside]))
