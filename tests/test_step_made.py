@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import torch
 
 import inductor_passes
 from inductor_passes.config import PassConfig
-from inductor_passes.engine import judge, shrinking
+from inductor_passes.engine import judge, kernels, shrinking
 from inductor_passes.rewriting.step_facts import StepFacts
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.step import recompute
@@ -85,3 +86,24 @@ def test_kernels_that_need_less_than_expected_are_held_to_less() -> None:
     assert judge.graph_limits(800, 400, step, config) == (900, 500)
     assert judge.graph_limits(800, None, step, config) == (800, None)
     assert judge.graph_limits(1000, 400, step, PassConfig(memory_budget="=2kB")) == (2600, 2000)
+
+
+def test_a_budget_that_kernels_miss_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Found: a model of concatenations took as much within "-20%" as without a budget, and only the report said so."""
+
+    def said(budget: str, peak_bytes: int, reached_bytes: int = 0) -> list[str]:
+        caplog.clear()
+        step = StepFacts(900, 1000, reached_bytes=reached_bytes)
+        compilation: Any = SimpleNamespace(
+            config=PassConfig(memory_budget=budget),
+            known=SimpleNamespace(step=step),
+            report=SimpleNamespace(phase="backward"),
+            again=False,
+        )
+        kernels._say_missed(peak_bytes, compilation)
+        return [r.getMessage() for r in caplog.records]
+
+    (told,) = said("-20%", 900)
+    assert "'-20%' allows a graph 800 B, and the kernels of backward need 900 B" in told
+    assert not said("-20%", 816) and not said("+5%", 2000)
+    assert not said("-20%", 950, reached_bytes=940), "what is refused has a warning already"
