@@ -85,7 +85,7 @@ def test_a_budget_below_the_peak_holds_as_measured(name: str, tmp_path: Path) ->
 def test_a_budget_below_the_peak_knows_what_is_fused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each step of the loss counted: "-10%" was refused, and what was taken instead needed more than "0"."""
     peaks = []
-    for options in (None, inductor_passes.options(memory_budget="-20%", dump_problem=str(tmp_path))):
+    for options in (None, inductor_passes.options(memory_budget="-15%", dump_problem=str(tmp_path))):
         torch._dynamo.reset()
         with one_thread(), fake_world(4), without_kernels():
             model, tokens = build("vocabulary")
@@ -98,7 +98,7 @@ def test_a_budget_below_the_peak_knows_what_is_fused(tmp_path: Path, caplog: pyt
         for problem in [Problem.from_json(json.loads(path.read_text()))]
     }
     assert not [r for r in caplog.records if "no plan was found" in r.getMessage()]
-    assert peaks[1] + held <= 0.8 * 1.01 * (peaks[0] + held), (peaks, held)
+    assert peaks[1] + held <= 0.85 * 1.01 * (peaks[0] + held), (peaks, held)
 
 
 _INFERENCE = tuple(f"{name}, inference" for name in ("gated", "uneven", "residual"))

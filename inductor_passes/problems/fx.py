@@ -8,8 +8,8 @@ collective's input or trims its result belongs to the collective (see ``canonica
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -45,6 +45,7 @@ class FxProblem:
         ranks_agree: all ranks solve this problem alike, see ``canonical.Shards``.
         memory: for :attr:`generated`.
         costs: of its compute.
+        homes: of :attr:`generated`, filled with it: name of a value whose memory lies in another value's -> the other.
         uneven: some shards are of unequal size, which every rank sees: what pads and trims them is the rank's own.
         kept: starts and waits (before, after) that stay in order for what other ranks may do, see ``transfers``. The
             view's ``ordering_edges`` are about this rank's data and memory, and say nothing of it.
@@ -59,6 +60,7 @@ class FxProblem:
     kept: tuple[tuple[torch.fx.Node, torch.fx.Node], ...] = ()
     costs: ComputeCosts | None = None
     uneven: bool = False
+    homes: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def generated(self) -> Problem | None:
@@ -123,6 +125,7 @@ class _Reader:
         self.ranks_agree = agreed and self.shards.ranks_agree
         self.owner = self.shards.owner
         self.builder = Builder(profile, estimator, name=name, hold_unknown=True)
+        self.homes: dict[str, str] = {}
         self.task_of: dict[torch.fx.Node, int] = {}
         #: Of a node that waits for several collectives the first of its tasks.
         self.first_wait: dict[torch.fx.Node, int] = {}
@@ -153,6 +156,7 @@ class _Reader:
             tuple(self.kept),
             self.costs,
             bool(self.shards.uneven),
+            self.homes,
         )
 
     def _place(self, node: torch.fx.Node, preparation: list[torch.fx.Node]) -> None:
@@ -263,4 +267,4 @@ class _Reader:
         held = workspaces({self.task_of[c.start]: c for c in self.view.collectives}, self.builder)
         self.builder.add_memory(held)
         beside = [*insides, *padded, *held]
-        return lambda: tuple(self.builder.storages([*memory.generated(), *beside]))
+        return lambda: tuple(self.builder.storages([*memory.generated(self.homes), *beside]))

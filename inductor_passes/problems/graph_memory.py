@@ -142,8 +142,12 @@ class GraphMemory:
         """
         return [one for storage in self._view.storages.all if (one := self._block(storage)) is not None]
 
-    def generated(self) -> list[Block]:
-        """The same where Inductor makes kernels of the graph, see :class:`Generated`."""
+    def generated(self, homes: dict[str, str]) -> list[Block]:
+        """The same where Inductor makes kernels of the graph, see :class:`Generated`.
+
+        Args:
+            homes: filled: name of a block that lies in another one -> the other one's.
+        """
         freed = set[torch.fx.Node]()
         if _torch.writes_over_saved():
             inputs = (n for n in self._view.nodes if n.op == "placeholder" and SAVED_BLOCK not in n.meta)
@@ -159,8 +163,11 @@ class GraphMemory:
                 continue
             if (whole := generated.whole(storage)) is not None:
                 parts.append((whole, block))
+                homes[block.name] = generated.first(whole).producer.name
                 continue
             first = found.setdefault(generated.first(storage), block)
+            if first is not block:
+                homes[block.name] = first.name
             first.users |= block.users
             first.pinned |= block.pinned
         for whole, part in parts:

@@ -77,6 +77,12 @@ class Candidate:
     source: str = ""
     readers: tuple[int, ...] = ()
 
+    @property
+    def maker(self) -> int:
+        """The task of forward that makes the value: everything else in its chain comes before. Its memory may be
+        allocated earlier, by the first part of a concatenation."""
+        return max(self.chain)
+
 
 @dataclass(frozen=True)
 class Step:
@@ -139,15 +145,20 @@ def derived(step: Step, again: Sequence[int]) -> tuple[Problem, Problem] | None:
         Storage(s.size_bytes, s.producer, s.readers, False, s.name, s.workspace) if i in gone else s
         for i, s in enumerate(step.forward.storages)
     ]
-    forward = _without_unread(dataclasses.replace(step.forward, storages=tuple(storages)), chosen)
+    others = {c.maker for i, c in enumerate(step.candidates) if i not in set(again)}
+    forward = _without_unread(dataclasses.replace(step.forward, storages=tuple(storages)), chosen, others)
     backward = _Backward(step, chosen)
     order = backward.order()
     return None if order is None else (forward, backward.problem(order))
 
 
-def _without_unread(forward: Problem, chosen: Sequence[Candidate]) -> Problem:
-    """Forward without what it computed only to save it: such tasks keep their numbers, and take no time or memory."""
-    needed = {s.producer for s in forward.storages if s.pinned}
+def _without_unread(forward: Problem, chosen: Sequence[Candidate], others: Collection[int]) -> Problem:
+    """Forward without what it computed only to save it: such tasks keep their numbers, and take no time or memory.
+
+    Args:
+        others: tasks that make what is saved all the same.
+    """
+    needed = {s.producer for s in forward.storages if s.pinned}.union(others)
     needed.update(i for i, task in enumerate(forward.tasks) if task.kind is not Kind.COMPUTE or task.fence)
     readers: list[list[int]] = [[] for _ in forward.tasks]
     for i, before in enumerate(forward.edges()):
@@ -183,7 +194,8 @@ class _Backward:
         self.first = len(step.backward)
         self.again = sorted({t for c in chosen for t in c.chain})
         self.number = {t: self.first + k for k, t in enumerate(self.again)}
-        self.producer = {b: self._made_by(c) for c in chosen for b in c.backward_storages}
+        self.producer = {b: self._allocated_by(c) for c in chosen for b in c.backward_storages}
+        self.maker = {b: self.number[c.maker] for c in chosen for b in c.backward_storages}
         # Where nobody noted that several inputs are one block they count for themselves. Made again they are one.
         self.whole = {b: c.backward_storages[0] for c in chosen for b in c.backward_storages[1:]}
         self.twin = {c.forward_storage for c in chosen}
@@ -191,15 +203,15 @@ class _Backward:
         for c in chosen:
             users = [r for b in c.backward_storages for r in step.backward.storages[b].readers]
             for reader in dict.fromkeys((*c.readers, *users)):
-                self.preds[reader].append(self._made_by(c))
+                self.preds[reader].append(self.number[c.maker])
         self.readers: dict[int, list[int]] = {}
         for t in self.again:
             for b in step.reads.get(t, ()):
                 self.readers.setdefault(b, []).append(self.number[t])
-                if b in self.producer and self.producer[b] != self.number[t]:
-                    self.preds[self.number[t]].append(self.producer[b])
+                if b in self.maker and self.maker[b] != self.number[t]:
+                    self.preds[self.number[t]].append(self.maker[b])
 
-    def _made_by(self, candidate: Candidate) -> int:
+    def _allocated_by(self, candidate: Candidate) -> int:
         return self.number[self.step.forward.storages[candidate.forward_storage].producer]
 
     def _preds(self, task: int) -> list[int]:

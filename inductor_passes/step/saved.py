@@ -223,12 +223,16 @@ class _Reader:
         """
         found: list[tuple[Storage, int]] = []
         count = len(self.backward.problem.storages)
+        numbers = {s.name: i for i, s in enumerate(self.backward.problem.storages)}
         chained = [node for node in self.view.nodes if node in nodes]
         for source in dict.fromkeys(source for node in chained for source in node.all_input_nodes):
             twin = self.again.get(source.name)
             for storage in () if twin is None else self.back.storages.of(twin):
                 made = self.back_task.get(storage.producer)
                 if storage in self.back_storage or made is None or not storage.size_bytes:
+                    continue
+                if (home := self.backward.homes.get(storage.producer.name)) in numbers:
+                    self.back_storage[storage] = (numbers[home],)
                     continue
                 readers = {t for member in storage.members for t in self._read_in_backward(member)} - {made}
                 self.back_storage[storage] = (count + len(found),)
