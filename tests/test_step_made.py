@@ -60,10 +60,12 @@ def stepped(name: str, budget: str) -> tuple[Seen, dict[str, float], list[int]]:
     return seen, chosen.metrics, [r.schedules[-1].peak_after_bytes for r in reports]
 
 
-@pytest.mark.parametrize("name", ["vocabulary", "residual", "deep", "tp"])
-def test_a_state_needs_what_its_graphs_need(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "budget"), [("vocabulary", "-15%"), ("residual", "-25%"), ("deep", "-25%"), ("tp", "-25%")]
+)
+def test_a_state_needs_what_its_graphs_need(name: str, budget: str) -> None:
     """Found: with a loss over many classes the graphs of a state needed 1.8 times what the state was planned with."""
-    seen, chosen, peaks = stepped(name, "-25%")
+    seen, chosen, peaks = stepped(name, budget)
     assert chosen["recomputed"] > 0 and seen.planned
     for planned, made in zip(seen.planned, seen.made):
         assert planned == pytest.approx(made, rel=0.04)

@@ -45,7 +45,8 @@ class FxProblem:
         ranks_agree: all ranks solve this problem alike, see ``canonical.Shards``.
         memory: for :attr:`generated`.
         costs: of its compute.
-        homes: of :attr:`generated`, filled with it: name of a value whose memory lies in another value's -> the other.
+        homes: of :attr:`generated`, filled with it: name of a value whose memory lies in another value's -> the other;
+            of a value that every reader computes, however many there are -> "".
         uneven: some shards are of unequal size, which every rank sees: what pads and trims them is the rank's own.
         kept: starts and waits (before, after) that stay in order for what other ranks may do, see ``transfers``. The
             view's ``ordering_edges`` are about this rank's data and memory, and say nothing of it.

@@ -110,6 +110,8 @@ class Generated:
         #: Readers that compute a value by themselves.
         self._inlined: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         self._computed_at: dict[torch.fx.Node, tuple[torch.fx.Node, ...]] = {}
+        #: Results that would be stored if they had more readers than they have.
+        self._dear: set[torch.fx.Node] = set()
         self._whole: dict[FxStorage, FxStorage] = {}
         self._first: dict[FxStorage, FxStorage] = {}
         for node in view.nodes:
@@ -128,6 +130,10 @@ class Generated:
     def is_stored(self, storage: FxStorage) -> bool:
         """Whether a storage is memory."""
         return storage.producer in self.computed_at(storage.producer)
+
+    def is_stored_if_shared(self, storage: FxStorage) -> bool:
+        """Whether a storage is memory, or would be if somebody else read it far from where it is read."""
+        return self.is_stored(storage) or storage.producer in self._dear
 
     def first(self, storage: FxStorage) -> FxStorage:
         """What this storage is stored over, in a row the first; the storage itself where that is nothing."""
@@ -189,7 +195,9 @@ class Generated:
         return _Code(frozenset(reads), operators, heavy)
 
     def _by_element(self, node: torch.fx.Node, name: str) -> None:
-        self._pending[node] = self._code(node, name, node.all_input_nodes)
+        self._pending[node] = own = self._code(node, name, node.all_input_nodes)
+        if self._is_dear(node, own):
+            self._dear.add(node)
         self._reused(node)
         if (code := self._pending.get(node)) is None:
             return
@@ -205,13 +213,17 @@ class Generated:
         for made in self._made(node):
             if (code := self._pending.get(made)) is None:
                 continue
-            limits = self._limits(made)
-            stored = (code.heavy and limits.cpu) or code.operators > limits.operators
-            stored = stored or len(code.reads) > limits.reads_of_reused
+            stored = self._is_dear(made, code)
             # What will be needed in memory anyway is stored at once, unless it is a copy of one value.
             needed = any(user.op == "output" or self._needs_memory(user) for user in node.users)
             if stored or (needed and len(code.reads) > 1):
                 self._to_memory(made)
+
+    def _is_dear(self, node: torch.fx.Node, code: _Code) -> bool:
+        """Whether several readers would not each compute a result."""
+        limits = self._limits(node)
+        dear = (code.heavy and limits.cpu) or code.operators > limits.operators
+        return dear or len(code.reads) > limits.reads_of_reused
 
     def _needs_memory(self, user: torch.fx.Node) -> bool:
         if self._view.role(user) is not Role.COMPUTE or user in self._apart:

@@ -146,7 +146,8 @@ class GraphMemory:
         """The same where Inductor makes kernels of the graph, see :class:`Generated`.
 
         Args:
-            homes: filled: name of a block that lies in another one -> the other one's.
+            homes: filled: name of a block that lies in another one -> the other one's; of a value that every reader
+                computes, however many there are -> "".
         """
         freed = set[torch.fx.Node]()
         if _torch.writes_over_saved():
@@ -157,6 +158,8 @@ class GraphMemory:
         parts: list[tuple[FxStorage, Block]] = []
         for storage in self._view.storages.all:
             if self._view.role(storage.producer) is Role.COMPUTE and not generated.is_stored(storage):
+                if not generated.is_stored_if_shared(storage):
+                    homes[storage.producer.name] = ""
                 continue
             block = self._block(storage, generated.computed_at)
             if block is None:

@@ -231,8 +231,9 @@ class _Reader:
                 made = self.back_task.get(storage.producer)
                 if storage in self.back_storage or made is None or not storage.size_bytes:
                     continue
-                if (home := self.backward.homes.get(storage.producer.name)) in numbers:
-                    self.back_storage[storage] = (numbers[home],)
+                home = self.backward.homes.get(storage.producer.name)
+                if home is not None:
+                    self.back_storage[storage] = (numbers[home],) if home in numbers else ()
                     continue
                 readers = {t for member in storage.members for t in self._read_in_backward(member)} - {made}
                 self.back_storage[storage] = (count + len(found),)
