@@ -131,8 +131,8 @@ def inlining_limits(cpu: bool) -> InliningLimits:
     def number(name: str, default: int) -> int:
         general = inductor_option(f"realize_{name}_threshold")
         own = inductor_option(f"realize_cpu_{name}_threshold") if cpu else None
-        found = next((n for n in (general, own, inductor_option(f"_realize_{name}_threshold_default")) if n), default)
-        return int(found)
+        known = (general, own, inductor_option(f"_realize_{name}_threshold_default"), default)
+        return int(next(n for n in known if n is not None))
 
     reused = inductor_option("realize_reads_threshold", 4)
     return InliningLimits(cpu, number("acc_reads", 8), int(reused), number("opcount", 30))

@@ -145,7 +145,8 @@ def derived(step: Step, again: Sequence[int]) -> tuple[Problem, Problem] | None:
         Storage(s.size_bytes, s.producer, s.readers, False, s.name, s.workspace) if i in gone else s
         for i, s in enumerate(step.forward.storages)
     ]
-    others = {c.maker for i, c in enumerate(step.candidates) if i not in set(again)}
+    taken = set(again)
+    others = {c.maker for i, c in enumerate(step.candidates) if i not in taken}
     forward = _without_unread(dataclasses.replace(step.forward, storages=tuple(storages)), chosen, others)
     backward = _Backward(step, chosen)
     order = backward.order()

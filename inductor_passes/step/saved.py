@@ -189,13 +189,15 @@ class _Reader:
 
     def _read_in_backward(self, value: torch.fx.Node) -> set[int]:
         """Backward's tasks that read one of its inputs, or a view of it."""
-        found, todo = set[int](), list(value.users)
+        found, seen, todo = set[int](), set(value.users), list(value.users)
         while todo:
             user = todo.pop()
             if user in self.back_task:
                 found.add(self.back_task[user])
-            else:
-                todo += user.users
+                continue
+            more = [u for u in user.users if u not in seen]
+            seen.update(more)
+            todo += more
         return found
 
     def _runs(self, node: torch.fx.Node) -> set[int]:
