@@ -289,6 +289,34 @@ def random_function(seed: int) -> Callable[..., torch.Tensor]:
 
 
 @pytest.mark.parametrize("first", range(0, 24, 6))
+def test_inductor_makes_no_buffer_for_what_its_one_reader_computes(first: int) -> None:
+    """That does not depend on fusion: there is none of them, before kernels are fused."""
+    found, wrong = 0, list[str]()
+    for seed in range(first, first + 6):
+        said: list[set[str]] = []
+        made: list[set[str]] = []
+
+        def passes(graph: torch.fx.Graph, said: list[set[str]] = said) -> None:
+            one = Generated(GraphView(graph), frozenset())
+            said.append({n.name for n in graph.nodes if one.is_only_code(n) and len(n.users) == 1})
+
+        def buffers(nodes: list[Any], made: list[set[str]] = made) -> list[Any]:
+            origins = (getattr(b.node, "origin_node", None) for n in nodes for b in n.get_outputs())
+            made.append({origin.name for origin in origins if origin is not None})
+            return nodes
+
+        torch._dynamo.reset()
+        settings = {"post_grad_custom_post_pass": passes, "_pre_fusion_custom_pass": buffers, "fx_graph_cache": False}
+        with config.patch(settings), without_kernels():
+            given = torch.randn(16, 16), torch.randn(16, 16), torch.randn(16)
+            torch.compile(random_function(seed), fullgraph=True)(*given)
+        assert len(said) == len(made) == 1
+        found += len(said[0])
+        wrong += sorted(said[0] & made[0])
+    assert found > 20 and not wrong
+
+
+@pytest.mark.parametrize("first", range(0, 24, 6))
 def test_inductor_makes_buffers_for_what_takes_memory(first: int) -> None:
     """Which kernels it fuses is its decision: of every ten values one may be memory or not against what we say."""
     total, wrong = 0, list[str]()

@@ -127,6 +127,10 @@ class Generated:
         """The nodes whose kernels compute a node's result: later ones, itself, or both; none where nobody needs it."""
         return self._computed_at.get(node, (node,))
 
+    def is_only_code(self, node: torch.fx.Node) -> bool:
+        """Whether no kernel stores a node's result, whatever kernels are fused: each reader computes it."""
+        return node in self._pending
+
     def is_stored(self, storage: FxStorage) -> bool:
         """Whether a storage is memory."""
         return storage.producer in self.computed_at(storage.producer)
