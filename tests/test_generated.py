@@ -366,7 +366,7 @@ def test_inductor_makes_no_buffer_in_a_training_step() -> None:
         ("context_parallel", 0.99, 1.03),
         ("moe", 0.85, 1.01),
         # Its kernels are fused side by side, because they share what they read, and all their results stay alive.
-        ("vectors", 0.6, 1.01),
+        ("vectors", 0.7, 1.01),
     ],
 )
 def test_the_least_memory_is_near_that_of_the_kernels(name: str, low: float, high: float) -> None:
