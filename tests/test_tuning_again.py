@@ -274,7 +274,7 @@ def test_what_sends_the_same_is_not_replaced(profiles: tuple[str, str]) -> None:
         assert first.conflict() == second.conflict() == ""
         other = variants.About("[7/0]", "inference", "others")
         assert first.variant is not None
-        variants.note(other, first.variant.kind)
+        variants.note(other, first.variant.kinds)
         assert first.conflict().startswith("another graph sends the same messages") and second.conflict() == ""
 
 
@@ -286,9 +286,10 @@ def loaded_module() -> dict[str, Any]:
 
 def test_a_graph_of_before_a_reset_counts_for_as_long_as_it_may_be_called() -> None:
     variants._forget()
-    about, kind = variants.About("0/0", "forward", "settings"), ("a gather",)
+    about, came = variants.About("0/0", "forward", "settings"), ("a gather",)
     one = Kept.__new__(Kept)
-    one.about, one.variant = about, variants.Variant(kind, kind, ())
+    one.about, one.variant = about, variants.Variant(came, came, ())
+    kind = one.variant.kinds
     before, after = loaded_module(), loaded_module()
     callers = [before["call"], after["call"]]
     variants.note(about, kind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import alike, variants
 from inductor_passes.engine.compilation import Known
-from inductor_passes.engine.variants import About
+from inductor_passes.engine.variants import About, Earlier
 from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.pin.file import GraphPlan, PlanFileError
@@ -111,32 +112,39 @@ def padded_differently(
     return max(off), [sends(r) for r in reports], sum(bool(c.members) for r in reports for c in r.collectives)
 
 
-ONE, TWO = "all_gather 8 bytes of one", "all_gather 8 bytes of two"
+ONE, TWO = "all | all_gather | 8 | of one", "all | all_gather | 8 | of two"
+
+
+def led(about: About, came: tuple[str, ...], **how: Any) -> variants.Variant | None:
+    """The graph that decides all of what a graph with these collectives sends."""
+    found = variants.earlier(about, variants.kinds_of(came, ()), **how)
+    assert found is None or len(found.parts) == 1
+    return None if found is None else found.parts[0].variant
 
 
 def test_what_is_remembered_is_of_the_same_collectives() -> None:
     came = (ONE, TWO)
     first = variants.Variant(came, ("sent",), (), phase="forward")
-    assert variants.earlier(About("7/0", "forward", "settings"), came, together=True) is None
+    assert led(About("7/0", "forward", "settings"), came, together=True) is None
     variants.remember(About("7/0", "forward", "settings"), first)
-    assert variants.earlier(About("7/1_1", "forward", "settings"), came, together=False) is first
-    assert variants.earlier(About("7/1", "forward", "settings"), came[::-1], together=False) is None
-    assert variants.earlier(About("7/1", "forward", "other"), came, together=False) is None
+    assert led(About("7/1_1", "forward", "settings"), came, together=False) is first
+    assert led(About("7/1", "forward", "settings"), came[::-1], together=False) is None
+    assert led(About("7/1", "forward", "other"), came, together=False) is None
     # Another function, or the same one without gradients, sends the same.
-    assert variants.earlier(About("8/0", "forward", "settings"), came, together=True) is first
+    assert led(About("8/0", "forward", "settings"), came, together=True) is first
     other = variants.Variant(came, ("sent by another",), (), phase="inference")
     variants.remember(About("7/2", "inference", "settings"), other)
-    assert variants.earlier(About("9/0", "inference", "settings"), came, together=True) is other
-    assert variants.earlier(About("9/0", "backward", "settings"), came, together=True) is first
+    assert led(About("9/0", "inference", "settings"), came, together=True) is other
+    assert led(About("9/0", "backward", "settings"), came, together=True) is first
     # A graph that is compiled once more sends what was agreed on for it, whichever came first.
     again = variants.Variant(came, ("sent by this one",), (), phase="forward", graph="digest")
     variants.remember(About("8/0", "forward", "settings"), again)
-    assert variants.earlier(About("8/1", "forward", "settings"), came, together=False, graph="digest") is again
-    assert variants.earlier(About("8/1", "forward", "settings"), came, together=False, graph="another") is first
+    assert led(About("8/1", "forward", "settings"), came, together=False, graph="digest") is again
+    assert led(About("8/1", "forward", "settings"), came, together=False, graph="another") is first
     # After torch._dynamo.reset() one rank alone goes on with what the others may still have; all together begin anew.
-    assert variants.earlier(About("7/0", "forward", "settings"), came, together=False) is first
-    assert variants.earlier(About("7/0", "forward", "settings"), came, together=True) is None
-    assert variants.earlier(About("7/1", "forward", "settings"), came, together=False) is None
+    assert led(About("7/0", "forward", "settings"), came, together=False) is first
+    assert led(About("7/0", "forward", "settings"), came, together=True) is None
+    assert led(About("7/1", "forward", "settings"), came, together=False) is None
 
 
 def test_buckets_travel_by_place() -> None:
@@ -151,12 +159,16 @@ def test_buckets_travel_by_place() -> None:
     assert variants.Variant.of_text(variant.text()) == variant
     came = messages(GraphView(graph))
     expected = ((names[1], names[0]), ("made_by_a_rewrite", names[2]))
-    assert variants.Variant(came, (), buckets).pins(GraphView(graph), 0).graph.buckets == expected
+
+    def pinned(came: tuple[str, ...], buckets: variants.Buckets) -> Any:
+        (way,) = Earlier.of(variants.Variant(came, (), buckets)).ways(GraphView(graph), 0)
+        return way.pins.graph.buckets
+
+    assert pinned(came, buckets) == expected
     # The other graph came with them in another order: it is the message that counts, not its place.
     turned = tuple(tuple(len(came) - 1 - p if isinstance(p, int) else p for p in bucket) for bucket in buckets)
-    assert variants.Variant(came[::-1], (), turned).pins(GraphView(graph), 0).graph.buckets == expected
-    with pytest.raises(LookupError):
-        variant.pins(GraphView(graph), 0)
+    assert pinned(came[::-1], turned) == expected
+    assert Earlier.of(replace(variant, came=came[1:])).ways(GraphView(graph), 0) == []
     with pytest.raises(ValueError):
         variants.Variant.of_text("")
 
@@ -214,9 +226,10 @@ def test_a_variant_that_comes_in_another_order_sends_the_same_in_the_same_order(
         twin.meta = own
         done = job(first, True).run()
         places = variants.places(views[0].collectives, done.buckets)
-        earlier = variants.Variant(came, messages(GraphView(first)), places, any_order=True)
-        assert places and earlier.kind == variants.kind_of(other, True)
-        assert alike.run_as_before(job(second, False), earlier) is not None
+        groups = tuple(in_any_order(views[0]))
+        earlier = variants.Variant(came, messages(GraphView(first)), places, any_order=groups)
+        assert places and earlier.kinds == variants.kinds_of(other, groups)
+        assert alike.run_as_before(job(second, False), Earlier.of(earlier)) is not None
         assert messages(GraphView(second)) == earlier.sent
 
 
@@ -233,9 +246,9 @@ def test_collectives_written_by_hand_count_in_their_order() -> None:
 
 def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code that was just compiled has to load, also where it could not be made to send what the first graph sends."""
-    came = ("all_gather of code in a cache",)
+    came = ("all | all_gather of code in a cache",)
 
-    def load(number: int, variant: variants.Variant, alone: bool = False, agreed: bool = True) -> None:
+    def load(number: int, variant: variants.Variant, alone: tuple[str, ...] = (), agreed: bool = True) -> None:
         monkeypatch.setattr(_torch, "compile_id", lambda: f"31/{number}")
         refuse, keep = variants.statements(About("", "forward", "settings"), variant, alone=alone, agreed=agreed)
         module: dict[str, Any] = {}
@@ -243,23 +256,23 @@ def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) ->
         exec(keep, module)
 
     def known(number: int) -> variants.Variant | None:
-        return variants.earlier(About(f"31/{number}", "forward", "settings"), came, together=False)
+        return led(About(f"31/{number}", "forward", "settings"), came, together=False)
 
-    first, other, third = (variants.Variant(came, (sent,), (), phase="forward") for sent in ("a", "b", "c"))
+    first, other, third = (variants.Variant(came, (f"all | {sent}",), (), phase="forward") for sent in "abc")
     with pytest.raises(agreement.StaleVerdictError, match="not known here"):
-        load(0, first, alone=True)
+        load(0, first, alone=("all",))
     load(0, first)
     with pytest.raises(agreement.StaleVerdictError, match="sends something else"):
         load(1, other)
     with pytest.raises(agreement.StaleVerdictError, match="sends something else"):
         load(0, other, agreed=False)
-    load(1, first, alone=True)
+    load(1, first, alone=("all",))
     variants.remember(About("31/1", "forward", "settings"), other)
     load(1, other)
     assert known(2) == first
     for number in range(40):
-        variants.remember(About(f"31/{number + 2}", "forward", "settings"), variants.Variant(came, (str(number),), ()))
-        load(number + 2, variants.Variant(came, (str(number),), ()))
+        variants.remember(About(f"31/{number + 2}", "forward", "settings"), variants.Variant(came, (f"all | {number}",), ()))
+        load(number + 2, variants.Variant(came, (f"all | {number}",), ()))
     assert known(99) == first
     load(0, third)
     assert known(1) == first
@@ -296,7 +309,7 @@ def test_an_unread_gather_stays_where_the_others_send_it() -> None:
         assert not alike.rewritten(done)
         sent = messages(GraphView(whole_graph))
         earlier = variants.Variant(came, sent, variants.places(collectives, done.buckets), alike.rewritten(done))
-        assert alike.run_as_before(job(unread, False), earlier) is not None
+        assert alike.run_as_before(job(unread, False), Earlier.of(earlier)) is not None
         assert messages(GraphView(unread)) == sent
         rewriting = program(False)
         job(rewriting, True).run()
@@ -333,7 +346,7 @@ def test_a_variant_with_other_sizes_sends_the_same_in_the_same_order() -> None:
                 ]
                 places = variants.places(collectives, jobs[0].run().buckets)
                 earlier = variants.Variant(came, messages(GraphView(first)), places)
-                alone = alike.run_as_before(jobs[1], earlier)
+                alone = alike.run_as_before(jobs[1], Earlier.of(earlier))
                 assert alone is not None and messages(GraphView(second)) == earlier.sent, budget
                 above.append(any("for that, memory_budget=" in note for note in alone.report.notes))
             # With so few rows parameters are most of the memory, and the buckets of the larger graph do not fit.
@@ -358,7 +371,7 @@ def test_a_variant_that_cannot_send_the_same_is_left_as_it_was() -> None:
         job = alike.Job(
             graph, settings, CostProfile.default("cpu"), Known("forward", False), Agreement(False, "alone", "", ()), []
         )
-        impossible = variants.Variant(sent, ("something else",), ((0, 1),))
+        impossible = Earlier.of(variants.Variant(sent, ("something else",), ((0, 1),)))
         assert alike.run_as_before(job, impossible) is None and str(graph) == before
         alone = alike.run_alike(job, None, impossible)
         assert messages(GraphView(graph)) == sent and len(alone.report.schedules) == 1
@@ -643,6 +656,6 @@ def test_the_warning_of_unlike_variants_says_what_helps(
         earlier = variants.Variant(came, ("what nobody can send",), (), phase=phase)
         known, agreed = Known("inference", True), Agreement(True, "", "", ())
         job = alike.Job(captured.graph, PassConfig(), CostProfile.default("cpu"), known, agreed, [])
-        alike.run_alike(job, None, earlier)
+        alike.run_alike(job, None, Earlier.of(earlier))
     (warning,) = said
     assert f"({phase} and inference)" in warning and advice in warning

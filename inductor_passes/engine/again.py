@@ -171,6 +171,6 @@ class _Again:
 
         def use(used: bool) -> None:
             assert kept.about is not None and kept.variant is not None
-            variants.replace(kept.about, variant if used else kept.variant)
+            variants.use(kept.about, variant if used else kept.variant)
 
         return New(planned, module, call, digest, report.plan, use)

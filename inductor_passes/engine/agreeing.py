@@ -158,7 +158,7 @@ def compare_messages(
 
     Args:
         before: their verdict on the graphs.
-        sent: what has to be equal, see ``variants.kind_of``.
+        sent: what has to be equal, see ``variants.kinds_of``.
     """
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("comparing collectives with the other ranks", "collectives stay as they are", settings):

@@ -25,7 +25,7 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.pins import GivenUp
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting import rungs
-from inductor_passes.rewriting.messages import in_any_order, messages
+from inductor_passes.rewriting.messages import in_any_order, messages, without_sizes
 from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.tables import tables
 from inductor_passes.trace.units import size
@@ -80,13 +80,18 @@ class Job:
     begun: list[PassReport]
 
     def run(
-        self, view: GraphView | None = None, like: tuple[str, ...] = (), *, rewrite: bool = True, **known: Any
+        self,
+        view: GraphView | None = None,
+        like: tuple[tuple[str, ...], ...] = (),
+        *,
+        rewrite: bool = True,
+        **known: Any,
     ) -> Compilation:
         """Run the passes, with a report of its own.
 
         Args:
             view: of the graph as it is, when there is one.
-            like: messages in the order in which the graph has to send them.
+            like: messages in the order in which the graph has to send them, see ``messages.order_like``.
             rewrite: whether collectives may be changed in other ways than merging and reordering.
             **known: fields of what is known that are other ones.
         """
@@ -98,7 +103,7 @@ class Job:
         return run_passes(self.graph, passes, self.settings, self.profile, known=about, report=report, view=view)
 
     def run_like(
-        self, earlier: variants.Variant, why: str = _FIRST, *, above: bool = True
+        self, earlier: variants.Earlier, why: str = _FIRST, *, above: bool = True
     ) -> Compilation | None:
         """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it cannot.
 
@@ -161,7 +166,7 @@ class Job:
         found.report.schedules = [replace(one, budget_bytes=allowed) for one in found.report.schedules]
 
     def _with_less(
-        self, earlier: variants.Variant, found: Compilation, budget: str, backup: Backup
+        self, earlier: variants.Earlier, found: Compilation, budget: str, backup: Backup
     ) -> tuple[Compilation, str] | None:
         """The graph with the same messages and what it needs with them, or as it is; and the budget that it took.
 
@@ -198,11 +203,15 @@ class Job:
             f"{'any' if allowed is None else size(allowed)}. {_INSTEAD[self.known.phase == 'inference']}"
         )
 
-    def _run_like(self, earlier: variants.Variant) -> Compilation | None:
-        # A rewrite of what one rank alone reads must not make this rank send something else than the others.
-        pins = earlier.pins(GraphView(self.graph), _torch.rank_and_world_size()[0])
-        found = self.run(like=earlier.sent, rewrite=earlier.rewritten, agreed=True, pins=pins)
-        return found if messages(GraphView(self.graph)) == earlier.sent else None
+    def _run_like(self, earlier: variants.Earlier) -> Compilation | None:
+        backup = Backup(self.graph)
+        for way in earlier.ways(GraphView(self.graph), _torch.rank_and_world_size()[0]):
+            # A rewrite of what one rank alone reads must not make this rank send something else than the others.
+            found = self.run(like=way.like, rewrite=way.rewrite, agreed=True, pins=way.pins)
+            if earlier.is_sent(messages(GraphView(self.graph))):
+                return found
+            backup.restore()
+        return None
 
 
 def warn_of_limit(about: variants.About) -> None:
@@ -213,7 +222,7 @@ def warn_of_limit(about: variants.About) -> None:
 
 
 def run_alike(
-    job: Job, view: GraphView | None, earlier: variants.Variant | None, *, first: bool = False
+    job: Job, view: GraphView | None, earlier: variants.Earlier | None, *, first: bool = False
 ) -> Compilation:
     """Run the passes; where the ranks that agreed on the graph did not all do the same, start again without them.
 
@@ -229,7 +238,7 @@ def run_alike(
         # Ranks that meet other sizes run two variants at the same time.
         compilation = job.run_like(earlier, above=not first)
     compilation = compilation or job.run_pinned(view)
-    if earlier is not None and not first and messages(GraphView(graph)) != earlier.sent:
+    if earlier is not None and not first and not earlier.is_sent(messages(GraphView(graph))):
         phases = earlier.phase or "another", job.known.phase
         evaluates = "inference" in phases and phases[0] != phases[1]
         warn_once(UNLIKE.format(earlier=phases[0], this=phases[1], instead=_TOGETHER[evaluates]))
@@ -260,8 +269,10 @@ def run_as_led(job: Job) -> Compilation | None:
         return None
     view = GraphView(graph)
     came = messages(view)
-    kind = variants.kind_of(came, in_any_order(view))
-    found = agreeing.compare_messages(job.agreed, kind, settings, job.profile, job.known.phase)
+    # Tensor parallel groups with batches of their own size send the same otherwise.
+    kinds = variants.kinds_of(tuple(map(without_sizes, came)), in_any_order(view))
+    compared = [text for kind in kinds.values() for text in kind]
+    found = agreeing.compare_messages(job.agreed, compared, settings, job.profile, job.known.phase)
     if not found.agreed:
         return None
     backup, began = Backup(graph), time.perf_counter_ns()
@@ -288,8 +299,9 @@ def run_as_led(job: Job) -> Compilation | None:
         else:
             # What was shared before about the same collectives stands, also for the rank that shared it.
             backup.restore()
-            compilation = job.run_like(variants.Variant.of_text(text), note)
-    sent = messages(GraphView(graph)) if compilation is not None else ()
+            leader = variants.Earlier.of(variants.Variant.of_text(text), sizes=False)
+            compilation = job.run_like(leader, note)
+    sent = tuple(map(without_sizes, messages(GraphView(graph)))) if compilation is not None else ()
     did = agreeing.confirm_messages(found, sent, settings, time.perf_counter_ns() - began)
     if compilation is None or not did.agreed:
         backup.restore()
@@ -299,7 +311,7 @@ def run_as_led(job: Job) -> Compilation | None:
     return compilation
 
 
-def run_as_before(job: Job, earlier: variants.Variant) -> Compilation | None:
+def run_as_before(job: Job, earlier: variants.Earlier) -> Compilation | None:
     """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it would not.
 
     For a graph on which ranks are not known to agree: this rank alone may have it.

@@ -37,7 +37,7 @@ from inductor_passes.pin import pins
 from inductor_passes.report import GraphReport
 from inductor_passes.rewrites import audit
 from inductor_passes.rewriting import unpack_op
-from inductor_passes.rewriting.messages import carry_parameters, in_any_order, messages
+from inductor_passes.rewriting.messages import all_carry_parameters, in_any_order, messages
 from inductor_passes.rewriting.step_facts import facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
 from inductor_passes.trace.nothing import planned
@@ -137,14 +137,14 @@ def _decide(
     """
     graph, agreed = job.graph, job.agreed
     came, any_order = messages(view), in_any_order(view)
-    kind = variants.kind_of(came, any_order)
+    kinds = variants.kinds_of(came, any_order)
     # Under "trust" nobody was asked, and nobody knows who is here.
     first = agreed.agreed and not agreed.again and about.number == 0
     together = agreed.agreed and not agreed.again and bool(agreed.participants)
-    earlier, compilation = variants.earlier(about, kind, together=together, graph=agreed.digest), None
-    if first and not carry_parameters(view):
+    earlier, compilation = variants.earlier(about, kinds, together=together, graph=agreed.digest), None
+    if first and earlier is not None:
         # Another function that happens to send as much: where ranks agree, it need not be followed.
-        earlier = None
+        earlier = earlier.within(all_carry_parameters(view))
     if not agreed.agreed:
         compilation = alike.run_as_led(job) if earlier is None else alike.run_as_before(job, earlier)
     # Code from a cache is then right only where this process knows of it.
@@ -164,13 +164,15 @@ def _decide(
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
         buckets = variants.places(view.collectives, compilation.buckets)
         variant = variants.Variant(
-            *(came, sent, buckets, rewritten, job.known.phase, agreed.digest, any_order, compilation.left_out)
+            *(came, sent, buckets, rewritten, job.known.phase, agreed.digest, tuple(sorted(any_order))),
+            left_out=compilation.left_out,
         )
-        refuse, keep = variants.statements(about, variant, alone=conforms, agreed=agreed.agreed)
+        alone = _led_by(earlier, kinds) if conforms else frozenset[str]()
+        refuse, keep = variants.statements(about, variant, alone=alone, agreed=agreed.agreed)
         agreeing.leave(graph, refuse, first=True)
         agreeing.leave(graph, keep)
-        variants.note(about, kind)
-        if not conforms or earlier is None:
+        variants.note(about, kinds)
+        if not conforms or earlier is None or {*kinds} - alone:
             variants.remember(about, variant)
         if isinstance(came_as, Kept):
             # Whether another graph that sends the same may still be called is looked at when it is planned again.
@@ -178,6 +180,11 @@ def _decide(
             came_as = came_as.of(compilation, about, variant) if alike_on_all else _NOT_ALIKE
         compilation.kept = came_as
     return compilation
+
+
+def _led_by(earlier: variants.Earlier | None, kinds: Mapping[str, variants.Kind]) -> frozenset[str]:
+    """Groups in which a graph sends what another one sends; the first rank's graph decides all of them."""
+    return frozenset(kinds) if earlier is None else frozenset().union(*(part.groups for part in earlier.parts))
 
 
 def _participants(agreed: agreement.Agreement, settings: PassConfig) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ class Kept:
     def conflict(self) -> str:
         """See :class:`inductor_passes.tuning.again.Kept`."""
         assert self.about is not None and self.variant is not None
-        every, before = variants.graphs_of(self.about, self.variant.kind)
+        every, before = variants.graphs_of(self.about, self.variant.kinds)
         if every > 1 and before == every - 1:
             return "a graph of before torch._dynamo.reset() may still be called, and sends the same messages"
         if every > 1:

@@ -19,11 +19,11 @@ REWRITES = (RewriteCollectives.name, AsyncTpPass.name, CompressPass.name, Scatte
 PARTED: tuple[Pass, ...] = (RewriteCollectives(), ScatterByExchange())
 
 
-def passes_of(settings: PassConfig, like: tuple[str, ...] = ()) -> list[Pass]:
+def passes_of(settings: PassConfig, like: tuple[tuple[str, ...], ...] = ()) -> list[Pass]:
     """The FX passes that a configuration switches on, in order.
 
     Args:
-        like: messages in the order in which the graph has to send them, see ``rewriting.messages``; empty: in any.
+        like: messages in the order in which the graph has to send them, see ``messages.order_like``; empty: in any.
     """
     passes: list[Pass] = [RewriteCollectives(settings.tier)]
     if settings.uses_async_tp:

@@ -14,19 +14,21 @@ import json
 import threading
 import zlib
 from base64 import b85decode, b85encode
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from inductor_passes import _torch, agreement
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.pin.pins import Pins
-from inductor_passes.rewriting.messages import messages
+from inductor_passes.rewriting.messages import counterparts, group_of, messages, within, without_sizes
 from inductor_passes.tuning.callers import nobody_calls
 
 #: Members of each, see :class:`Variant`.
 Buckets = tuple[tuple[int | str, ...], ...]
+#: What is compared of two graphs in one group, see :func:`kinds_of`.
+Kind = tuple[str, ...]
 #: Forms that are remembered of graphs with the same collectives, and kinds of such graphs in all.
 _MOST_VARIANTS, _MOST_KINDS = 16, 4096
 #: Variable of a generated module; why code is not used of which this variable is no text of ours, and what that raises.
@@ -46,7 +48,7 @@ class Variant:
         left_out: what passes that do so left out, see ``GraphPlan.left_out``.
         phase: ``forward``, ``backward`` or ``inference``.
         graph: digest of the graph, "" where it has none.
-        any_order: a graph that came with these collectives in another order is a variant as well.
+        any_order: groups in which a variant may come with these collectives in another order.
     """
 
     came: tuple[str, ...]
@@ -55,31 +57,17 @@ class Variant:
     rewritten: bool = False
     phase: str = ""
     graph: str = ""
-    any_order: bool = False
+    any_order: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
     @property
-    def kind(self) -> tuple[str, ...]:
-        """Equal for graphs whose collectives are the same ones for other ranks."""
-        return kind_of(self.came, self.any_order)
+    def kinds(self) -> dict[str, Kind]:
+        """See :func:`kinds_of`."""
+        return kinds_of(self.came, self.any_order)
 
-    def pins(self, view: GraphView, rank: int) -> Pins:
-        """Its buckets as a plan for another graph with these collectives.
-
-        Raises:
-            LookupError: it has other ones.
-        """
-        names: dict[str, list[str]] = {}
-        for text, collective in zip(reversed(messages(view)), reversed(view.collectives)):
-            names.setdefault(text, []).append(collective.start.name)
-        starts = [names[text].pop() for text in self.came]
-
-        def name(place: int | str) -> str:
-            return place if isinstance(place, str) else starts[place]
-
-        buckets = tuple(tuple(map(name, bucket)) for bucket in self.buckets)
-        plan = GraphPlan(buckets=buckets, left_out=self.left_out)
-        return Pins(plan, "an earlier variant", "", rank, replan=True)
+    def sent_in(self, group: str) -> tuple[str, ...]:
+        """What it sends in one group."""
+        return within(self.sent, (group,))
 
     def text(self) -> str:
         """What ranks with other graphs and the same collectives need of it."""
@@ -97,9 +85,118 @@ class Variant:
         return Variant(came, sent, _places(data["buckets"]))
 
 
-def kind_of(came: Sequence[str], any_order: bool) -> tuple[str, ...]:
-    """What is compared of two graphs' collectives, see :func:`rewriting.messages.in_any_order`."""
-    return tuple(sorted(came)) if any_order else tuple(came)
+def kinds_of(came: Sequence[str], any_order: Container[str]) -> dict[str, Kind]:
+    """By group what is compared of two graphs' collectives in it; equal where they are the same for its other ranks.
+
+    Ranks of one group may have equal graphs while those of another do not: with tensor parallelism inside of data
+    parallelism, each group of the first may have batches of its own size.
+
+    Args:
+        any_order: see :func:`rewriting.messages.in_any_order`.
+    """
+    found: dict[str, list[str]] = {}
+    for text in came:
+        found.setdefault(group_of(text), []).append(text)
+    return {
+        group: tuple(sorted(texts) if group in any_order else texts) for group, texts in sorted(found.items())
+    }
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a graph has to send in some groups because another graph sends it there."""
+
+    variant: Variant
+    groups: frozenset[str]
+
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """The messages, in order."""
+        return within(self.variant.sent, self.groups)
+
+    def buckets(self, collectives: Sequence[Collective], came: Sequence[str]) -> tuple[tuple[str, ...], ...] | None:
+        """Its buckets by the starts of another graph; None where that has other collectives.
+
+        Args:
+            collectives: of that graph.
+            came: their :func:`rewriting.messages`.
+        """
+        mine = [place for place, text in enumerate(self.variant.came) if group_of(text) in self.groups]
+        theirs = [place for place, text in enumerate(came) if group_of(text) in self.groups]
+        found = counterparts([came[place] for place in theirs], [self.variant.came[place] for place in mine])
+        if found is None:
+            return None
+        names = {place: collectives[theirs[other]].start.name for place, other in zip(mine, found)}
+        whole = len(mine) == len(self.variant.came)
+        # Starts that rewrites made belong to the groups of those beside them.
+        ours = [b for b in self.variant.buckets if whole or any(place in names for place in b)]
+        return tuple(tuple(p if isinstance(p, str) else names[p] for p in bucket) for bucket in ours)
+
+
+class Way(NamedTuple):
+    """A way to make a graph send what it has to.
+
+    Attributes:
+        pins: the buckets.
+        like: the order of messages, see ``rewriting.messages.order_like``.
+        rewrite: whether collectives are changed in other ways, too.
+    """
+
+    pins: Pins
+    like: tuple[tuple[str, ...], ...]
+    rewrite: bool
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What other ranks may send while this rank runs another graph.
+
+    Attributes:
+        parts: by groups, at least one.
+        sizes: whether the sizes of what carries no parameters have to be equal, too.
+    """
+
+    parts: tuple[Part, ...]
+    sizes: bool = True
+
+    @staticmethod
+    def of(variant: Variant, *, sizes: bool = True) -> Earlier:
+        """All that one graph sends."""
+        return Earlier((Part(variant, frozenset(map(group_of, variant.came))),), sizes)
+
+    @property
+    def phase(self) -> str:
+        """Of the graph that most of it comes from."""
+        return self.parts[0].variant.phase
+
+    def within(self, groups: Container[str]) -> Earlier | None:
+        """In certain groups only; None where there is nothing."""
+        found = [Part(p.variant, frozenset(g for g in p.groups if g in groups)) for p in self.parts]
+        parts = tuple(part for part in found if part.groups)
+        return replace(self, parts=parts) if parts else None
+
+    def is_sent(self, sent: Sequence[str]) -> bool:
+        """Whether a graph with these messages sends it."""
+        text = str if self.sizes else without_sizes
+        return all(list(map(text, within(sent, p.groups))) == list(map(text, p.sent)) for p in self.parts)
+
+    def ways(self, view: GraphView, rank: int) -> list[Way]:
+        """Ways to make a graph send it, the best first. A graph that has all its groups from one graph has one way."""
+        came, collectives = messages(view), view.collectives
+        first = self.parts[0].variant
+        everything = Part(first, frozenset(map(group_of, (*first.came, *came))))
+        tried: list[tuple[tuple[Part, ...], bool]] = [((everything,), first.rewritten)]
+        if len(self.parts) > 1 or {*map(group_of, came)} - self.parts[0].groups:
+            # A batch of another size: what carries it is merged and ordered as there, where that can be done.
+            tried += [(self.parts, True), (self.parts, False)]
+        found = []
+        for parts, rewrite in tried:
+            buckets = [part.buckets(collectives, came) for part in parts]
+            if None not in buckets:
+                plan = GraphPlan(buckets=sum(filter(None, buckets), ()), left_out=first.left_out)
+                pins = Pins(plan, "an earlier variant", "", rank, replan=True)
+                found.append(Way(pins, tuple(part.sent for part in parts), rewrite))
+        return found
 
 
 def places(collectives: Sequence[Collective], buckets: Sequence[Sequence[str]]) -> Buckets:
@@ -147,10 +244,10 @@ class About:
 
 
 _lock = threading.Lock()
-_known: dict[tuple[str, tuple[str, ...]], list[Variant]] = {}
+#: By settings and what came in one group.
+_known: dict[tuple[str, Kind], list[Variant]] = {}
 #: Functions that were compiled.
 _functions: dict[tuple[str, str, str], None] = {}
-
 
 
 @dataclass(eq=False)
@@ -161,15 +258,19 @@ class _Graph:
 
     Attributes:
         about: its compile id and phase; those of a graph that was thrown away come again.
+        settings: those of :class:`About`.
+        kinds: what it came with, by groups.
         module: globals of its generated module; None until that is loaded.
     """
 
     about: tuple[str, str]
+    settings: str
+    kinds: frozenset[Kind]
     module: dict[str, Any] | None = None
 
 
-#: Graphs that came with the same collectives.
-_graphs: dict[tuple[str, tuple[str, ...]], list[_Graph]] = {}
+#: Graphs, by what they came with in all groups.
+_graphs: dict[frozenset[Kind], list[_Graph]] = {}
 
 
 def _forget() -> None:
@@ -185,79 +286,97 @@ agreement.when_forgotten(_forget)
 def remember(about: About, variant: Variant) -> None:
     """Keep what became of a graph."""
     with _lock:
-        found = _known.setdefault((about.settings, variant.kind), [])
-        if variant not in found:
-            found.append(variant)
-            # The first ones decide, the last one is about to be loaded.
-            del found[_MOST_VARIANTS - 1 : -1]
+        for kind in variant.kinds.values():
+            found = _known.setdefault((about.settings, kind), [])
+            if variant not in found:
+                found.append(variant)
+                # The first ones decide, the last one is about to be loaded.
+                del found[_MOST_VARIANTS - 1 : -1]
         while len(_known) > _MOST_KINDS:
             del _known[next(iter(_known))]
 
 
-def note(about: About, kind: tuple[str, ...], module: dict[str, Any] | None = None) -> None:
+def note(about: About, kinds: Mapping[str, Kind], module: dict[str, Any] | None = None) -> None:
     """A graph with these collectives was compiled or, with the globals of its module, loaded."""
-    name = about.compile_id, about.phase
+    name, came = (about.compile_id, about.phase), frozenset(kinds.values())
     with _lock:
-        found = _graphs.setdefault((about.settings, kind), [])
+        found = _graphs.setdefault(came, [])
         # Of one name there are several after ``torch._dynamo.reset()``: the last one is being loaded.
-        known = next((one for one in reversed(found) if one.about == name and one.module is None), None)
+        same = (one for one in reversed(found) if one.about == name and one.settings == about.settings)
+        known = next((one for one in same if one.module is None), None)
         if known is None:
-            found.append(known := _Graph(name))
+            found.append(known := _Graph(name, about.settings, came))
         known.module = module
         while len(_graphs) > _MOST_KINDS:
             del _graphs[next(iter(_graphs))]
 
 
-def graphs_of(about: About, kind: tuple[str, ...]) -> tuple[int, int]:
-    """How many graphs came with these collectives in this process, and how many of these before a reset.
+def graphs_of(about: About, kinds: Mapping[str, Kind]) -> tuple[int, int]:
+    """How many graphs came in some group with these collectives in this process, and how many of these before a reset.
 
     Under whatever settings, and without those of which it is certain that nobody can call them any more.
     """
+    wanted = frozenset(kinds.values())
     with _lock:
-        every = [(found, one) for (_, same), found in _graphs.items() if same == kind for one in found]
-        for found, one in every:
-            if one.module is not None and nobody_calls(one.module):
-                found.remove(one)
-                # Where a cache gives the code back it is loaded, and noted, anew.
-                _torch.forget_loaded_module(one.module)
-        left = [one.about for found, one in every if one in found]
+        left = []
+        for came, found in _graphs.items():
+            if came.isdisjoint(wanted):
+                continue
+            for one in list(found):
+                if one.module is not None and nobody_calls(one.module):
+                    found.remove(one)
+                    # Where a cache gives the code back it is loaded, and noted, anew.
+                    _torch.forget_loaded_module(one.module)
+                else:
+                    left.append(one.about)
     return len(left), left.count((about.compile_id, about.phase)) - 1
 
 
-def replace(about: About, variant: Variant) -> None:
+def use(about: About, variant: Variant) -> None:
     """A graph sends something else from now on: what comes with its collectives later sends that, too."""
     with _lock:
-        _known[(about.settings, variant.kind)] = [variant]
+        for kind in variant.kinds.values():
+            _known[(about.settings, kind)] = [variant]
 
 
-def earlier(about: About, kind: tuple[str, ...], *, together: bool, graph: str = "") -> Variant | None:
-    """What came with these collectives: the same graph, else the first of its phase, else the first.
+def earlier(about: About, kinds: Mapping[str, Kind], *, together: bool, graph: str = "") -> Earlier | None:
+    """What came with these collectives: for each group the same graph, else the first of its phase, else the first.
 
     Args:
-        kind: see :attr:`Variant.kind`.
+        kinds: see :func:`kinds_of`.
         graph: its digest. Ranks that go on with a graph send what was agreed on for it.
         together: all ranks compile the graph now. If it is a function's first, and the function was compiled before,
             all have thrown away what they had (``torch._dynamo.reset()``), and may begin anew.
     """
+    groups: dict[Variant, set[str]] = {}
     with _lock:
         if together and about.number == 0 and about.function in _functions:
-            _known.pop((about.settings, kind), None)
+            for kind in kinds.values():
+                _known.pop((about.settings, kind), None)
         _functions[about.function] = None
         while len(_functions) > _MOST_KINDS:
             del _functions[next(iter(_functions))]
-        found = _known.get((about.settings, kind), ())
-        same = [one for one in found if graph and one.graph == graph]
-        return next(iter((*same, *(one for one in found if one.phase == about.phase), *found)), None)
+        for group, kind in kinds.items():
+            found = _known.get((about.settings, kind), ())
+            same = [one for one in found if graph and one.graph == graph]
+            one = next(iter((*same, *(one for one in found if one.phase == about.phase), *found)), None)
+            if one is not None:
+                groups.setdefault(one, set()).add(group)
+    # The graph that most of it comes from first.
+    parts = sorted((Part(one, frozenset(its)) for one, its in groups.items()), key=lambda part: -len(part.sent))
+    return Earlier(tuple(parts)) if parts else None
 
 
-def statements(about: About, variant: Variant, *, alone: bool, agreed: bool = True) -> tuple[str, str]:
+def statements(
+    about: About, variant: Variant, *, alone: Iterable[str] = (), agreed: bool = True
+) -> tuple[str, str]:
     """Two Python statements for the generated module: refuse the variant, or remember it, when code is loaded.
 
     The first has to run before other ranks are asked: code that says yes and is then refused is compiled to something
     else than it said.
 
     Args:
-        alone: it sends what an earlier one sends although the ranks did not agree on it.
+        alone: groups in which it sends what an earlier one sends although the ranks did not agree on it.
         agreed: the ranks agreed on the graph.
     """
     data = {
@@ -270,7 +389,7 @@ def statements(about: About, variant: Variant, *, alone: bool, agreed: bool = Tr
         "graph": variant.graph,
         "any_order": variant.any_order,
         "left_out": variant.left_out,
-        "alone": alone,
+        "alone": sorted(alone),
         "agreed": agreed,
     }
     text = b85encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 6)).decode()
@@ -290,7 +409,7 @@ def fitting(text: str) -> str:
     why = _UNKNOWN
     try:
         about, variant, alone, agreed = _of_text(text)
-        why = _unfit(about, variant, alone=alone, agreed=agreed)
+        why = _unfit(about, variant, alone, agreed=agreed)
     except _UNREADABLE as error:
         why = f"{why}: {type(error).__name__}: {error}"
     if why:
@@ -308,34 +427,35 @@ def loaded(module: dict[str, Any], text: str) -> None:
         StaleVerdictError: as for :func:`fitting`; another thread may have compiled something since.
     """
     about, variant, alone, _ = _of_text(fitting(text))
-    note(about, variant.kind, module)
-    if not alone and variant.sent not in _sent(about, variant):
+    note(about, variant.kinds, module)
+    if {*variant.kinds} - alone and not all(_sent(about, variant).values()):
         remember(about, variant)
 
 
-def _of_text(text: str) -> tuple[About, Variant, bool, bool]:
+def _of_text(text: str) -> tuple[About, Variant, frozenset[str], bool]:
     """What :func:`statements` wrote: the last two are its ``alone`` and ``agreed``."""
     data = json.loads(zlib.decompress(b85decode(text)))
     about = About(_torch.compile_id(), data["phase"], data["settings"])
     came, sent, buckets = tuple(data["came"]), tuple(data["sent"]), _places(data["buckets"])
-    left_out = tuple(data["left_out"])
-    variant = Variant(
-        came, sent, buckets, data["rewritten"], about.phase, data["graph"], data["any_order"], left_out
-    )
-    return about, variant, data["alone"], data["agreed"]
+    any_order, left_out = tuple(data["any_order"]), tuple(data["left_out"])
+    variant = Variant(came, sent, buckets, data["rewritten"], about.phase, data["graph"], any_order, left_out)
+    return about, variant, frozenset(data["alone"]), data["agreed"]
 
 
-def _unfit(about: About, variant: Variant, *, alone: bool, agreed: bool) -> str:
+def _unfit(about: About, variant: Variant, alone: frozenset[str], *, agreed: bool) -> str:
     """Why code must not be used, ""."""
-    sent = _sent(about, variant)
-    if variant.sent in sent:
-        return ""  # just compiled, or as good as
-    if sent and (about.number or not agreed):
+    known = _sent(about, variant)
+    if False in known.values() and (about.number or not agreed):
         return "an earlier graph with its collectives sends something else"
-    return "it sends what a graph sends that is not known here" if alone else ""
+    return "it sends what a graph sends that is not known here" if any(not known.get(g) for g in alone) else ""
 
 
-def _sent(about: About, variant: Variant) -> list[tuple[str, ...]]:
-    """What is remembered of graphs with its collectives."""
+def _sent(about: About, variant: Variant) -> dict[str, bool | None]:
+    """By group whether a graph is remembered that sends this there; None where none is that came with this."""
+    found: dict[str, bool | None] = {}
     with _lock:
-        return [one.sent for one in _known.get((about.settings, variant.kind), ())]
+        for group, kind in variant.kinds.items():
+            others = _known.get((about.settings, kind))
+            mine = variant.sent_in(group)
+            found[group] = any(one.sent_in(group) == mine for one in others) if others else None
+    return found

@@ -45,11 +45,11 @@ class ReorderPass:
 
     Attributes:
         effort: how hard the planner tries.
-        like: messages in the order in which the graph has to send them, see ``rewriting.messages``; empty: in any.
+        like: messages in the order in which the graph has to send them, see ``messages.order_like``; empty: in any.
     """
 
     effort: Effort = "normal"
-    like: tuple[str, ...] = ()
+    like: tuple[tuple[str, ...], ...] = ()
     name: str = "reorder"
     group_order: ClassVar[GroupOrder] = "any"
 
@@ -110,7 +110,7 @@ class ReorderPass:
         )
 
 
-def _arranged(graph: torch.fx.Graph, facts: Facts, like: tuple[str, ...]) -> Facts | None:
+def _arranged(graph: torch.fx.Graph, facts: Facts, like: tuple[tuple[str, ...], ...]) -> Facts | None:
     """Facts about the graph once it sends like another one, and may not send otherwise; None where it cannot."""
     try:
         order = order_like(facts.view, like)

@@ -216,6 +216,12 @@ def _one_of_them_read(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tupl
     return torch.cat([ag(x), other], 1) @ w, other
 
 
+def _turned(x: torch.Tensor) -> torch.Tensor:
+    """Rotated as positions in attention are: pairs of columns are complex numbers."""
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.view_as_complex(x.new_tensor([0.0, 1.0]))).flatten(-2)
+
+
 def _groups(name: str, fn: Callable[..., Any], shapes: tuple[tuple[int, ...], ...]) -> Program:
     return Program(name, fn, shapes, dtype=torch.bfloat16)
 
@@ -272,6 +278,8 @@ PROGRAMS: list[Program] = [
     Program("linear_ag0_cast", lambda x, w: F.linear(x.bfloat16(), ag(w).bfloat16()), (X, (6, 16))),
     Program("bmm_ag0", lambda x, w: torch.bmm(x, ag(w)), ((4, 8, 16), (2, 16, 6))),
     Program("flat_parameter", lambda x, w: x @ ag(w).view(2, 96)[:, :].reshape(16, 12), (X, (96,))),
+    Program("mm_ag0_complex", lambda x, w: _turned(x @ ag(w)), (X, (8, 12))),
+    Program("ag1_mm_complex", lambda x, w: _turned(ag(x, 1) @ w), (X, (32, 12))),
     Program("wgrad", lambda x, dy: ag(dy).t() @ x, ((16, 16), (8, 12))),
     Program("wgrad_right", lambda x, dy: dy.t() @ ag(x), (X, (16, 12))),
     Program("dgrad_and_wgrad", _shared, ((16, 16), (16, 12), (8, 12))),
