@@ -197,7 +197,7 @@ class AsyncTpOverrides:
 
     GROUPS = 'pairs "name=mode" separated by commas, e.g. "mesh_tp=force,mesh_dp=off", mode "auto", "force" or "off"'
     SIZES = 'pairs "size=mode" separated by commas, e.g. "0B=off,1MiB=auto", mode "auto", "force" or "off"'
-    PARTS = 'integers of at least 2 separated by commas, e.g. "2,4,8"'
+    PARTS = 'integers from 2 to 999999999 separated by commas, e.g. "2,4,8"'
 
     @staticmethod
     def parse(groups: object, sizes: object, parts: object) -> AsyncTpOverrides:

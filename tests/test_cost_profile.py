@@ -279,6 +279,13 @@ def _with(path: str, value: object) -> dict[str, object]:
         ("groups", {}, "groups is {}; expected a list"),
         ("groups.0.costs.0.kind", "gather", "groups[0].costs[0].kind is 'gather'; expected one of all_gather"),
         ("groups.0.costs.0.alpha_ns", -1, "groups[0].costs[0].alpha_ns is -1; expected a finite number of at least 0"),
+        (
+            "groups.0.costs.0.alpha_ns",
+            1e308,
+            "groups[0].costs[0].alpha_ns is 1e+308; expected a finite number of at least 0, at most 1e+300",
+        ),
+        ("memory_bytes_per_s", 1e-300, "memory_bytes_per_s is 1e-300; expected 0 (that of the device) or at least 1"),
+        ("schema_version", True, "has schema_version True; expected 3"),
         ("groups.0.costs.0.alpha_ns", float("nan"), "groups[0].costs[0].alpha_ns is nan"),
         ("groups.0.costs.0.alpha_ns", 10**400, "groups[0].costs[0].alpha_ns is 1000"),
         ("groups.0.costs.0.beta_ns_per_byte", "fast", "groups[0].costs[0].beta_ns_per_byte is 'fast'"),

@@ -147,6 +147,9 @@ class CostProfile:
     def __post_init__(self) -> None:
         if self.ranks_per_host < 1:
             raise ProfileError(f"{self.name}: ranks_per_host is {self.ranks_per_host}; expected at least 1")
+        if 0 < self.memory_bytes_per_s < 1:
+            said = f"memory_bytes_per_s is {self.memory_bytes_per_s:g}"
+            raise ProfileError(f"{self.name}: {said}; expected 0 (that of the device) or at least 1")
         last: dict[str, MatmulPoint] = {}
         for point in self.matmul:
             before = last.get(point.dtype)
@@ -405,7 +408,7 @@ class RecordedProfile(CostProfile):
 
 def _as_today(data: object) -> object:
     """A profile of schema version 1 (without shapes) or 2 (without slowdowns) as one of today's."""
-    if not isinstance(data, dict) or data.get("schema_version") not in (1, 2):
+    if not isinstance(data, dict) or type(data.get("schema_version")) is not int or data["schema_version"] not in (1, 2):
         return data
     groups = data.get("groups")
     if isinstance(groups, list):

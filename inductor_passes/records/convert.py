@@ -132,7 +132,7 @@ def _explained(error: msgspec.ValidationError, value: Any, hint: Any, what: str,
         # What a record's own __post_init__ holds against it.
         return f"{place}: {error.__cause__}" if place else str(error.__cause__)
     length = _LENGTH.match(said)
-    expected = f"a list of {length[1]} values" if length else phrase(hint)
+    expected = f"a list of {length[1]} values" if length else phrase(hint) + _most(value, hint)
     return f"{place or what} is {shown(value)}; expected {expected}"
 
 
@@ -237,6 +237,14 @@ def _limits(bounds: Sequence[msgspec.Meta]) -> str:
         if bound.ge is not None and abs(bound.ge) < 2**53:
             text += f" of at least {bound.ge:g}"
     return text
+
+
+def _most(value: object, hint: Any) -> str:
+    """The largest number that is allowed, in words, where ``value`` is above it; "" else."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return ""
+    largest = [bound.le for bound in _bare(hint)[1] if bound.le is not None]
+    return f", at most {largest[0]:g}" if largest and value > largest[0] else ""
 
 
 def _check_keys(value: Any, hint: Any, place: str, all_of_them: bool) -> None:
