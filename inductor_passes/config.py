@@ -500,6 +500,13 @@ class PassConfig:
         "says so. Every rank must load the same file.",
         "",
     )
+    dynamic_plans: int = _doc(
+        "Into how many plans the range of symbolic sizes (`mark_dynamic`, `dynamic=True`) may be divided. 1: one plan "
+        "for all sizes. With N, a function is compiled up to N times: the first N - 1 plans are for sizes from half to "
+        "twice those that they are first compiled with, and the last one for all others. See "
+        "[sizes known at run time](bucketing.md#sizes-that-are-only-known-at-run-time).",
+        1,
+    )
     tune: int = _doc(
         "Time so many steps of every planned graph on every rank, after one that warms up, compare them with the plan, "
         "and write a cost profile that is corrected by what was measured, for the setting `cost_profile` of the next "
@@ -553,6 +560,7 @@ class PassConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "compress", _as_text(self.compress))
         object.__setattr__(self, "tune", _steps(self.tune))
+        object.__setattr__(self, "dynamic_plans", _plans(self.dynamic_plans))
         for f in dataclasses.fields(self):
             check_value(f.name, getattr(self, f.name))
         if self.compress_feedback == "on" and self.narrowing.is_off:
@@ -692,6 +700,8 @@ def allowed_values(key: str) -> str:
         return _RANK_AGREEMENT
     if key == "tune":
         return _STEPS
+    if key == "dynamic_plans":
+        return _PLANS
     if key == "estimator":
         return "None or a function from torch.fx.Node to nanoseconds"
     return "a path as text, or empty"
@@ -740,6 +750,19 @@ def _steps(value: object) -> int:
     return int(text)
 
 
+#: The most plans of one function. Torch compiles it up to ``recompile_limit`` times, 8 unless that is set.
+MOST_PLANS = 64
+_PLANS = f"a whole number of plans from 1 to {MOST_PLANS}"
+
+
+def _plans(value: object) -> int:
+    """Parse ``dynamic_plans``."""
+    text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
+    if not re.fullmatch(r"\d{1,2}", text, re.ASCII) or not 1 <= int(text) <= MOST_PLANS:
+        raise ConfigError("dynamic_plans", value, _PLANS)
+    return int(text)
+
+
 def check_value(key: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is allowed for the field ``key``."""
     if key == "memory_budget":
@@ -750,6 +773,8 @@ def check_value(key: str, value: object) -> None:
         _rank_timeout_s(value)
     elif key == "tune":
         _steps(value)
+    elif key == "dynamic_plans":
+        _plans(value)
     elif key in _OVERRIDES:
         given = {"async_tp_groups": "", "async_tp_sizes": "", "async_tp_parts": "2", key: value}
         AsyncTpOverrides.parse(*given.values())

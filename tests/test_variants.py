@@ -271,8 +271,9 @@ def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) ->
     load(1, other)
     assert known(2) == first
     for number in range(40):
-        variants.remember(About(f"31/{number + 2}", "forward", "settings"), variants.Variant(came, (f"all | {number}",), ()))
-        load(number + 2, variants.Variant(came, (f"all | {number}",), ()))
+        further = variants.Variant(came, (f"all | {number}",), ())
+        variants.remember(About(f"31/{number + 2}", "forward", "settings"), further)
+        load(number + 2, further)
     assert known(99) == first
     load(0, third)
     assert known(1) == first

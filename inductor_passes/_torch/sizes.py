@@ -199,6 +199,53 @@ def symbol_range(value: torch.SymInt, symbol: sympy.Symbol) -> tuple[int | None,
     return low, high if high is None else high // period * period, period
 
 
+def symbol_source(size: torch.SymInt) -> str:
+    """What a symbol is in the program, e.g. ``L['x'].size()[0]``; "" where torch does not say, or for an expression.
+
+    The name of the symbol itself may be another one when the function is compiled again.
+    """
+    env, expr = getattr(size.node, "shape_env", None), size_expression(size)
+    sources = getattr(env, "var_to_sources", {}).get(expr) or ()
+    for source in sources:
+        # A method up to torch 2.11, a property since.
+        return str(source.name() if callable(source.name) else source.name)
+    return ""
+
+
+def has_declared_bounds() -> bool:
+    """Whether the program declares bounds of a size of what is compiled (``mark_dynamic(x, 0, min=1, max=64)``).
+
+    Torch wants one graph for all sizes within them: a guard that rules out some of these is an error to it.
+    """
+    from torch._guards import TracingContext
+    from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+
+    context = TracingContext.try_get()
+    kinds = () if context is None else tuple(getattr(context, "tensor_to_context", {}).values())
+    constraints = (c for kind in kinds for c in getattr(kind, "constraint_sizes", None) or ())
+    return any(isinstance(c, StrictMinMaxConstraint) for c in constraints)
+
+
+def keep_within(size: torch.SymInt, low: int, high: int, multiple: int) -> None:
+    """Guard that a size is from ``low`` to ``high`` and a multiple of a number. Its hint must be."""
+    if not (bool(size >= low) and bool(size <= high) and bool(size % multiple == 0)):
+        raise ValueError(f"the example {size_hint(size)} is no multiple of {multiple} from {low} to {high}")
+
+
+def keep_without(bounds: Sequence[tuple[torch.SymInt, int, int, int]]) -> None:
+    """Guard that some of these sizes are not from a low to a high number, or no multiples. One hint must be none."""
+    outside: Any = False
+    for size, low, high, multiple in bounds:
+        outside = (size < low) | (size > high) | (size % multiple != 0) | outside
+    if not bool(outside):
+        raise ValueError("the examples are within what is ruled out")
+
+
+def shape_env_of(size: torch.SymInt) -> object:
+    """The shape environment that a symbol belongs to; one per compilation."""
+    return size.node.shape_env
+
+
 def _finite(bound: object) -> int | None:
     return int(bound) if isinstance(bound, (int, sympy.Integer)) else None
 

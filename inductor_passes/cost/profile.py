@@ -408,7 +408,8 @@ class RecordedProfile(CostProfile):
 
 def _as_today(data: object) -> object:
     """A profile of schema version 1 (without shapes) or 2 (without slowdowns) as one of today's."""
-    if not isinstance(data, dict) or type(data.get("schema_version")) is not int or data["schema_version"] not in (1, 2):
+    version = data.get("schema_version") if isinstance(data, dict) else None
+    if not isinstance(data, dict) or type(version) is not int or version not in (1, 2):
         return data
     groups = data.get("groups")
     if isinstance(groups, list):

@@ -15,7 +15,7 @@ from inductor_passes import _torch, agreement
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import identity
+from inductor_passes.engine import identity, ranges
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.engine.waiting import Waiting
@@ -72,12 +72,17 @@ def reach(
 
         found = agreement.reach(
             view,
-            facts_of(settings, profile, phase, _told(step, view)),
+            {**facts_of(settings, profile, phase, _told(step, view)), **_sizes(view, settings)},
             timeout_s=timeout_s,
             name=phase,
             describe_group=describe,
         )
     return found
+
+
+def _sizes(view: GraphView, settings: PassConfig) -> dict[str, str]:
+    """What a plan is for, where that is not all that the program's own guards admit."""
+    return {"sizes": "; ".join(ranges.notes(view.graph))} if settings.dynamic_plans > 1 else {}
 
 
 def _told(step: StepFacts | None, view: GraphView) -> str:

@@ -13,6 +13,7 @@ from inductor_passes.engine import (
     again,
     agreeing,
     alike,
+    dynamic_plans,
     garbage,
     gloo,
     identity,
@@ -71,6 +72,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     graph_before = _readable(graph)
     profile = identity.load_profile(settings)
     phase, step = phase_of(graph, is_inference), facts_of(graph)
+    if phase != "backward":
+        dynamic_plans.divide(graph, settings, inference=phase == "inference")
     report = new_report(graph, phase, settings, profile)
     if step is not None:
         report.passes.extend(one for one in (step.recompute, step.keep) if one is not None)
@@ -204,7 +207,7 @@ def _look_at(graph: torch.fx.Graph, compilation: Compilation) -> None:
     with guarded("looking for what a graph does not see", "the report does not say", settings):
         report.notes += regions.notes(graph)
     with guarded("saying for which sizes the plan holds", "the report does not say", settings):
-        report.notes += ranges.notes(graph)
+        report.notes += [*ranges.notes(graph), *dynamic_plans.notes(graph)]
 
 
 def _readable(graph: torch.fx.Graph) -> str:

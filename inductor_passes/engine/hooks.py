@@ -84,8 +84,10 @@ class JointPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
 
         def rewrite() -> None:
             if joint_wanted(self.settings):
-                from inductor_passes.engine import joint
+                from inductor_passes.engine import dynamic_plans, joint
 
+                inference = not any("tangents" in node.name for node in graph.find_nodes(op="placeholder"))
+                dynamic_plans.divide(graph, self.settings, inference=inference)
                 joint.run(graph, self.settings)
 
         unharmed(graph, "rewriting a joint graph", rewrite, lambda: self.settings)

@@ -17,7 +17,16 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
-from inductor_passes.engine import checkpointing, entry_values, forecast, garbage, identity, naming, shrinking
+from inductor_passes.engine import (
+    checkpointing,
+    dynamic_plans,
+    entry_values,
+    forecast,
+    garbage,
+    identity,
+    naming,
+    shrinking,
+)
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.pin import pins
@@ -53,6 +62,8 @@ class Separation:
     def run(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward graph of a joint one."""
         naming.note(gm.graph, lambda: self.settings)
+        with guarded("reading the settings", "one plan is made for all sizes", lambda: self.settings):
+            dynamic_plans.divide(gm.graph, self.settings, inference=False)
         shrinks = False
         with guarded("reading the memory budget", "nothing is computed again", lambda: self.settings):
             shrinks = self.settings.budget.shrinks
