@@ -125,6 +125,26 @@ def test_what_a_range_holds() -> None:
     assert dynamic_plans._holds(ranges, {"x": 5})
 
 
+def test_plans_out_of_a_cache_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = {"x": (4, 8, 2)}
+
+    def plans(compile_id: str) -> int:
+        monkeypatch.setattr(dynamic_plans._torch, "compile_id", lambda: compile_id)
+        return len(dynamic_plans._plans_of(False))
+
+    assert plans("[91/0]") == 0
+    for _ in range(2):
+        dynamic_plans.loaded(False, ranges)
+        assert plans("[91/0]") == 1, "compiled and loaded it is one plan"
+    assert plans("[91/1]") == 1
+    dynamic_plans.loaded(False, {"x": (9, 9, 1)})
+    assert plans("[91/1_2]") == 2
+    # Loaded as the function's first graph: what was before was thrown away.
+    assert plans("[91/0]") == 2
+    dynamic_plans.loaded(True, ranges)
+    assert plans("[91/0]") == 0
+
+
 @pytest.mark.parametrize("value", [0, 65, -1, True, "two", 1.5, ""])
 def test_bad_values(value: object) -> None:
     with pytest.raises(ConfigError, match=r"dynamic_plans=.*expected a whole number of plans from 1 to 64"):

@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,9 +56,24 @@ Ranges = Mapping[str, Range]
 _lock = threading.Lock()
 #: By function, and whether it runs without gradients: what the plans that it has are for.
 _taken: dict[tuple[str, bool], list[Ranges]] = {}
-#: Compilations whose sizes have their guards already, the joint graph comes before the graphs that are made of it; and
-#: the sizes that other plans of the function are for.
-_seen: weakref.WeakKeyDictionary[Any, list[Ranges]] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Divided:
+    """What a compilation's plan is for.
+
+    Attributes:
+        own: its sizes; empty: all that no other plan is for.
+        ruled_out: what other plans are for.
+    """
+
+    inference: bool
+    own: Ranges = field(default_factory=dict)
+    ruled_out: list[Ranges] = field(default_factory=list)
+
+
+#: Compilations whose sizes have their guards already: the joint graph comes before the graphs that are made of it.
+_seen: weakref.WeakKeyDictionary[Any, _Divided] = weakref.WeakKeyDictionary()
 
 
 def divide(graph: torch.fx.Graph, settings: PassConfig, *, inference: bool) -> None:
@@ -73,50 +88,82 @@ def divide(graph: torch.fx.Graph, settings: PassConfig, *, inference: bool) -> N
 
 def _divide(graph: torch.fx.Graph, settings: PassConfig, inference: bool) -> None:
     sizes = _symbols(graph)
-    function, _, number = _torch.compile_id().strip("[]").rpartition("/")
-    with _lock:
-        if number.partition("_")[0] == "0":
-            # Numbers begin again after ``torch._dynamo.reset()``.
-            known = next((_torch.shape_env_of(size) for size in sizes.values()), None)
-            if known is None or known not in _seen:
-                _taken.pop((function, True), None)
-                _taken.pop((function, False), None)
-    if not sizes:
+    env = next((_torch.shape_env_of(size) for size in sizes.values()), None)
+    if env is not None and env in _seen:
         return
-    env = _torch.shape_env_of(next(iter(sizes.values())))
-    with _lock:
-        if env in _seen:
-            return
-        _seen[env] = ruled_out = []
+    _forget_thrown_away()
+    if env is None:
+        return
+    _seen[env] = found = _Divided(inference)
     if _torch.has_declared_bounds():
         warn_once(_DECLARED)
         return
     example = {name: _torch.size_hint(size) or 0 for name, size in sizes.items()}
     with _lock:
-        taken = _taken.setdefault((function, inference), [])
-        while len(_taken) > _MOST_FUNCTIONS:
-            del _taken[next(iter(_taken))]
+        taken = _plans_of(inference)
         others = [ranges for ranges in taken if not _holds(ranges, example)]
-        own = _own(example, _multiples(graph, settings)) if len(taken) < settings.dynamic_plans - 1 else {}
-        if own:
-            taken.append(own)
-    for name, its in own.items():
+        if len(taken) < settings.dynamic_plans - 1:
+            found.own = _own(example, _multiples(graph, settings))
+            taken.append(found.own)
+    for name, its in found.own.items():
         _torch.keep_within(sizes[name], its.low, its.high, its.multiple)
     for ranges in others:
         bounds = [(sizes[name], r.low, r.high, r.multiple) for name, r in ranges.items() if name in sizes]
         if bounds:
             _torch.keep_without(bounds)
-            ruled_out.append(ranges)
+            found.ruled_out.append(ranges)
+
+
+def _function() -> tuple[str, bool]:
+    """The function that is compiled or loaded, and whether this is the first of its graphs."""
+    function, _, number = _torch.compile_id().strip("[]").rpartition("/")
+    return function, number.partition("_")[0] == "0"
+
+
+def _forget_thrown_away() -> None:
+    """Numbers begin again after ``torch._dynamo.reset()``."""
+    function, first = _function()
+    if first:
+        with _lock:
+            _taken.pop((function, True), None)
+            _taken.pop((function, False), None)
+
+
+def _plans_of(inference: bool) -> list[Ranges]:
+    """What the function's plans are for."""
+    found = _taken.setdefault((_function()[0], inference), [])
+    while len(_taken) > _MOST_FUNCTIONS:
+        del _taken[next(iter(_taken))]
+    return found
+
+
+def statement(graph: torch.fx.Graph) -> str:
+    """For the generated module: what its plan is for counts where it comes out of a cache; "" for all other sizes."""
+    env = next(map(_torch.shape_env_of, _symbols(graph).values()), None)
+    found = None if env is None else _seen.get(env)
+    if found is None or not found.own:
+        return ""
+    own = {name: (r.low, r.high, r.multiple) for name, r in found.own.items()}
+    return f"__import__({__name__!r}, fromlist=['loaded']).loaded({found.inference}, {own!r})"
+
+
+def loaded(inference: bool, own: Mapping[str, tuple[int, int, int]]) -> None:
+    """Called by a generated module while it is loaded."""
+    ranges = {name: Range(*its) for name, its in own.items()}
+    _forget_thrown_away()
+    with _lock:
+        if ranges not in (taken := _plans_of(inference)):
+            taken.append(ranges)
 
 
 def notes(graph: torch.fx.Graph) -> list[str]:
     """For the report: the sizes that a plan is not for because other plans of its function are."""
     sizes = _symbols(graph)
     env = next((_torch.shape_env_of(size) for size in sizes.values()), None)
-    ruled_out = _seen.get(env, []) if env is not None else []
-    if not ruled_out:
+    found = None if env is None else _seen.get(env)
+    if found is None or not found.ruled_out:
         return []
-    said = [" and ".join(f"{sizes[n]} {r}" for n, r in ranges.items() if n in sizes) for ranges in ruled_out]
+    said = [" and ".join(f"{sizes[n]} {r}" for n, r in ranges.items() if n in sizes) for ranges in found.ruled_out]
     return [f"other plans are for {'; '.join(said)}"]
 
 

@@ -90,6 +90,8 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     came_as = _kept(graph, view, settings, (collectives, names))
     compilation = _decide(job, view, about, pinned, came_as)
     compilation.participants = _participants(agreed, settings)
+    if phase != "backward" and (text := dynamic_plans.statement(graph)):
+        agreeing.leave(graph, text)
     report = compilation.report
     report.notes.extend(() if step is None else step.notes)
     report.notes.extend([idle] if idle else ())
