@@ -51,7 +51,8 @@ def uneven(view: GraphView) -> Uneven:
         return Uneven()
     gathers = [c for c in found.uneven if c.kind == CollectiveKind.ALL_GATHER]
     starts = {c.start for c in gathers}
-    waits = {wait for c in found.uneven if c.kind == CollectiveKind.REDUCE_SCATTER for wait in c.waits}
+    reductions = found.padded.union(c for c in found.uneven if c.kind == CollectiveKind.REDUCE_SCATTER)
+    waits = {wait for c in reductions for wait in c.waits}
     before = {node for node, owner in found.owner.items() if owner in starts}
     after = set(waits)
     sizeless = set(before)

@@ -51,6 +51,10 @@ PADS = frozenset({"aten::constant_pad_nd"})
 #: Those that every rank has alike, whatever its shard's size.
 COPIES = frozenset({"aten::_to_copy", "aten::cat", "prims::convert_element_type"})
 
+#: Shape in which a padded piece of a gradient is reduced over replicas, before the padding is taken off. Without it a
+#: rank with a whole piece cannot know whether others take it off before, and send less.
+WHOLE_PIECE = (1, 1, -1)
+
 #: Why something is left alone where :attr:`Shards.ranks_agree` is False.
 UNEQUAL = "ranks hold pieces of unequal size and could come to different decisions"
 
@@ -155,6 +159,7 @@ class Shards:
 
     Attributes:
         uneven: gathers and reductions whose shards differ in size.
+        padded: all_reduces of what such reductions gave, with the padding.
         owner: nodes that count as part of a start or a wait, see :func:`preparations` and :func:`trims`.
         ranks_agree: every rank has the same problem, as far as the graph tells. Otherwise (uneven shards in the middle
             of the graph, an all_to_all of unequal pieces) nothing that all ranks must do alike may depend on durations
@@ -164,14 +169,50 @@ class Shards:
     uneven: frozenset[Collective]
     owner: dict[torch.fx.Node, torch.fx.Node]
     ranks_agree: bool
+    padded: frozenset[Collective] = frozenset()
 
 
 def shards(view: GraphView) -> Shards:
     """See :class:`Shards`; O(nodes + edges)."""
     uneven = frozenset(c for c in view.collectives if _is_uneven(view, c))
-    owner = {**preparations(view), **trims(view, uneven)}
+    pieces, padded = _whole_pieces(view, uneven)
+    owner = {**preparations(view), **trims(view, uneven | padded)}
     exchanges = any(c.kind == CollectiveKind.ALL_TO_ALL and _has_unequal_splits(c.start) for c in view.collectives)
-    return Shards(uneven, owner, not exchanges and all(_is_at_the_edge(view, c, owner) for c in uneven))
+    edge = all(_is_at_the_edge(view, c, owner, pieces) for c in uneven | padded)
+    return Shards(uneven, owner, not exchanges and edge, padded)
+
+
+def _whole_pieces(
+    view: GraphView, uneven: Collection[Collective]
+) -> tuple[frozenset[torch.fx.Node], frozenset[Collective]]:
+    """What uneven reductions gave, with its padding, on its way to all_reduces (these starts included); and those."""
+    # Node after an uneven reduction -> whether nothing was cut off on any rank, as its shape says.
+    whole: dict[torch.fx.Node, bool] = {
+        wait: False for c in uneven if c.kind is CollectiveKind.REDUCE_SCATTER for wait in c.waits
+    }
+    if not whole:
+        return frozenset(), frozenset()
+    padded: set[Collective] = set()
+    for node in view.nodes:
+        known = [whole[n] for n in node.all_input_nodes if n in whole]
+        if not known or node.op == "output":
+            continue
+        collective = view.by_start.get(node)
+        if collective is not None:
+            if collective.kind is CollectiveKind.ALL_REDUCE and all(known):
+                padded.add(collective)
+                whole[node] = True
+                whole.update((wait, _is_marked(wait)) for wait in collective.waits)
+        elif node not in whole and moves_data(view, node):
+            whole[node] = all(known) or _is_marked(node)
+    pieces = frozenset(node for node, is_whole in whole.items() if is_whole)
+    return pieces, frozenset(padded)
+
+
+def _is_marked(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+    return len(shape) == len(WHOLE_PIECE) and shape[:-1] == WHOLE_PIECE[:-1]
 
 
 def _has_unequal_splits(start: torch.fx.Node) -> bool:
@@ -234,7 +275,12 @@ def _is_padded(view: GraphView, node: torch.fx.Node) -> bool:
     return name in PADS or (name == "aten::cat" and any(_is_padded(view, n) for n in node.all_input_nodes))
 
 
-def _is_at_the_edge(view: GraphView, collective: Collective, owner: dict[torch.fx.Node, torch.fx.Node]) -> bool:
+def _is_at_the_edge(
+    view: GraphView,
+    collective: Collective,
+    owner: dict[torch.fx.Node, torch.fx.Node],
+    pieces: Collection[torch.fx.Node],
+) -> bool:
     """Whether what differs between ranks is graph inputs and outputs and what belongs to the collective itself."""
     if collective.kind == CollectiveKind.ALL_GATHER:
         todo, seen = list(collective.inputs), set(collective.inputs)
@@ -256,7 +302,8 @@ def _is_at_the_edge(view: GraphView, collective: Collective, owner: dict[torch.f
         for user in todo.pop().users:
             if user.op == "output":
                 continue
-            if user not in owner and view.role(user) is not Role.FREE:
+            if user not in owner and user not in pieces and view.role(user) is not Role.FREE:
                 return False
-            todo.append(user)
+            if view.role(user) is not Role.START:
+                todo.append(user)
     return True

@@ -269,7 +269,7 @@ class GraphMemory:
             return self._prepared_bytes(storage)
         if owner is not None:
             collectives = self._view.collectives_of_wait.get(owner, ())
-            uneven = any(c in self._shards.uneven for c in collectives)
+            uneven = any(c in self._shards.uneven or c in self._shards.padded for c in collectives)
             if not uneven:
                 return storage.size_bytes
             piece = _received_bytes(storage.producer, owner)

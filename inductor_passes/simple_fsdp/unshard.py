@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from inductor_passes import _torch
+from inductor_passes.ir.canonical import WHOLE_PIECE
 from inductor_passes.simple_fsdp import written
 from inductor_passes.simple_fsdp.residuals import compensated, local_residuals, summed, summed_shapes
 
@@ -125,21 +126,32 @@ class ShardLayout:
         early, late = self.factors(gradient.dtype)
         if early != 1:
             gradient = gradient / early
+        padded: torch.Size | None = None
         for i in reversed(range(self.mesh_dims)):
             if self.mesh.size(i) == 1:
                 continue
             if i == self.shard_mesh_dim:
                 rows = pad(swap(gradient, self.dim), self.chunk * self.mesh.size(i))
                 send = functools.partial(_torch.reduce_scatter_sum, mesh=self.mesh, dim=i)
-                reduced = compensated(rows, left.pop(0), send) if left else send(rows)
-                gradient = swap(cut(reduced, like[self.dim]), self.dim)
+                gradient = compensated(rows, left.pop(0), send) if left else send(rows)
+                if not left and any(self.mesh.size(k) > 1 for k in range(i)):
+                    # Pieces of unequal size would be unequal messages. The shape says on every rank that none is.
+                    padded, gradient = gradient.shape, gradient.view(WHOLE_PIECE)
+                else:
+                    gradient = self._own(gradient, like)
             elif left and gradient.numel() > 0:
                 group, ranks = self.mesh.get_group(i).group_name, self.mesh.size(i)
                 gradient = summed(gradient, group, ranks, left.pop(0), left.pop(0))
             elif gradient.numel() > 0:
                 gradient = _torch.all_reduce_sum(gradient, self.mesh, i)
+        if padded is not None:
+            gradient = self._own(gradient.view(padded), like)
         gradient = gradient.to(dtype)
         return gradient if late == 1 else gradient / late
+
+    def _own(self, piece: torch.Tensor, like: torch.Size) -> torch.Tensor:
+        """This rank's chunk, of shape ``like``, from what a reduce_scatter gave."""
+        return swap(cut(piece, like[self.dim]), self.dim)
 
     def residual_shapes(self, local: Sequence[int]) -> list[tuple[int, ...]]:
         """Shapes of what :meth:`reduce` keeps of the roundings of its messages, for a chunk of shape ``local``.
