@@ -244,10 +244,19 @@ class About:
 
 
 _lock = threading.Lock()
-#: By settings and what came in one group.
-_known: dict[tuple[str, Kind], list[Variant]] = {}
+#: By :func:`_key`.
+_known: dict[tuple[str, bool, Kind], list[Variant]] = {}
 #: Functions that were compiled.
 _functions: dict[tuple[str, str, str], None] = {}
+
+
+def _key(about: About, kind: Kind) -> tuple[str, bool, Kind]:
+    """Settings, direction, and what came in one group.
+
+    A backward graph never runs while another rank of the group runs a forward one, though it may gather the same: its
+    gradients are held for a later reduction, for example.
+    """
+    return about.settings, about.phase == "backward", kind
 
 
 @dataclass(eq=False)
@@ -287,7 +296,7 @@ def remember(about: About, variant: Variant) -> None:
     """Keep what became of a graph."""
     with _lock:
         for kind in variant.kinds.values():
-            found = _known.setdefault((about.settings, kind), [])
+            found = _known.setdefault(_key(about, kind), [])
             if variant not in found:
                 found.append(variant)
                 # The first ones decide, the last one is about to be loaded.
@@ -336,7 +345,7 @@ def use(about: About, variant: Variant) -> None:
     """A graph sends something else from now on: what comes with its collectives later sends that, too."""
     with _lock:
         for kind in variant.kinds.values():
-            _known[(about.settings, kind)] = [variant]
+            _known[_key(about, kind)] = [variant]
 
 
 def earlier(about: About, kinds: Mapping[str, Kind], *, together: bool, graph: str = "") -> Earlier | None:
@@ -352,12 +361,12 @@ def earlier(about: About, kinds: Mapping[str, Kind], *, together: bool, graph: s
     with _lock:
         if together and about.number == 0 and about.function in _functions:
             for kind in kinds.values():
-                _known.pop((about.settings, kind), None)
+                _known.pop(_key(about, kind), None)
         _functions[about.function] = None
         while len(_functions) > _MOST_KINDS:
             del _functions[next(iter(_functions))]
         for group, kind in kinds.items():
-            found = _known.get((about.settings, kind), ())
+            found = _known.get(_key(about, kind), ())
             same = [one for one in found if graph and one.graph == graph]
             one = next(iter((*same, *(one for one in found if one.phase == about.phase), *found)), None)
             if one is not None:
@@ -455,7 +464,7 @@ def _sent(about: About, variant: Variant) -> dict[str, bool | None]:
     found: dict[str, bool | None] = {}
     with _lock:
         for group, kind in variant.kinds.items():
-            others = _known.get((about.settings, kind))
+            others = _known.get(_key(about, kind))
             mine = variant.sent_in(group)
             found[group] = any(one.sent_in(group) == mine for one in others) if others else None
     return found
