@@ -17,13 +17,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from inductor_passes import adopt
 from inductor_passes.engine import variants
-from inductor_passes.engine.variants import About, Earlier, Variant, kinds_of
-from inductor_passes.rewriting.messages import counterparts, group_of, within, without_sizes
+from inductor_passes.engine.variants import About, Earlier, Part, Variant, kinds_of
+from inductor_passes.ir.view import GraphView
+from inductor_passes.rewriting.messages import counterparts, group_of, messages, within, without_sizes
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tests.support import wrapped
 from tests.support.device import DEVICE, on_device
+from tests.support.models import capture_graphs
 from tests.support.ranks import Ranks
+from tests.support.world import fake_world
 from tests.support.wrapped import Net, tensor_parallel, whole
 
 #: Rows of the batches of both tensor parallel groups, step by step: all sizes are first met together.
@@ -197,9 +200,17 @@ def test_messages_of_another_size_stand_for_each_other_in_their_order() -> None:
     assert counterparts(ours, others[:2]) is None and counterparts(ours, [GATHER] * 3) is None
 
 
-def test_a_graph_that_has_everything_from_one_graph_has_one_way() -> None:
-    class View:
-        collectives: tuple[Any, ...] = ()
-
-    view: Any = View()
-    assert Earlier.of(Variant((), (), ())).ways(view, 0)[0].like == ((),)
+def test_what_another_graph_sends_in_further_groups_is_no_matter() -> None:
+    """Its messages that this graph does not have cannot be sent; those of the shared groups can."""
+    with fake_world(2):
+        graph = capture_graphs(adopt(wrapped.sharded(Net())), [torch.randn(5, wrapped.WIDTH)]).forward[0].graph
+    view = GraphView(graph)
+    came = messages(view)
+    (group,) = {*map(group_of, came)}
+    bucket = ((0, 1),)
+    (way,) = Earlier.of(Variant(came, came, bucket)).ways(view, 0)
+    assert way.like == (came,) and len(way.pins.graph.buckets or ()) == 1
+    more = (*came, activations("another group", 8))
+    found = Earlier((Part(Variant(more, more, bucket), frozenset((group,))),)).ways(view, 0)
+    assert [one.like for one in found] == [(came,), (came,)] and [one.rewrite for one in found] == [True, False]
+    assert all(one.pins.graph.buckets == way.pins.graph.buckets for one in found)

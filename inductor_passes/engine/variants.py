@@ -181,12 +181,12 @@ class Earlier:
         return all(list(map(text, within(sent, p.groups))) == list(map(text, p.sent)) for p in self.parts)
 
     def ways(self, view: GraphView, rank: int) -> list[Way]:
-        """Ways to make a graph send it, the best first. A graph that has all its groups from one graph has one way."""
+        """Ways to make a graph send it, the best first. A graph that has the groups of one other graph has one way."""
         came, collectives = messages(view), view.collectives
         first = self.parts[0].variant
         everything = Part(first, frozenset(map(group_of, (*first.came, *came))))
         tried: list[tuple[tuple[Part, ...], bool]] = [((everything,), first.rewritten)]
-        if len(self.parts) > 1 or {*map(group_of, came)} - self.parts[0].groups:
+        if self.parts != (everything,):
             # A batch of another size: what carries it is merged and ordered as there, where that can be done.
             tried += [(self.parts, True), (self.parts, False)]
         found = []
