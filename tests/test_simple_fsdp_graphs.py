@@ -85,7 +85,8 @@ def test_hybrid_shard_scatters_before_it_reduces() -> None:
     assert collectives(graphs.forward[0]) == ["all_gather_into_tensor"]
     assert collectives(graphs.backward[0]) == ["reduce_scatter_tensor", "all_reduce"]
     reduced = next(n for n in graphs.backward[0].graph.nodes if n.name.startswith("all_reduce"))
-    assert reduced.meta["val"].shape == (4, 8)
+    # This rank's (4, 8), in the shape that says so.
+    assert reduced.meta["val"].shape == (1, 1, 4 * 8)
 
 
 def test_a_collective_travels_in_the_policys_dtype() -> None:
