@@ -444,6 +444,17 @@ def test_auto_leaves_a_fast_link_alone() -> None:
     assert all(d.setting.startswith("compress=") for d in report.decisions)
 
 
+def as_integers(p: Program, value: torch.fx.Node) -> torch.fx.Node:
+    return p.call(aten._to_copy.default, p.call(aten.view.default, value, [-1]), dtype=torch.int64)
+
+
+def test_what_is_only_compared_is_narrowed() -> None:
+    with fake_world(2) as group:
+        p = Program()
+        gm = p.done(p.call(aten.le.Scalar, p.collective("all_gather", p.input(64, 8), group), 0.5))
+        assert run(gm, config({"*": "int8"}, "0.01"), link(2, 1.0)).changed
+
+
 @pytest.mark.parametrize(
     ("rules", "error", "make", "reason"),
     [
@@ -471,6 +482,13 @@ def test_auto_leaves_a_fast_link_alone() -> None:
             Reason.UNSUPPORTED,
         ),
         ({"*": "int8"}, "0.01", lambda p, g: p.collective("all_gather", p.input(0, 8), g), Reason.UNSUPPORTED),
+        # Found by the fuzzer: a rewrite had moved the conversion of what is sent behind the message.
+        (
+            {"*": "int8"},
+            "0.01",
+            lambda p, g: as_integers(p, p.collective("all_gather", p.input(64, 8), g)),
+            Reason.NUMERICS,
+        ),
     ],
 )
 def test_refusals_say_why(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
+import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.compress.emit import KINDS
@@ -20,10 +21,10 @@ from inductor_passes.compress.two_levels import KINDS as TWO_LEVELS
 from inductor_passes.compress.two_levels import Way
 from inductor_passes.config import BETWEEN, Narrowing
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.ir.canonical import UNEQUAL
+from inductor_passes.ir.canonical import UNEQUAL, moves_data
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.parameters import names_of
-from inductor_passes.ir.view import Collective
+from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import NOT_AGREED, Facts
@@ -230,6 +231,21 @@ def _forcing(one: Candidate) -> str:
     return f'compress={{"{name}": "{one.form.name}{BETWEEN if one.way else ""}"}}'
 
 
+def _read_as_integers(view: GraphView, wait: torch.fx.Node) -> torch.fx.Node | None:
+    """What makes integers, truth values or other bits of a result that is moved or viewed at most; None: nothing."""
+    todo, seen = [wait], {wait}
+    while todo:
+        for user in todo.pop().users:
+            value = user.meta.get("val")
+            if user in seen or not isinstance(value, torch.Tensor) or not moves_data(view, user):
+                continue
+            if not (value.is_floating_point() or value.is_complex()):
+                return user
+            seen.add(user)
+            todo.append(user)
+    return None
+
+
 def _check_form(collective: Collective, facts: Facts) -> None:
     """Raise unless this is a collective that ``emit`` knows, alike on all ranks."""
     start, storages = collective.start, facts.view.storages
@@ -247,6 +263,10 @@ def _check_form(collective: Collective, facts: Facts) -> None:
         raise RefusedError(Reason.UNSUPPORTED, "not one functional call with one wait")
     if collective.dtypes[0] not in WIDE:
         raise RefusedError(Reason.UNSUPPORTED, f"elements of {_short(collective.dtypes[0])} are not narrowed")
+    if (whole := _read_as_integers(facts.view, collective.waits[0])) is not None:
+        # A rewrite may have moved the conversion behind the message, which was one of whole numbers before.
+        said = f"{whole.name} makes whole numbers of its elements: a small error would be one of 1"
+        raise RefusedError(Reason.NUMERICS, said)
     shapes = [node.meta["val"].shape for node in (collective.inputs[0], collective.waits[0])]
     if not all(isinstance(size, int) for shape in shapes for size in shape):
         raise RefusedError(Reason.RANGE, "blocks are cut for sizes that are known")
