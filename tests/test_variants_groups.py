@@ -35,6 +35,8 @@ TOGETHER = [(5, 5), (9, 9), (5, 9), (9, 5), (5, 5)]
 ALONE = [(5, 5), (9, 5), (5, 9), (9, 7), (7, 9), (8, 5)]
 #: The sizes differ from the first step on.
 EARLY = [(5, 9), (9, 5), (5, 5), (9, 9), (5, 9)]
+#: The same, further apart than one of several plans for symbolic sizes reaches.
+FAR = [(4, 64), (64, 4), (4, 4), (64, 64), (4, 64)]
 
 
 def own_gathers(model: Any) -> Any:
@@ -48,12 +50,14 @@ def adopted(model: Any) -> Any:
     return adopt(tensor_parallel(model))
 
 
-def steps(model: Any, called: Any, row: int, rows: list[tuple[int, int]]) -> list[float]:
+def steps(model: Any, called: Any, row: int, rows: list[tuple[int, int]], dynamic: bool = False) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step, sizes in enumerate(rows):
         drawn = torch.Generator().manual_seed(100 * step + row)
         batch = on_device(torch.randn(sizes[row], wrapped.WIDTH, generator=drawn))
+        if dynamic:
+            torch._dynamo.mark_dynamic(batch, 0)
         loss = called(batch).square().mean()
         loss.backward()
         optimizer.step()
@@ -78,8 +82,10 @@ def own_sizes(
     options = {f"inductor_passes.{key}": value for key, value in settings.items()}
     expected = steps(reference, reference, rank // 2, rows)
     with collect(what_if=False) as reports:
-        called = torch.compile(ours, backend="inductor_passes", options=options, dynamic=False)
-        found = steps(ours, called, rank // 2, rows)
+        dynamic = "dynamic_plans" in settings
+        how = {} if dynamic else {"dynamic": False}
+        called = torch.compile(ours, backend="inductor_passes", options=options, **how)  # type: ignore[call-overload]
+        found = steps(ours, called, rank // 2, rows, dynamic)
     off = [abs(a - b) for a, b in zip(expected, found)]
     states = reference.state_dict(), ours.state_dict()
     off += [(whole(states[0][k]) - whole(states[1][k])).abs().max().item() for k in states[0]]
@@ -112,10 +118,14 @@ def test_tensor_parallel_groups_may_have_batches_of_their_own_size(
 
 
 @pytest.mark.ranks
-def test_groups_whose_batches_differ_from_the_first_step_on_are_planned_together() -> None:
+@pytest.mark.parametrize(("rows", "settings"), [(EARLY, {}), (FAR, {"dynamic_plans": "3"})], ids=["static", "ranges"])
+def test_groups_whose_batches_differ_from_the_first_step_on_are_planned_together(
+    rows: list[tuple[int, int]], settings: dict[str, str]
+) -> None:
     # In other ranks, what earlier cases found of the same function would count.
     with Ranks(4) as ranks:
-        same_for_all(ranks.run(own_sizes, own_gathers, EARLY, {"memory_budget": "unlimited"}, timeout=300), led=True)
+        found = ranks.run(own_sizes, own_gathers, rows, {"memory_budget": "unlimited", **settings}, timeout=300)
+    same_for_all(found, led=True)
 
 
 def same_for_all(found: list[tuple[float, list[str], int, list[str]]], *, led: bool) -> None:

@@ -40,7 +40,7 @@ from inductor_passes.ir.view import GraphView, behind
 #: Arguments that name the other end of a point-to-point message.
 _PEERS = frozenset({"dst", "src", "peer_list"})
 #: Facts that follow from the graph: where they differ, the first difference to show is in the graph.
-FOLLOWS = frozenset({"step"})
+FOLLOWS = frozenset({"sizes", "step"})
 _INPUT = re.compile(r"(primals_|tangents_|arg)\d")
 
 
