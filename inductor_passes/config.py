@@ -502,8 +502,8 @@ class PassConfig:
     )
     dynamic_plans: int = _doc(
         "Into how many plans the range of symbolic sizes (`mark_dynamic`, `dynamic=True`) may be divided. 1: one plan "
-        "for all sizes. With N, a function is compiled for up to N ranges: the first N - 1 plans are for sizes from half "
-        "to twice those that they are first compiled with, and the last one for all others. See "
+        "for all sizes. With N, a function is compiled for up to N ranges: the first N - 1 plans are for sizes from "
+        "half to twice those that they are first compiled with, and the last one for all others. See "
         "[sizes known at run time](bucketing.md#sizes-that-are-only-known-at-run-time).",
         1,
     )
