@@ -243,7 +243,8 @@ def _hindered(rank: int, world: int, settings: dict[str, Any], how: str) -> Any:
     ],
 )
 def test_what_rank_1_cannot_no_rank_does(pool: Ranks, tmp_path: Path, how: str, why: str) -> None:
-    (tmp_path / "other").mkdir()
+    for rank in range(2):
+        (tmp_path / f"other{rank}").mkdir()
     settings = settings_of(tmp_path, assumed(tmp_path))
     tuned = pool.run(_hindered, settings, how)
     assert tuned[0]["swaps"] == tuned[1]["swaps"]
