@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -68,19 +69,15 @@ def eight_rows(rows: int) -> bool:
 
 
 def steps(model: Any, called: Any, rank: int, rows: list[tuple[int, int]], specialised: bool = False) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step, of_rank in enumerate(rows):
-        drawn = torch.Generator().manual_seed(100 * step + rank)
-        batch = torch.randn(of_rank[rank], wrapped.WIDTH, generator=drawn)
-        if specialised:
-            torch._dynamo.mark_dynamic(batch, 0, specialize_on=[eight_rows])
-        loss = called(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    def batches() -> Iterator[torch.Tensor]:
+        for step, of_rank in enumerate(rows):
+            drawn = torch.Generator().manual_seed(100 * step + rank)
+            batch = torch.randn(of_rank[rank], wrapped.WIDTH, generator=drawn)
+            if specialised:
+                torch._dynamo.mark_dynamic(batch, 0, specialize_on=[eight_rows])
+            yield batch
+
+    return wrapped.losses_on(model, called, batches())
 
 
 def padded_differently(

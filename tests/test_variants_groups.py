@@ -7,6 +7,7 @@ time, and both share the gathers and reductions of data parallelism.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -51,19 +52,15 @@ def adopted(model: Any) -> Any:
 
 
 def steps(model: Any, called: Any, row: int, rows: list[tuple[int, int]], dynamic: bool = False) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step, sizes in enumerate(rows):
-        drawn = torch.Generator().manual_seed(100 * step + row)
-        batch = on_device(torch.randn(sizes[row], wrapped.WIDTH, generator=drawn))
-        if dynamic:
-            torch._dynamo.mark_dynamic(batch, 0)
-        loss = called(batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    def batches() -> Iterator[torch.Tensor]:
+        for step, sizes in enumerate(rows):
+            drawn = torch.Generator().manual_seed(100 * step + row)
+            batch = on_device(torch.randn(sizes[row], wrapped.WIDTH, generator=drawn))
+            if dynamic:
+                torch._dynamo.mark_dynamic(batch, 0)
+            yield batch
+
+    return wrapped.losses_on(model, called, batches())
 
 
 def own_sizes(

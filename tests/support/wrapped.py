@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -264,6 +264,19 @@ def train(
         torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+    return losses
+
+
+def losses_on(model: nn.Module, called: Callable[..., Any], batches: Iterable[torch.Tensor]) -> list[float]:
+    """One step of plain descent per batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in batches:
+        loss = called(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
     return losses
 
 
