@@ -23,7 +23,7 @@ from inductor_passes.authoring import (
 )
 from inductor_passes.engine import pipeline, written
 from inductor_passes.engine.compilation import Known
-from inductor_passes.engine.variants import Earlier, Variant
+from inductor_passes.engine.following import Earlier, Variant
 from inductor_passes.pin import pins
 from inductor_passes.pin.file import GraphPlan, PlanFileError
 from inductor_passes.report import Reason

@@ -19,7 +19,7 @@ import inductor_passes
 from inductor_passes import _torch, agreement
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import variants
+from inductor_passes.engine import following, variants
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.kept import Kept
 from inductor_passes.models import MLPConfig, mlp, mlp_batch
@@ -145,7 +145,7 @@ def on_a_thread(kept: Kept | str, profile: str) -> New | BaseException:
     return done[0]
 
 
-def known_like(one: Kept) -> list[variants.Variant]:
+def known_like(one: Kept) -> list[following.Variant]:
     """What a graph with the same collectives would send, whichever group is looked at."""
     assert one.about is not None and one.variant is not None
     (first, *others) = (variants._known[variants._key(one.about, kind)] for kind in one.variant.kinds.values())
@@ -295,7 +295,7 @@ def test_a_graph_of_before_a_reset_counts_for_as_long_as_it_may_be_called() -> N
     variants._forget()
     about, came = variants.About("0/0", "forward", "settings"), ("a gather",)
     one = Kept.__new__(Kept)
-    one.about, one.variant = about, variants.Variant(came, came, ())
+    one.about, one.variant = about, following.Variant(came, came, ())
     kind = one.variant.kinds
     before, after = loaded_module(), loaded_module()
     callers = [before["call"], after["call"]]

@@ -25,9 +25,10 @@ from inductor_passes import _torch, adopt, agreement
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import alike, variants
+from inductor_passes.engine import alike, following, variants
 from inductor_passes.engine.compilation import Known
-from inductor_passes.engine.variants import About, Earlier
+from inductor_passes.engine.following import Earlier
+from inductor_passes.engine.variants import About
 from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.pin.file import GraphPlan, PlanFileError
@@ -112,16 +113,16 @@ def padded_differently(
 ONE, TWO = "all | all_gather | 8 | of one", "all | all_gather | 8 | of two"
 
 
-def led(about: About, came: tuple[str, ...], **how: Any) -> variants.Variant | None:
+def led(about: About, came: tuple[str, ...], **how: Any) -> following.Variant | None:
     """The graph that decides all of what a graph with these collectives sends."""
-    found = variants.earlier(about, variants.kinds_of(came, ()), **how)
+    found = variants.earlier(about, following.kinds_of(came, ()), **how)
     assert found is None or len(found.parts) == 1
     return None if found is None else found.parts[0].variant
 
 
 def test_what_is_remembered_is_of_the_same_collectives() -> None:
     came = (ONE, TWO)
-    first = variants.Variant(came, ("sent",), (), phase="forward")
+    first = following.Variant(came, ("sent",), (), phase="forward")
     assert led(About("7/0", "forward", "settings"), came, together=True) is None
     variants.remember(About("7/0", "forward", "settings"), first)
     assert led(About("7/1_1", "forward", "settings"), came, together=False) is first
@@ -129,13 +130,13 @@ def test_what_is_remembered_is_of_the_same_collectives() -> None:
     assert led(About("7/1", "forward", "other"), came, together=False) is None
     # Another function, or the same one without gradients, sends the same.
     assert led(About("8/0", "forward", "settings"), came, together=True) is first
-    other = variants.Variant(came, ("sent by another",), (), phase="inference")
+    other = following.Variant(came, ("sent by another",), (), phase="inference")
     variants.remember(About("7/2", "inference", "settings"), other)
     assert led(About("9/0", "inference", "settings"), came, together=True) is other
     # No rank runs a backward while others run this.
     assert led(About("9/0", "backward", "settings"), came, together=True) is None
     # A graph that is compiled once more sends what was agreed on for it, whichever came first.
-    again = variants.Variant(came, ("sent by this one",), (), phase="forward", graph="digest")
+    again = following.Variant(came, ("sent by this one",), (), phase="forward", graph="digest")
     variants.remember(About("8/0", "forward", "settings"), again)
     assert led(About("8/1", "forward", "settings"), came, together=False, graph="digest") is again
     assert led(About("8/1", "forward", "settings"), came, together=False, graph="another") is first
@@ -151,15 +152,15 @@ def test_buckets_travel_by_place() -> None:
         graph = capture_graphs(adopt(sharded(Net())), [torch.randn(5, wrapped.WIDTH)]).forward[0].graph
         collectives = GraphView(graph).collectives
     names = [one.start.name for one in collectives]
-    buckets = variants.places(collectives, [names[1::-1], ["made_by_a_rewrite", names[2]]])
+    buckets = following.places(collectives, [names[1::-1], ["made_by_a_rewrite", names[2]]])
     assert buckets == ((1, 0), ("made_by_a_rewrite", 2))
-    variant = variants.Variant((ONE,), ("sent",), buckets)
-    assert variants.Variant.of_text(variant.text()) == variant
+    variant = following.Variant((ONE,), ("sent",), buckets)
+    assert following.Variant.of_text(variant.text()) == variant
     came = messages(GraphView(graph))
     expected = ((names[1], names[0]), ("made_by_a_rewrite", names[2]))
 
-    def pinned(came: tuple[str, ...], buckets: variants.Buckets) -> Any:
-        (way,) = Earlier.of(variants.Variant(came, (), buckets)).ways(GraphView(graph), 0)
+    def pinned(came: tuple[str, ...], buckets: following.Buckets) -> Any:
+        (way,) = Earlier.of(following.Variant(came, (), buckets)).ways(GraphView(graph), 0)
         return way.pins.graph.buckets
 
     assert pinned(came, buckets) == expected
@@ -168,7 +169,7 @@ def test_buckets_travel_by_place() -> None:
     assert pinned(came[::-1], turned) == expected
     assert Earlier.of(replace(variant, came=came[1:])).ways(GraphView(graph), 0) == []
     with pytest.raises(ValueError):
-        variants.Variant.of_text("")
+        following.Variant.of_text("")
 
 
 class PartitionedError(Exception):
@@ -223,10 +224,10 @@ def test_a_variant_that_comes_in_another_order_sends_the_same_in_the_same_order(
         assert not in_any_order(GraphView(second))
         twin.meta = own
         done = job(first, True).run()
-        places = variants.places(views[0].collectives, done.buckets)
+        places = following.places(views[0].collectives, done.buckets)
         groups = tuple(in_any_order(views[0]))
-        earlier = variants.Variant(came, messages(GraphView(first)), places, any_order=groups)
-        assert places and earlier.kinds == variants.kinds_of(other, groups)
+        earlier = following.Variant(came, messages(GraphView(first)), places, any_order=groups)
+        assert places and earlier.kinds == following.kinds_of(other, groups)
         assert alike.run_as_before(job(second, False), Earlier.of(earlier)) is not None
         assert messages(GraphView(second)) == earlier.sent
 
@@ -246,17 +247,17 @@ def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) ->
     """Code that was just compiled has to load, also where it could not be made to send what the first graph sends."""
     came = ("all | all_gather of code in a cache",)
 
-    def load(number: int, variant: variants.Variant, alone: tuple[str, ...] = (), agreed: bool = True) -> None:
+    def load(number: int, variant: following.Variant, alone: tuple[str, ...] = (), agreed: bool = True) -> None:
         monkeypatch.setattr(_torch, "compile_id", lambda: f"31/{number}")
         refuse, keep = variants.statements(About("", "forward", "settings"), variant, alone=alone, agreed=agreed)
         module: dict[str, Any] = {}
         exec(refuse, module)
         exec(keep, module)
 
-    def known(number: int) -> variants.Variant | None:
+    def known(number: int) -> following.Variant | None:
         return led(About(f"31/{number}", "forward", "settings"), came, together=False)
 
-    first, other, third = (variants.Variant(came, (f"all | {sent}",), (), phase="forward") for sent in "abc")
+    first, other, third = (following.Variant(came, (f"all | {sent}",), (), phase="forward") for sent in "abc")
     with pytest.raises(agreement.StaleVerdictError, match="not known here"):
         load(0, first, alone=("all",))
     load(0, first)
@@ -269,7 +270,7 @@ def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) ->
     load(1, other)
     assert known(2) == first
     for number in range(40):
-        further = variants.Variant(came, (f"all | {number}",), ())
+        further = following.Variant(came, (f"all | {number}",), ())
         variants.remember(About(f"31/{number + 2}", "forward", "settings"), further)
         load(number + 2, further)
     assert known(99) == first
@@ -307,7 +308,7 @@ def test_an_unread_gather_stays_where_the_others_send_it() -> None:
         done = job(whole_graph, True).run()
         assert not alike.rewritten(done)
         sent = messages(GraphView(whole_graph))
-        earlier = variants.Variant(came, sent, variants.places(collectives, done.buckets), alike.rewritten(done))
+        earlier = following.Variant(came, sent, following.places(collectives, done.buckets), alike.rewritten(done))
         assert alike.run_as_before(job(unread, False), Earlier.of(earlier)) is not None
         assert messages(GraphView(unread)) == sent
         rewriting = program(False)
@@ -343,8 +344,8 @@ def test_a_variant_with_other_sizes_sends_the_same_in_the_same_order() -> None:
                     alike.Job(graph, settings, CostProfile.default("cpu"), one, agreement, [])
                     for graph, one in zip((first, second), known)
                 ]
-                places = variants.places(collectives, jobs[0].run().buckets)
-                earlier = variants.Variant(came, messages(GraphView(first)), places)
+                places = following.places(collectives, jobs[0].run().buckets)
+                earlier = following.Variant(came, messages(GraphView(first)), places)
                 alone = alike.run_as_before(jobs[1], Earlier.of(earlier))
                 assert alone is not None and messages(GraphView(second)) == earlier.sent, budget
                 above.append(any("for that, memory_budget=" in note for note in alone.report.notes))
@@ -370,7 +371,7 @@ def test_a_variant_that_cannot_send_the_same_is_left_as_it_was() -> None:
         job = alike.Job(
             graph, settings, CostProfile.default("cpu"), Known("forward", False), Agreement(False, "alone", "", ()), []
         )
-        impossible = Earlier.of(variants.Variant(sent, ("something else",), ((0, 1),)))
+        impossible = Earlier.of(following.Variant(sent, ("something else",), ((0, 1),)))
         assert alike.run_as_before(job, impossible) is None and str(graph) == before
         alone = alike.run_alike(job, None, impossible)
         assert messages(GraphView(graph)) == sent and len(alone.report.schedules) == 1
@@ -652,7 +653,7 @@ def test_the_warning_of_unlike_variants_says_what_helps(
         torch._dynamo.reset()
         (captured,) = capture_graphs(lambda x: WorldGather.apply(x).relu(), [torch.randn(4, 4)]).inference
         came = messages(GraphView(captured.graph))
-        earlier = variants.Variant(came, ("what nobody can send",), (), phase=phase)
+        earlier = following.Variant(came, ("what nobody can send",), (), phase=phase)
         known, agreed = Known("inference", True), Agreement(True, "", "", ())
         job = alike.Job(captured.graph, PassConfig(), CostProfile.default("cpu"), known, agreed, [])
         alike.run_alike(job, None, Earlier.of(earlier))

@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from inductor_passes import adopt
 from inductor_passes.engine import variants
-from inductor_passes.engine.variants import About, Earlier, Part, Variant, kinds_of
+from inductor_passes.engine.following import Earlier, Part, Variant, kinds_of
+from inductor_passes.engine.variants import About
 from inductor_passes.ir.view import GraphView
 from inductor_passes.rewriting.messages import counterparts, group_of, messages, within, without_sizes
 from inductor_passes.simple_fsdp import simple_fsdp

@@ -16,7 +16,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import gloo, variants
+from inductor_passes.engine import following, gloo, variants
 from inductor_passes.engine.compilation import Compilation, new_report
 from inductor_passes.engine.kept import Kept, text_of
 from inductor_passes.engine.kernels import order_kernels
@@ -83,7 +83,7 @@ class _Again:
         self._compilation: Compilation | None = None
         self._outputs: tuple[str, ...] = ()
         self._sent: tuple[str, ...] = ()
-        self._buckets: variants.Buckets = ()
+        self._buckets: following.Buckets = ()
         self._left_out: tuple[str, ...] = ()
         self.same = False
         self.why = ""
@@ -125,7 +125,7 @@ class _Again:
         done.again = True
         done.participants = kept.participants
         self._sent = messages(GraphView(graph))
-        self._buckets = variants.places(view.collectives, done.buckets)
+        self._buckets = following.places(view.collectives, done.buckets)
         self._left_out = done.left_out
         gloo.respell(graph, kept.settings)
         unpack_op.lower(graph)

@@ -163,7 +163,7 @@ def compare_messages(
 
     Args:
         before: their verdict on the graphs.
-        sent: what has to be equal, see ``variants.kinds_of``.
+        sent: what has to be equal, see ``following.kinds_of``.
     """
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("comparing collectives with the other ranks", "collectives stay as they are", settings):

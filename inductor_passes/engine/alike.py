@@ -13,7 +13,7 @@ from inductor_passes import _torch, agreement
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import ConfigError, PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import agreeing, variants
+from inductor_passes.engine import agreeing, following, variants
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report
@@ -103,7 +103,7 @@ class Job:
         return run_passes(self.graph, passes, self.settings, self.profile, known=about, report=report, view=view)
 
     def run_like(
-        self, earlier: variants.Earlier, why: str = _FIRST, *, above: bool = True
+        self, earlier: following.Earlier, why: str = _FIRST, *, above: bool = True
     ) -> Compilation | None:
         """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it cannot.
 
@@ -166,7 +166,7 @@ class Job:
         found.report.schedules = [replace(one, budget_bytes=allowed) for one in found.report.schedules]
 
     def _with_less(
-        self, earlier: variants.Earlier, found: Compilation, budget: str, backup: Backup
+        self, earlier: following.Earlier, found: Compilation, budget: str, backup: Backup
     ) -> tuple[Compilation, str] | None:
         """The graph with the same messages and what it needs with them, or as it is; and the budget that it took.
 
@@ -203,7 +203,7 @@ class Job:
             f"{'any' if allowed is None else size(allowed)}. {_INSTEAD[self.known.phase == 'inference']}"
         )
 
-    def _run_like(self, earlier: variants.Earlier) -> Compilation | None:
+    def _run_like(self, earlier: following.Earlier) -> Compilation | None:
         backup = Backup(self.graph)
         for way in earlier.ways(GraphView(self.graph), _torch.rank_and_world_size()[0]):
             # A rewrite of what one rank alone reads must not make this rank send something else than the others.
@@ -222,7 +222,7 @@ def warn_of_limit(about: variants.About) -> None:
 
 
 def run_alike(
-    job: Job, view: GraphView | None, earlier: variants.Earlier | None, *, first: bool = False
+    job: Job, view: GraphView | None, earlier: following.Earlier | None, *, first: bool = False
 ) -> Compilation:
     """Run the passes; where the ranks that agreed on the graph did not all do the same, start again without them.
 
@@ -270,7 +270,7 @@ def run_as_led(job: Job) -> Compilation | None:
     view = GraphView(graph)
     came = messages(view)
     # Tensor parallel groups with batches of their own size send the same otherwise.
-    kinds = variants.kinds_of(tuple(map(without_sizes, came)), in_any_order(view))
+    kinds = following.kinds_of(tuple(map(without_sizes, came)), in_any_order(view))
     compared = [text for kind in kinds.values() for text in kind]
     found = agreeing.compare_messages(job.agreed, compared, settings, job.profile, job.known.phase)
     if not found.agreed:
@@ -280,8 +280,8 @@ def run_as_led(job: Job) -> Compilation | None:
 
     def plan() -> str:
         done = job.run(rewrite=False, agreed=True, pins=None)
-        buckets = variants.places(view.collectives, done.buckets)
-        text = variants.Variant(came, messages(GraphView(graph)), buckets).text()
+        buckets = following.places(view.collectives, done.buckets)
+        text = following.Variant(came, messages(GraphView(graph)), buckets).text()
         led.append((text, done))
         return text
 
@@ -299,7 +299,7 @@ def run_as_led(job: Job) -> Compilation | None:
         else:
             # What was shared before about the same collectives stands, also for the rank that shared it.
             backup.restore()
-            leader = variants.Earlier.of(variants.Variant.of_text(text), sizes=False)
+            leader = following.Earlier.of(following.Variant.of_text(text), sizes=False)
             compilation = job.run_like(leader, note)
     sent = tuple(map(without_sizes, messages(GraphView(graph)))) if compilation is not None else ()
     did = agreeing.confirm_messages(found, sent, settings, time.perf_counter_ns() - began)
@@ -311,7 +311,7 @@ def run_as_led(job: Job) -> Compilation | None:
     return compilation
 
 
-def run_as_before(job: Job, earlier: variants.Earlier) -> Compilation | None:
+def run_as_before(job: Job, earlier: following.Earlier) -> Compilation | None:
     """Run the passes so that the graph sends what an earlier variant sends; None, and no change, where it would not.
 
     For a graph on which ranks are not known to agree: this rank alone may have it.

@@ -14,6 +14,7 @@ from inductor_passes.engine import (
     agreeing,
     alike,
     dynamic_plans,
+    following,
     garbage,
     gloo,
     identity,
@@ -142,7 +143,7 @@ def _decide(
     """
     graph, agreed = job.graph, job.agreed
     came, any_order = messages(view), in_any_order(view)
-    kinds = variants.kinds_of(came, any_order)
+    kinds = following.kinds_of(came, any_order)
     # Under "trust" nobody was asked, and nobody knows who is here.
     first = agreed.agreed and not agreed.again and about.number == 0
     together = agreed.agreed and not agreed.again and bool(agreed.participants)
@@ -167,8 +168,8 @@ def _decide(
     if len(agreed.participants) != 1 and not agreement.nobody_to_ask():
         alike.warn_of_limit(about)
         sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
-        buckets = variants.places(view.collectives, compilation.buckets)
-        variant = variants.Variant(
+        buckets = following.places(view.collectives, compilation.buckets)
+        variant = following.Variant(
             *(came, sent, buckets, rewritten, job.known.phase, agreed.digest, tuple(sorted(any_order))),
             left_out=compilation.left_out,
         )
@@ -187,7 +188,7 @@ def _decide(
     return compilation
 
 
-def _led_by(earlier: variants.Earlier | None, kinds: Mapping[str, variants.Kind]) -> frozenset[str]:
+def _led_by(earlier: following.Earlier | None, kinds: Mapping[str, following.Kind]) -> frozenset[str]:
     """Groups in which a graph sends what another one sends; the first rank's graph decides all of them."""
     return frozenset(kinds) if earlier is None else frozenset().union(*(part.groups for part in earlier.parts))
 

@@ -13,7 +13,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
-from inductor_passes.engine import variants
+from inductor_passes.engine import following, variants
 from inductor_passes.engine.compilation import Compilation, Known
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import GraphReport
@@ -62,11 +62,11 @@ class Kept:
     report: GraphReport | None = None
     known: Known = field(default_factory=Known)
     about: variants.About | None = None
-    variant: variants.Variant | None = None
+    variant: following.Variant | None = None
     lowering: _torch.Lowering | None = None
     life: weakref.ref[Any] | None = None
 
-    def of(self, compilation: Compilation, about: variants.About, variant: variants.Variant) -> Kept:
+    def of(self, compilation: Compilation, about: variants.About, variant: following.Variant) -> Kept:
         """With what the first compilation made of it."""
         self.about, self.variant = about, variant
         self.report, self.known = compilation.report, compilation.known
