@@ -43,6 +43,7 @@ __all__ = [
     "BACKEND",
     "EmulatedGroup",
     "log",
+    "now_ns",
     "ranks_per_host",
     "register",
     "set_rate",
@@ -110,6 +111,11 @@ def ranks_per_host() -> int | None:
 def log() -> list[Record]:
     """All collectives since the last step began, in issue order."""
     return list(_current().log)
+
+
+def now_ns() -> int:
+    """The virtual clock of this rank, which other load on the machine does not move; it has no known beginning."""
+    return _current().clock.now_ns()
 
 
 def step_clock() -> StepClock:

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from inductor_passes.schedule.robust import SPREAD
 from tools.link import narrower
-from tools.link.lab import ALL_CONTENDERS, CONTENDERS, NARROWER, RATES
+from tools.link.lab import ALL_CONTENDERS, CONTENDERS, NARROWER, RATES, TUNED
 from tools.link.models import LAYOUTS, Layout
 from tools.link.report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, table
 from tools.link.summary import HEADER, REFERENCE, means, standing, step_ns
@@ -136,7 +136,10 @@ def link(
     rate: Annotated[list[str] | None, typer.Option(help=f"Repeatable; of {', '.join(RATES)}. Default: all.")] = None,
     contender: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeatable; of {', '.join([*CONTENDERS, *NARROWER])}. Default: all that keep every bit."),
+        typer.Option(
+            help=f"Repeatable; of {', '.join([*CONTENDERS, *NARROWER, *TUNED])}. "
+            "Default: all that keep every bit and are not tuned."
+        ),
     ] = None,
     rounds: Rounds = 7,
     layers: Layers = 4,
@@ -148,7 +151,7 @@ def link(
 ) -> None:
     """Real ranks on an emulated link: eager, Inductor, in-tree settings and ours, interleaved."""
     models, rates = chosen(model, LAYOUTS, "model"), chosen(rate, RATES, "rate")
-    names = chosen(contender or list(CONTENDERS), {**CONTENDERS, **NARROWER}, "contender")
+    names = chosen(contender or list(CONTENDERS), {**CONTENDERS, **NARROWER, **TUNED}, "contender")
     console = Console(width=max(180, Console().width))
     everything: list[dict[str, Any]] = []
     wrong = []

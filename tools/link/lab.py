@@ -12,6 +12,7 @@ import tempfile
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -64,6 +65,7 @@ class Contender:
         checkpointed: every block of its model is computed again in backward, as the user asked.
         within: the memory budget in percent of the step's peak as Inductor would run it, as ``"=..."``; 0: by
             ``settings``.
+        assumed: it gets no cost profile: costs are those of a device that nobody measured.
     """
 
     name: str
@@ -79,6 +81,12 @@ class Contender:
     saved: float = 1.0
     checkpointed: bool = False
     within: int = 0
+    assumed: bool = False
+
+    @property
+    def tunes(self) -> bool:
+        """Whether its first steps are timed, and its graphs planned again."""
+        return "tune" in self.settings
 
     @property
     def planned(self) -> bool:
@@ -106,7 +114,11 @@ class Contender:
             return {**(self.options or {}), **in_tree_schedule.compile_options(CostProfile.load(profile))}
         if self.family != "ours":
             return self.options
-        settings = {**self.settings, "cost_profile": profile}
+        settings = dict(self.settings)
+        if not self.assumed:
+            settings["cost_profile"] = profile
+        if self.tunes:
+            settings["tune_file"] = str(Path(profile).with_name(f"{Path(profile).stem}_{self.name}.json"))
         if self.within:
             if step_peak_bytes is None:
                 raise ValueError(f"{self.name} needs a contender with a budget below the peak before it")
@@ -174,6 +186,16 @@ NARROWER = {
         Contender("ours-compress", 'ours, compress="auto"', "ours", None, {"compress": "auto"}),
     )
 }
+_TUNED = {"tune": 5, "tune_swap": "on"}
+#: What ``tune`` makes of a measured link, and of one that nobody measured. It takes time, so they run where asked for.
+TUNED = {
+    c.name: c
+    for c in (
+        Contender("ours-tuned", "ours, tuned", "ours", None, _TUNED),
+        Contender("ours-assumed", "ours, link not measured", "ours", assumed=True),
+        Contender("ours-assumed-tuned", "ours, link not measured, tuned", "ours", None, _TUNED, assumed=True),
+    )
+}
 #: Models that torch wrapped: as they are, compiled as their users do, and adopted.
 WRAPPED = {
     c.name: c
@@ -188,7 +210,7 @@ WRAPPED = {
         Contender("adopted-alone", "adopted, default Inductor", "inductor", {}, wrapped=True, adopted=True),
     )
 }
-ALL_CONTENDERS = {**CONTENDERS, **NARROWER, **WRAPPED}
+ALL_CONTENDERS = {**CONTENDERS, **NARROWER, **TUNED, **WRAPPED}
 
 class Trial:
     """One contender with its model, on this rank."""

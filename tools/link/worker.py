@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,9 @@ from inductor_passes.cost.calibrate import calibrate
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.emulation import link as emulated_link
 from inductor_passes.emulation.link_model import Record, StepTime
+from inductor_passes.report import GraphReport
 from inductor_passes.trace.collector import collect
+from tools.link import retiming
 from tools.link.census import judged
 from tools.link.lab import (
     RATES,
@@ -46,6 +49,8 @@ REFERENCE = "inductor"
 #: Plans differ from run to run, as measured costs do, and with them how Inductor fuses and rounds. Training lets such a
 #: difference grow, by a factor of about 20 in this many steps: later losses are shown and not judged.
 COMPARED_STEPS = 50
+#: How long a contender may take to be timed and compiled again.
+RETIMED_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class Bench:
         self.trials: dict[str, Trial] = {}
         self.failed: dict[str, str] = {}
         self.predicted: dict[str, dict[str, int]] = {}
+        self.tuned: dict[str, list[str]] = {}
         self.profile = self.job.file("profile.json")
         self.step_peak_bytes: int | None = None
         self.steps: dict[str, list[StepTime]] = {}
@@ -128,11 +134,14 @@ class Bench:
             trial = Trial(
                 EVERY[name], self.layout, self.config, str(self.profile), str(problems or ""), self.step_peak_bytes
             )
-            with collect(what_if=False) as reports:
+            with collect(what_if=False) as reports, retiming.virtual_clock():
                 for _ in range(2):
                     trial.plain_step()
+                if trial.contender.tunes:
+                    self._retime(trial, reports)
             self.trials[name] = trial
             self.predicted[name] = foretold(reports)
+            self.tuned[name] = retiming.told(reports)
             if problems is not None:
                 self.predicted[name]["predicted_peak_bytes"] = predicted_peak(reports, problems, self.rank)
             self.step_peak_bytes = self.step_peak_bytes or step_peak(reports)
@@ -140,6 +149,14 @@ class Bench:
             traceback.print_exc()
             error = f"{type(caught).__name__}: {caught}".splitlines()[0]
         self._agree(name, error)
+
+    def _retime(self, trial: Trial, reports: Sequence[GraphReport]) -> None:
+        """Train until all ranks know what becomes of the second plans, or for so long."""
+        until = time.monotonic() + RETIMED_S
+        while not all(gathered(retiming.is_over(reports) or time.monotonic() > until)):
+            trial.plain_step()
+            # Waiting costs the emulated link a processor, and what compiles meanwhile needs one.
+            time.sleep(0.05)
 
     def _agree(self, name: str, error: str) -> None:
         """All ranks drop a contender that failed on any of them."""
@@ -273,6 +290,7 @@ class Bench:
                     "title": trial.contender.title,
                     "family": trial.contender.family,
                     **self.predicted[name],
+                    **({"tuned": self.tuned[name]} if trial.contender.tunes else {}),
                     "virtual_ns": slowest([s.virtual_ns for s in steps]),
                     "wall_ns": slowest([s.wall_ns for s in steps]),
                     "cpu_ns": slowest([s.cpu_ns for s in steps]),
