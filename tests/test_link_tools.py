@@ -16,18 +16,17 @@ import inductor_passes
 from inductor_passes.config import PassConfig
 from inductor_passes.emulation.link_model import Record
 from inductor_passes.models import LlamaConfig, language_batch, language_model
-from inductor_passes.report import Swap, SwapOutcome, Timing
+from inductor_passes.report import Timing
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage, Task
 from tools.benchmarks import budgets as bench_budgets
 from tools.benchmarks import link as bench_link
 from tools.link import lab as link_lab
 from tools.link import models as link_models
-from tools.link import narrower
+from tools.link import narrower, retiming
 from tools.link import report as link_report
-from tools.link import retiming
 from tools.link import sweep as link_sweep
 from tools.link import worker as link_worker
-from tools.link.prediction import foretold, predicted_peak
+from tools.link.prediction import predicted_peak
 from tools.shared.launch import OUT_OF_TIME
 
 
@@ -306,36 +305,33 @@ def test_a_peak_is_predicted_without_what_the_caller_holds(tmp_path: Path) -> No
     assert predicted_peak(reports, tmp_path, 1) == 0
 
 
-def test_a_tuned_contender_is_measured_when_nothing_changes_any_more() -> None:
-    def report(phase: str, swap: Swap | None = None, planned: bool = True) -> Any:
-        last = SimpleNamespace(makespan_after_ns=90, disturbed_after_ns=95, disturbed_worst_ns=99) if planned else None
-        timing = None if swap is None else Timing(5, (0, 1), 90, 100, swap=swap)
-        return SimpleNamespace(phase=phase, timing=timing, schedule=last, schedules=[last] if planned else [])
+def test_first_steps_are_over_when_their_costs_are_written(tmp_path: Path) -> None:
+    def report(phase: str, timing: Timing | None = None, planned: bool = True) -> Any:
+        return SimpleNamespace(phase=phase, timing=timing, schedules=[None] if planned else [])
 
-    kept = Swap(SwapOutcome.KEPT, before_ns=9_000_000, after_ns=7_000_000, predicted_ns=70)
-    nothing = Swap(SwapOutcome.NOTHING, "the plan is the same")
-    under_way = Swap(SwapOutcome.AGREED, call=9)
-    assert not retiming.is_over([report("forward")])
-    assert not retiming.is_over([report("forward", kept), report("backward")])
-    assert not retiming.is_over([report("forward", kept), report("backward", under_way)])
-    # A graph that nobody planned has no second plan.
-    done = [report("forward", kept), report("backward", nothing), report("inference", planned=False)]
-    assert retiming.is_over(done)
-    assert retiming.told(done) == [
-        "forward swapped in, faster, 9.0 -> 7.0 ms",
-        "backward nothing swapped: the plan is the same",
-    ]
-    assert foretold(done)["predicted_ns"] == 70 + 90
+    there, missing = tmp_path / "costs.json", tmp_path / "none.json"
+    there.write_text("{}")
+    forward, backward = (report(p, Timing(5, (0, 1), 9_000_000, 7_500_000)) for p in ("forward", "backward"))
+    assert not retiming.is_over([], there)
+    assert not retiming.is_over([forward, report("backward")], there)
+    assert not retiming.is_over([forward, backward], missing)
+    # A graph that nobody planned is not timed.
+    done = [forward, backward, report("inference", planned=False)]
+    assert retiming.is_over(done, there)
+    assert retiming.told(done)[0] == "forward predicted 9.0, took 7.5 ms"
 
 
 def test_costs_of_a_link_that_nobody_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor_passes, "options", lambda **settings: settings)
     known = {name: one.compile_options("folder/balanced.json") for name, one in link_lab.TUNED.items()}
     assert known["ours-assumed"] == {}
-    tuned = {"tune": 5, "tune_swap": "on"}
-    assert known["ours-assumed-tuned"] == {**tuned, "tune_file": "folder/balanced_ours-assumed-tuned.json"}
+    assert known["ours-assumed-tuned"] == {"tune": 5, "tune_file": "folder/balanced_ours-assumed-tuned.json"}
     beside = {"cost_profile": "folder/balanced.json", "tune_file": "folder/balanced_ours-tuned.json"}
-    assert known["ours-tuned"] == {**tuned, **beside}
+    assert known["ours-tuned"] == {"tune": 5, **beside}
+    # What comes of it is compiled with these costs, and is not tuned again.
+    for one in (link_lab.TUNED["ours-tuned"], link_lab.TUNED["ours-assumed-tuned"]):
+        assert one.timed().compile_options("costs.json") == {"cost_profile": "costs.json"}
+        assert one.tunes and not one.timed().tunes
 
 
 def test_what_narrower_messages_do_is_one_table() -> None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ class Contender:
 
     @property
     def tunes(self) -> bool:
-        """Whether its first steps are timed, and its graphs planned again."""
+        """Whether it is compiled once more, with the costs that its first steps had."""
         return "tune" in self.settings
 
     @property
@@ -97,6 +97,15 @@ class Contender:
     def narrows(self) -> bool:
         """Whether its messages do not carry the values of parameters and gradients."""
         return "compress" in self.settings
+
+    def tune_file(self, profile: str) -> str:
+        """Where the costs of its first steps are written; ``profile`` is the link's."""
+        return str(Path(profile).with_name(f"{Path(profile).stem}_{self.name}.json"))
+
+    def timed(self) -> Contender:
+        """What is compiled with these costs."""
+        settings = {key: value for key, value in self.settings.items() if not key.startswith("tune")}
+        return replace(self, name=f"{self.name}-timed", settings=settings, assumed=False)
 
     def compile_options(
         self, profile: str, problems: str = "", step_peak_bytes: int | None = None
@@ -118,7 +127,7 @@ class Contender:
         if not self.assumed:
             settings["cost_profile"] = profile
         if self.tunes:
-            settings["tune_file"] = str(Path(profile).with_name(f"{Path(profile).stem}_{self.name}.json"))
+            settings["tune_file"] = self.tune_file(profile)
         if self.within:
             if step_peak_bytes is None:
                 raise ValueError(f"{self.name} needs a contender with a budget below the peak before it")
@@ -186,8 +195,9 @@ NARROWER = {
         Contender("ours-compress", 'ours, compress="auto"', "ours", None, {"compress": "auto"}),
     )
 }
-_TUNED = {"tune": 5, "tune_swap": "on"}
-#: What ``tune`` makes of a measured link, and of one that nobody measured. It takes time, so they run where asked for.
+_TUNED = {"tune": 5}
+#: What ``tune`` makes of a measured link, and of one that nobody measured. They take time, so they run where asked for.
+#: The next run's plan is measured and no second plan is swapped in: other contenders' graphs send the same messages.
 TUNED = {
     c.name: c
     for c in (

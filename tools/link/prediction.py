@@ -13,20 +13,12 @@ from inductor_passes.step import recompute
 
 def foretold(reports: Sequence[GraphReport]) -> dict[str, int]:
     """What a plan says of its step in ns, and when durations are not as estimated; 0 where nobody planned."""
-    planned = [report for report in reports if report.schedule is not None]
-    schedules = [report.schedule for report in planned if report.schedule is not None]
+    schedules = [report.schedule for report in reports if report.schedule is not None]
     return {
-        "predicted_ns": sum(map(_predicted_ns, planned)),
+        "predicted_ns": sum(s.makespan_after_ns for s in schedules),
         "disturbed_ns": sum(s.disturbed_after_ns for s in schedules),
         "disturbed_worst_ns": sum(s.disturbed_worst_ns for s in schedules),
     }
-
-
-def _predicted_ns(report: GraphReport) -> int:
-    """Of the plan that runs; of one that was measured and stayed, with the costs that were measured."""
-    assert report.schedule is not None
-    swap = None if report.timing is None else report.timing.swap
-    return (0 if swap is None else swap.predicted_ns) or report.schedule.makespan_after_ns
 
 
 def predicted_peak(reports: Sequence[GraphReport], problems: Path, rank: int) -> int:

@@ -103,7 +103,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         for r in results["rows"]
         if r["violations"]
     ]
-    late += [f"{r['title']}: {'; '.join(r['tuned']) or 'nothing was timed'}" for r in results["rows"] if "tuned" in r]
+    late += [f"{r['title']}: its first steps, {'; '.join(r['tuned'])}" for r in results["rows"] if "tuned" in r]
     return late + [f"{name} did not run: {why}" for name, why in results["failed"].items()]
 
 

@@ -26,12 +26,12 @@ from inductor_passes.cost.calibrate import calibrate
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.emulation import link as emulated_link
 from inductor_passes.emulation.link_model import Record, StepTime
-from inductor_passes.report import GraphReport
 from inductor_passes.trace.collector import collect
 from tools.link import retiming
 from tools.link.census import judged
 from tools.link.lab import (
     RATES,
+    Contender,
     Trial,
     communication_alone,
     compute_alone,
@@ -49,8 +49,8 @@ REFERENCE = "inductor"
 #: Plans differ from run to run, as measured costs do, and with them how Inductor fuses and rounds. Training lets such a
 #: difference grow, by a factor of about 20 in this many steps: later losses are shown and not judged.
 COMPARED_STEPS = 50
-#: How long a contender may take to be timed and compiled again.
-RETIMED_S = 240.0
+#: How long the first steps of a contender may take that is tuned.
+TUNED_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -131,17 +131,16 @@ class Bench:
         error = ""
         try:
             problems = self.profile.parent / f"problems_{self.profile.stem}_{name}" if self.job.kept else None
-            trial = Trial(
-                EVERY[name], self.layout, self.config, str(self.profile), str(problems or ""), self.step_peak_bytes
-            )
-            with collect(what_if=False) as reports, retiming.virtual_clock():
+            contender, profile = EVERY[name], str(self.profile)
+            if contender.tunes:
+                self.tuned[name] = self._first_steps(contender)
+                contender, profile = contender.timed(), contender.tune_file(profile)
+            trial = Trial(contender, self.layout, self.config, profile, str(problems or ""), self.step_peak_bytes)
+            with collect(what_if=False) as reports:
                 for _ in range(2):
                     trial.plain_step()
-                if trial.contender.tunes:
-                    self._retime(trial, reports)
             self.trials[name] = trial
             self.predicted[name] = foretold(reports)
-            self.tuned[name] = retiming.told(reports)
             if problems is not None:
                 self.predicted[name]["predicted_peak_bytes"] = predicted_peak(reports, problems, self.rank)
             self.step_peak_bytes = self.step_peak_bytes or step_peak(reports)
@@ -150,13 +149,22 @@ class Bench:
             error = f"{type(caught).__name__}: {caught}".splitlines()[0]
         self._agree(name, error)
 
-    def _retime(self, trial: Trial, reports: Sequence[GraphReport]) -> None:
-        """Train until all ranks know what becomes of the second plans, or for so long."""
-        until = time.monotonic() + RETIMED_S
-        while not all(gathered(retiming.is_over(reports) or time.monotonic() > until)):
-            trial.plain_step()
-            # Waiting costs the emulated link a processor, and what compiles meanwhile needs one.
-            time.sleep(0.05)
+    def _first_steps(self, contender: Contender) -> list[str]:
+        """Train until the costs that the first steps had are written; what they were, for people.
+
+        Raises:
+            RuntimeError: they are not written for a long time.
+        """
+        profile = Path(contender.tune_file(str(self.profile)))
+        profile.unlink(missing_ok=True)
+        until = time.monotonic() + TUNED_S
+        with collect(what_if=False) as reports, retiming.virtual_clock():
+            trial = Trial(contender, self.layout, self.config, str(self.profile))
+            while not all(gathered(retiming.is_over(reports, profile))):
+                if any(gathered(time.monotonic() > until)):
+                    raise RuntimeError(f"no costs of the first steps after {TUNED_S} s")
+                trial.plain_step()
+        return retiming.told(reports)
 
     def _agree(self, name: str, error: str) -> None:
         """All ranks drop a contender that failed on any of them."""
@@ -290,7 +298,7 @@ class Bench:
                     "title": trial.contender.title,
                     "family": trial.contender.family,
                     **self.predicted[name],
-                    **({"tuned": self.tuned[name]} if trial.contender.tunes else {}),
+                    **({"tuned": self.tuned[name]} if name in self.tuned else {}),
                     "virtual_ns": slowest([s.virtual_ns for s in steps]),
                     "wall_ns": slowest([s.wall_ns for s in steps]),
                     "cpu_ns": slowest([s.cpu_ns for s in steps]),
