@@ -13,7 +13,8 @@ from typing import Any
 import torch.fx
 
 import inductor_passes._torch.gather_op
-import inductor_passes._torch.measure_op  # noqa: F401  code from a cache calls the operators
+import inductor_passes._torch.measure_op
+import inductor_passes._torch.pick_op  # noqa: F401  code from a cache calls the operators
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import garbage, identity, in_tree

@@ -2,7 +2,7 @@
 
 What forward saves for backward is a result of the forward graph. A rewrite that saves activations in another order of
 rows (R9) must change their readers in backward too, and only the joint graph has both. What is done on shares of rows
-(R16) is saved as shares if backward reads shares.
+(R16), or of columns (R18), is saved as shares if backward reads shares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from inductor_passes.report import PassReport
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 
 #: Rewrites that profit from seeing both directions.
-ONLY = ("R9", "R16")
+ONLY = ("R9", "R16", "R18")
 #: Reports for the forward graph.
 REPORTS: Waiting[PassReport] = Waiting()
 

@@ -24,6 +24,7 @@ from inductor_passes.rewrites.r14_duplicate_gathers import ShareGathers
 from inductor_passes.rewrites.r15_needless_collectives import DropNeedless
 from inductor_passes.rewrites.r16_rows_on_shards import RowsOnShards
 from inductor_passes.rewrites.r17_planned_redistributions import PlanRedistributions
+from inductor_passes.rewrites.r18_columns_on_shards import ColumnsOnShards
 from inductor_passes.rewrites.work import Rewrite
 
 REWRITES: tuple[Rewrite, ...] = (
@@ -42,6 +43,7 @@ REWRITES: tuple[Rewrite, ...] = (
     VisibleExchange(),
     ViewInsteadOfPack(),
     PackOnce(),
+    ColumnsOnShards(),
     RowsOnShards(),
     KeepRowsPermuted(),
     ReleaseStorage(),

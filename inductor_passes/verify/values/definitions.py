@@ -199,6 +199,35 @@ def _unpacked(record: Record, path: tuple[int, ...]) -> Record:
     return s.call(aten.slice.Tensor, shape, message.dtype(), message, 1, first, first + width)
 
 
+def _sum_of_one(s: Steps, values: Record, columns: Record, index: Record) -> Record:
+    """``where(columns == index, values, 0)`` added up over the last dimension, which is kept."""
+    shape = (*index.shape()[:-1], values.shape()[-1])
+    here = s.call(aten.eq.Tensor, shape, torch.bool, columns, index)
+    zero = s.call(aten.scalar_tensor.default, (), values.dtype(), 0)
+    chosen = s.call(aten.where.self, shape, values.dtype(), here, values, zero)
+    return s.call(aten.sum.dim_IntList, index.shape(), values.dtype(), chosen, [len(shape) - 1], True)
+
+
+def _gathered_elements(record: Record, path: tuple[int, ...]) -> Record | None:
+    """aten::gather of one element per row: the sum of a row of which all others are left out.
+
+    Equal to it but for the sign of zero. An index out of range is an error, and no number.
+    """
+    s = Steps(record)
+    values, index = s.given["self"], s.given["index"]
+    shape, last = values.shape(), len(values.shape()) - 1
+    if s.given["dim"] not in (-1, last) or index.shape() != (*shape[:-1], 1) or not values.dtype().is_floating_point:
+        return None
+    columns = s.call(prims.iota.default, (shape[-1],), index.dtype(), shape[-1])
+    return _sum_of_one(s, values, columns, index)
+
+
+def _picked(record: Record, path: tuple[int, ...]) -> Record:
+    """inductor_passes::pick: a gather by a rank that holds some columns, 0 where the index names another one."""
+    s = Steps(record)
+    return _sum_of_one(s, s.given["values"], s.given["columns"], s.given["index"])
+
+
 #: Operators that are documented to leave out roundings between their steps.
 ROUND_FREELY = frozenset({"inductor_passes::all_reduce_residual_rms_norm"})
 DEFINED: dict[str, Meaning] = {
@@ -208,6 +237,8 @@ DEFINED: dict[str, Meaning] = {
     "inductor_passes::symm_mm_scattered": _mm_scattered,
     "inductor_passes::all_reduce_residual_rms_norm": _residual_rms_norm,
     "inductor_passes::unpack": _unpacked,
+    "inductor_passes::pick": _picked,
+    "aten::gather": _gathered_elements,
     "symm_mem::fused_all_gather_matmul": _fused_gather,
     "symm_mem::fused_matmul_reduce_scatter": _fused_scatter,
     "symm_mem::fused_all_gather_scaled_matmul": _fused_scaled_gather,

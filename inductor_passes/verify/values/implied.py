@@ -69,6 +69,10 @@ def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str,
             if operands[0].name in equal:
                 equal.add(record.name)
             continue
+        if record.called == "aten::cat" and (source := _joined(record)) is not None:
+            if source.name in equal:
+                equal.add(record.name)
+            continue
         if not alike(record):
             continue
         if all(o.name in equal for o in operands):
@@ -82,6 +86,19 @@ def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str,
             equal.add(record.name)
 
 
+def _joined(cat: Record) -> Record | None:
+    """What is split into pieces that a cat joins, all of them in order: no number says which one is read."""
+    pieces = list(cat.raw_operands)
+    splits = {piece.raw_operands[0].name: piece.raw_operands[0] for piece in pieces if piece.called == "getitem"}
+    if len(splits) != 1 or any(piece.called != "getitem" for piece in pieces):
+        return None
+    (split,) = splits.values()
+    if split.called not in _PICKS or not isinstance(split.value, (list, tuple)):
+        return None
+    whole = [piece.args[1] for piece in pieces] == list(range(len(split.value)))
+    return split.raw_operands[0] if whole else None
+
+
 def alike(record: Record) -> bool:
     """Whether the operator gives equal results for equal operands on every rank: the numbers in it are no rank's own.
 
@@ -93,6 +110,11 @@ def alike(record: Record) -> bool:
         return False
     operands = tensors(record)
     if record.called in MOVES and operands:
+        return True
+    if record.called == "prims::iota":
+        # What is at a position is the position, however many there are.
+        return (record.arguments.get("start", 0), record.arguments.get("step", 1)) == (0, 1)
+    if _torch.is_pointwise(record.target) and all(isinstance(v, Record) for v in record.arguments.values()):
         return True
     known = record.called in MOVES or record.called in TABLE or _torch.is_pointwise(record.target)
     return known and any(o.dtype().is_floating_point or o.dtype().is_complex for o in operands or [record])

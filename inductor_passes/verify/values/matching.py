@@ -1,6 +1,7 @@
 """Two sums have the same terms: each family of one sum is found, piece by piece, among those of the other.
 
-A term is recognised by its *anchor*: the value that both graphs have and that is reached by following first operands,
+A term is recognised by its *anchor*: the value that both graphs have and that is reached by following first operands
+of the result's type,
 and the place where it is read. The anchor's address, as a function of the family's variables, is a numeral in mixed
 radix. Solving it for the variables of the other graph's family says which of its terms each term is. Then the pieces
 have to cover the family exactly, and each has to be the same value, which the proof is asked next.
@@ -26,7 +27,7 @@ from inductor_passes.verify.values.cover import Cover, IrregularError
 from inductor_passes.verify.values.differences import Unequal, describe
 from inductor_passes.verify.values.heads import Cast, Resolver
 from inductor_passes.verify.values.operators import signature
-from inductor_passes.verify.values.signatures import ONE
+from inductor_passes.verify.values.signatures import ONE, Use
 from inductor_passes.verify.values.terms import IDEMPOTENT, Sum, Term
 
 MAX_DEPTH = 10_000
@@ -87,7 +88,8 @@ class Side:
                         head = head._replace(rank=self.holder(known, head.rank))
                     return (known or ("?", head.record.name), head.path), head.functions(), tuple(trail)
                 trail += [head.record.called, *(v for v in head.record.args if type(v) in (int, float))]
-                use = max(found.uses, key=lambda u: sum(letter != ONE for letter in u.letters))
+                # A condition or an index says less about a value than what is chosen by it.
+                use = max(found.uses, key=lambda u: (u.record.dtype() == head.dtype, _letters(u)))
                 inner = {letter: ZERO for letter, _ in (*found.whole, *found.summed)}
                 read = use.read(head, {**found.binding(head), **inner})
         raise Unequal("a chain of too many operators", shown=False)
@@ -110,6 +112,10 @@ class Side:
             address = itertools.chain(*(address for _, address, _ in found), term.places)
             result.append(Anchored(term, leaves, tuple(address), tuple(trail for _, _, trail in found)))
         return result
+
+
+def _letters(use: Use) -> int:
+    return sum(letter != ONE for letter in use.letters)
 
 
 def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side]) -> Pairs:

@@ -250,6 +250,13 @@ def _rank(value: Any) -> int:
     return len(value.shape) if hasattr(value, "dtype") else 0
 
 
+def _numbers(record: Record, path: tuple[int, ...]) -> Signature | None:
+    """``prims::iota``: what is at a position depends on nothing else."""
+    given = record.arguments
+    key = (record.called, given["length"], given.get("start", 0), given.get("step", 1), str(record.dtype()))
+    return Signature(key, ("o0",), (), (("o0", record.shape()[0]),))
+
+
 _KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 TABLE: dict[str, Maker] = {
     "aten::mm": _mm,
@@ -268,6 +275,7 @@ TABLE: dict[str, Maker] = {
     "aten::native_layer_norm_backward": _normed(("grad_out", "input"), ("weight", "bias")),
     "aten::_fused_rms_norm": _normed(("input",), ("weight",)),
     "aten::_fused_rms_norm_backward": _normed(("grad_out", "input"), ("weight",)),
+    "prims::iota": _numbers,
     "aten::embedding": _looked_up("weight", "indices", lambda record: 0),
     "aten::index_select": _looked_up(
         "self", "index", lambda record: dim_of(record.arguments["dim"], len(record.first.shape()))

@@ -379,7 +379,8 @@ class Proof:
         if not op or isinstance(old, Constant) or isinstance(new, Constant) or q.old.dtype != q.new.dtype:
             raise different(old, new)
         # What must not be added in another order is a function of its operands, and no more is asked of it.
-        closed = self.exact and op == "sum" and (q.old.dtype.is_floating_point or q.old.dtype.is_complex)
+        numbers = q.old.dtype.is_floating_point or q.old.dtype.is_complex
+        closed = self.exact and op in ("sum", "max", "min") and numbers
         try:
             return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
         except Unequal:

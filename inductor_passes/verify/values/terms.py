@@ -29,6 +29,9 @@ from inductor_passes.verify.values.operators import signature
 MAX_TERMS = 20_000
 #: Reductions in which a term counts once however often it comes.
 IDEMPOTENT = frozenset({"max", "min", "band", "bor"})
+#: Over dimensions -> over ranks. A NaN is the largest to both only where the backend says so, and where it does not,
+#: the sums of a softmax are NaN in any case: the exact tier keeps them apart.
+_EXTREMES = {"aten::amax": "max", "aten::amin": "min"}
 _PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::_grouped_mm", "aten::_int_mm"})
 
 
@@ -122,6 +125,8 @@ def sum_op(head: Head) -> str:
         return "sum" if head.op == "avg" else head.op
     if not isinstance(head, Access):
         return ""
+    if head.record.called in _EXTREMES:
+        return _EXTREMES[head.record.called]
     product = head.record.called in _PRODUCTS or definitions.product_of(head.record) is not None
     return "sum" if product or _added(head) or _over_dims(head) else ""
 
@@ -215,7 +220,11 @@ class Flattener:
             return self._ranks(head, term, into)
         if isinstance(head, Cast):
             return self._rounded_once(head, term, into) or self._widened(head, term, into)
-        if not isinstance(head, Access) or into.op != "sum" or head.byte is not None:
+        if not isinstance(head, Access) or head.byte is not None:
+            return None
+        if _EXTREMES.get(head.record.called) == into.op and head.dtype == into.dtype and not into.closed:
+            return self._letters(head, term, into)
+        if into.op != "sum":
             return None
         if head.record.called in ("aten::div", "aten::mul"):
             return self._scaled(head, term, into)

@@ -1,0 +1,269 @@
+"""R18: losses over classes whose logits are gathered, on each rank's own columns: graphs, all ranks, forgeries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.fx
+import torch.nn.functional as F
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from inductor_passes import verify
+from inductor_passes._torch.pick_op import OPERATOR as PICK
+from inductor_passes.config import PassConfig
+from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.report import PassReport, Reason
+from inductor_passes.rewrites.pass_ import RewriteCollectives
+from inductor_passes.verify.messages import OWN_KEY
+from tests.support.redistribute_graphs import duplicate, group_ranks, ops_of, run_in_lockstep
+from tests.support.world import fake_world
+from tests.test_sequence_parallel import fast_link
+
+aten = torch.ops.aten
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+COLUMNS = 8
+
+
+def mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def each(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=2)
+
+
+def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=0.1)
+
+
+def shifted(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As for a language model: the last position of a sequence has no target."""
+    return F.cross_entropy(logits[:, :-1].float().flatten(0, -2), targets[:, 1:].flatten())
+
+
+def capped(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """With capped logits and a penalty for the logarithm of the sum."""
+    h = 3 * torch.tanh(logits / 3)
+    return mean(h, targets) + 1e-2 * h.logsumexp(-1).square().mean()
+
+
+def entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    p = torch.log_softmax(logits, -1)
+    return -(p.exp() * p).sum(-1)
+
+
+@dataclass(frozen=True)
+class Head:
+    """Logits of which each rank has ``COLUMNS``, and a loss over all of them."""
+
+    loss: Loss
+    ranks: int = 4
+    dtype: torch.dtype = torch.float64
+    scaled: bool = False
+
+    def inputs(self, rank: int) -> list[torch.Tensor]:
+        """Activations, the rank's weight and targets; nothing is equal on the ranks."""
+        draw = torch.Generator().manual_seed(7 + rank)
+        x = torch.randn(3, 5, 6, generator=draw, dtype=torch.float64).to(self.dtype)
+        weight = torch.randn(6, COLUMNS, generator=draw, dtype=torch.float64).to(self.dtype)
+        return [x, weight, torch.randint(0, COLUMNS * self.ranks, (3, 5), generator=draw)]
+
+    def traced(self, rank: int, group: str) -> torch.fx.GraphModule:
+        """The rank's graph."""
+
+        def run(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = funcol.all_gather_tensor(x @ weight, 2, group)
+            return self.loss(logits * x[..., :1] if self.scaled else logits, targets)
+
+        return make_fx(run, tracing_mode="fake", decomposition_table=select_decomp_table())(*self.inputs(rank))
+
+
+def rewritten(
+    gm: torch.fx.GraphModule, ranks: int, tier: str = "reassociate", replicas: str = "proven", alpha_ns: float = 0.0
+) -> PassReport:
+    """R18 through the pipeline, verified by value; the graph is changed in place."""
+    config = PassConfig(memory_budget="unlimited", verify="strict", replicas=replicas)
+    done = run_passes(gm.graph, [RewriteCollectives(tier, ("R18",))], config, fast_link(ranks, alpha_ns))
+    gm.graph.lint()
+    gm.recompile()
+    return done.report.passes[0]
+
+
+@pytest.mark.parametrize(
+    "head, reductions, picks",
+    [
+        (Head(mean), 2, 1),
+        (Head(each, ranks=2), 2, 1),
+        (Head(smoothed, ranks=3), 3, 1),
+        (Head(shifted, ranks=2, dtype=torch.bfloat16), 2, 1),
+        (Head(capped), 4, 1),
+        (Head(entropy), 3, 0),
+    ],
+    ids=lambda value: value.loss.__name__ if isinstance(value, Head) else "",
+)
+def test_losses(head: Head, reductions: int, picks: int) -> None:
+    before, after, groups = {}, {}, {}
+    for rank in range(head.ranks):
+        with fake_world(head.ranks, rank) as group:
+            before[rank] = head.traced(rank, group)
+            after[rank] = duplicate(before[rank])
+            groups[rank] = group_ranks()
+            report = rewritten(after[rank], head.ranks)
+            assert report.changed, report
+    called = ops_of(after[0])
+    assert called.count("all_reduce") == reductions and called.count("pick") == picks
+    # Targets only.
+    assert called.count("all_gather_into_tensor") == called.count("reduce_scatter_tensor") == picks
+    inputs = {rank: head.inputs(rank) for rank in before}
+    wanted, got = (run_in_lockstep(graphs, inputs, groups) for graphs in (before, after))
+    for rank in wanted:
+        # Logits in bfloat16 are computed on: the sums are in float32.
+        torch.testing.assert_close(got[rank], wanted[rank], rtol=1e-6, atol=1e-6)
+
+
+def decision(head: Head, **how: object) -> tuple[Reason, str] | None:
+    with fake_world(head.ranks) as group:
+        gm = head.traced(0, group)
+        report = rewritten(gm, head.ranks, **how)  # type: ignore[arg-type]
+        assert not report.changed
+        return (report.decisions[0].reason, report.decisions[0].setting) if report.decisions else None
+
+
+def test_what_is_left_alone() -> None:
+    assert decision(Head(mean), tier="exact") == (Reason.NUMERICS, 'redistribute="reassociate"')
+    assert decision(Head(mean), alpha_ns=1e6) == (Reason.NOT_PROFITABLE, "")
+    # What scales the logits is a rank's own: the others' columns are scaled by another.
+    assert decision(Head(mean, scaled=True)) == (Reason.DATA_DEPENDENCY, 'replicas="implied"')
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, targets: logits,
+        lambda logits, targets: mean(logits, targets) + logits.cumsum(-1).sum(),
+        lambda logits, targets: mean(logits, targets) + logits.argmax(-1).sum(),
+        lambda logits, targets: mean(logits[..., 1:], targets - targets),
+        lambda logits, targets: mean(logits, targets) + logits.sum(),
+        lambda logits, targets: logits.gather(-1, targets[..., None].expand(-1, -1, 2)),
+    ],
+    ids=["returned", "cumulated", "largest", "without one", "all added", "two per row"],
+)
+def test_all_columns_are_read(loss: Loss) -> None:
+    assert decision(Head(loss)) is None
+
+
+def test_columns_that_do_not_divide() -> None:
+    """What is gathered is padded, and cut."""
+    assert decision(Head(lambda logits, targets: mean(logits[..., : COLUMNS * 4 - 1], targets % 7))) is None
+
+
+# -- forgeries ----------------------------------------------------------------------------------------------------
+
+
+def another_start(gm: torch.fx.GraphModule) -> None:
+    """Another rank's columns are taken for the rank's own."""
+    split = next(n for n in gm.graph.nodes if OWN_KEY in n.meta)
+    (piece,) = split.users
+    piece.args = (split, (piece.args[1] + 1) % 4)
+
+
+def own_targets(gm: torch.fx.GraphModule) -> None:
+    """Every rank gives elements for its own targets."""
+    start = next(n for n in gm.graph.nodes if "all_gather" in str(n.target))
+    (wait,) = start.users
+    with gm.graph.inserting_before(start):
+        copies = gm.graph.call_function(aten.cat.default, ([start.args[0]] * 4,))
+    copies.meta["val"] = wait.meta["val"].new_empty(wait.meta["val"].shape)
+    wait.replace_all_uses_with(copies)
+    gm.graph.erase_node(wait)
+    gm.graph.erase_node(start)
+
+
+def own_sum(gm: torch.fx.GraphModule) -> None:
+    """The sum over the rank's columns in the place of the sum over all."""
+    start = [n for n in gm.graph.nodes if "all_reduce" in str(n.target)][1]
+    (wait,) = start.users
+    wait.replace_all_uses_with(start.args[0])
+    gm.graph.erase_node(wait)
+    gm.graph.erase_node(start)
+
+
+def smallest(gm: torch.fx.GraphModule) -> None:
+    """The smallest of the ranks' largest logits."""
+    start = next(n for n in gm.graph.nodes if "all_reduce" in str(n.target))
+    start.args = (start.args[0], "min", *start.args[2:])
+
+
+def next_column(gm: torch.fx.GraphModule) -> None:
+    """Columns are numbered from one."""
+    iota = next(n for n in gm.graph.nodes if n.target is torch.ops.prims.iota.default)
+    iota.kwargs = {**iota.kwargs, "start": 1}
+
+
+def not_shifted(gm: torch.fx.GraphModule) -> None:
+    """Elements are picked among the logits in the place of their logarithms."""
+    pick = next(n for n in gm.graph.nodes if n.target is PICK.default)
+    pick.args = (pick.args[0].args[0], *pick.args[1:])
+
+
+@pytest.mark.parametrize("forge", [another_start, own_targets, own_sum, smallest, next_column, not_shifted])
+def test_forgeries_are_found(forge: Callable[[torch.fx.GraphModule], None]) -> None:
+    with fake_world(4, 1) as group:
+        gm = Head(mean).traced(1, group)
+        before = verify.snapshot(gm.graph)
+        rewritten(gm, 4)
+        inner = [n.name for n in gm.graph.nodes if n.op == "call_function"]
+        removed = [name for name in before.nodes if name in inner or not name.startswith(("x", "weight", "targets"))]
+        certificates = (verify.Certificate("R18", tuple(removed), tuple(inner)),)
+        check = functools.partial(verify.check, reference=before, group_order="any", certificates=certificates)
+        values = {"value-changed", "value-unproven"}
+        assert not values & {f.rule for f in check(gm.graph, numerics="reassociate")}
+        # Sums over columns in another order.
+        assert values & {f.rule for f in check(gm.graph)}
+        forge(gm)
+        gm.graph.lint()
+        assert values & {f.rule for f in check(gm.graph, numerics="reassociate")}
+
+
+def test_the_largest_of_all_is_no_exact_value() -> None:
+    """A backend need not say that NaN is the largest."""
+    with fake_world(2) as group:
+
+        def largest(x: torch.Tensor) -> torch.Tensor:
+            return funcol.all_gather_tensor(x, 1, group).amax(-1)
+
+        def of_each(x: torch.Tensor) -> torch.Tensor:
+            return funcol.wait_tensor(funcol.all_reduce(x.amax(-1), "max", group))
+
+        was, now = (make_fx(f, tracing_mode="fake")(torch.randn(3, 4)) for f in (largest, of_each))
+        before = verify.snapshot(was.graph)
+        names = [tuple(n.name for n in gm.graph.nodes if n.op == "call_function") for gm in (was, now)]
+        for numerics in ("exact", "reassociate"):
+            found = verify.check(
+                now.graph,
+                reference=before,
+                numerics=numerics,  # type: ignore[arg-type]
+                group_order="any",
+                certificates=(verify.Certificate("R18", *names),),
+            )
+            assert any(f.rule.startswith("value") for f in found) == (numerics == "exact"), found
+
+
+def test_an_element_is_given_by_the_rank_that_has_it() -> None:
+    draw = torch.Generator().manual_seed(3)
+    values = torch.randn(2, 3, 12, generator=draw)
+    values[0, 0, 5] = float("nan")
+    index = torch.randint(0, 12, (4, 2, 3, 1), generator=draw)
+    parts = [PICK(values[..., a : a + 4], torch.arange(a, a + 4), index) for a in (0, 4, 8)]
+    wanted = values.expand(4, 2, 3, 12).gather(-1, index)
+    torch.testing.assert_close(sum(parts), wanted, rtol=0, atol=0, equal_nan=True)
+    for a, part in zip((0, 4, 8), parts, strict=True):
+        here = torch.arange(a, a + 4) == index
+        meant = torch.where(here, values[..., a : a + 4], 0.0).sum(-1, keepdim=True)
+        torch.testing.assert_close(part, meant, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,99 @@
+"""R18 in compiled models on real gloo ranks: loss and gradients beside eager's, also out of a cache and on a mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import inductor_passes
+from inductor_passes.models import LlamaConfig, language_batch, language_model, tensor_parallel
+from inductor_passes.report import GraphReport, Verdict
+from inductor_passes.trace.collector import collect
+from tests.support.compiled import dotted, save_profile
+from tests.support.ranks import Ranks
+from tests.test_sequence_parallel_ranks import ATOL, RTOL, gradients
+
+SETTINGS = {"numerics": "reassociate", "memory_budget": "unlimited", "verify": "strict"}
+
+
+def model_of(shape: tuple[int, ...], sequence_parallel: bool, adopted: bool = False) -> torch.nn.Module:
+    """A Llama whose caller sees whole logits; on a mesh of two dimensions FSDP2 shards what is left."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    model: torch.nn.Module = tensor_parallel(
+        language_model(LlamaConfig(layers=1, heads=4, kv_heads=4)), mesh["tp"], sequence_parallel=sequence_parallel
+    )
+    if len(shape) > 1:
+        model = fully_shard(model, mesh=mesh["dp"])
+    return inductor_passes.adopt(model) if adopted else model
+
+
+def found(reports: list[GraphReport]) -> tuple[list[str], list[str]]:
+    """Details of what R18 applied, and passes that were undone."""
+    passes = [p for r in reports for p in r.passes]
+    decisions = [d for p in passes for d in p.decisions if d.subject == "R18" and d.verdict is Verdict.APPLIED]
+    return [d.detail for d in decisions], [f"{p.name}: {p.detail}" for p in passes if p.rolled_back is not None]
+
+
+def trained(
+    rank: int, world: int, profile: str, shape: tuple[int, ...], sequence_parallel: bool
+) -> list[tuple[list[str], list[str]]]:
+    """What was done when the step was compiled, and when it came out of a cache."""
+    batch = language_batch(LlamaConfig(layers=1), seed=rank // shape[-1])
+    plain = model_of(shape, sequence_parallel)
+    wanted = gradients(plain, batch, plain)
+    options = inductor_passes.options(**SETTINGS, cost_profile=profile)
+    results = []
+    for _ in range(2):
+        model = model_of(shape, sequence_parallel, adopted=len(shape) > 1)
+        with collect(what_if=False) as reports:
+            got = gradients(model, batch, torch.compile(model, options=options, fullgraph=True))
+        for a, b in zip(wanted, got, strict=True):
+            torch.testing.assert_close(b, a, rtol=RTOL, atol=ATOL)
+        results.append(found(reports))
+    return results
+
+
+def evaluated(rank: int, world: int, profile: str) -> tuple[list[str], list[str]]:
+    """The loss alone, operator by operator; every rank has targets of its own."""
+    model = model_of((world,), False)
+    tokens, targets = language_batch(LlamaConfig(layers=1))
+    targets = (targets + rank) % 32
+    settings = dotted(**SETTINGS, cost_profile=profile)
+    with torch.no_grad(), collect(what_if=False) as reports:
+        wanted = model(tokens, targets)
+        got = torch.compile(model, backend="inductor_passes", options=settings, fullgraph=True)(tokens, targets)
+    torch.testing.assert_close(got, wanted, rtol=RTOL, atol=ATOL)
+    return found(reports)
+
+
+def profile_in(folder: Path, ranks: int = 2) -> str:
+    return save_profile(folder / "costs.json", 0.0, 1000.0, 10.0, 0.0, ranks=ranks)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_training(two_ranks: Ranks, tmp_path: Path, sequence_parallel: bool) -> None:
+    for results in two_ranks.run(trained, profile_in(tmp_path), (2,), sequence_parallel):
+        assert [undone for _, undone in results] == [[], []]
+        for applied, _ in results:
+            assert applied == ["64 columns on 2 ranks: 2 reductions, 1 elements per row"]
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_training_on_a_square_mesh(four_ranks: Ranks, tmp_path: Path) -> None:
+    """Both groups have two ranks: what the graph notes of layouts says along which a gradient is cut."""
+    for results in four_ranks.run(trained, profile_in(tmp_path), (2, 2), True):
+        for applied, undone in results:
+            assert (applied, undone) == (["64 columns on 2 ranks: 2 reductions, 1 elements per row"], [])
+
+
+@pytest.mark.ranks
+def test_evaluation(four_ranks: Ranks, tmp_path: Path) -> None:
+    for applied, undone in four_ranks.run(evaluated, profile_in(tmp_path, 4)):
+        assert (applied, undone) == (["64 columns on 4 ranks: 2 reductions, 1 elements per row"], [])
