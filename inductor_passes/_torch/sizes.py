@@ -284,6 +284,13 @@ def _divides(base: sympy.Expr, symbol: sympy.Symbol, divisor: int) -> int:
     return divisor // math.gcd(divisor, int(factor))
 
 
+def is_fake(tensor: object) -> bool:
+    """Whether something is a tensor without data, as a compiler traces with."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def fake_mode_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     """The fake tensor mode that made ``tensor``.
 

@@ -286,6 +286,12 @@ def _unshard(
     residuals: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     del groups
+    if not isinstance(parameter, DTensor) and _torch.is_fake(parameter):
+        # Torch hands plain tensors to the bodies of its control flow, whatever was read in them.
+        raise TypeError(
+            "a parameter whose shards simple_fsdp or adopt gathers is read in the body of torch.cond, while_loop, scan "
+            "or another control flow operator; read it before: weight = layer.weight, and use weight in the body."
+        )
     if not isinstance(parameter, DTensor):
         raise TypeError(
             f"a parameter managed by simple_fsdp is a {type(parameter).__name__}; expected a DTensor. It was "
