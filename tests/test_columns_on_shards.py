@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 from inductor_passes.verify.messages import OWN_KEY
 from tests.support.redistribute_graphs import duplicate, group_ranks, ops_of, run_in_lockstep
+from tests.support.symbolic_graphs import SymbolicProgram
 from tests.support.world import fake_world
 from tests.test_sequence_parallel import fast_link
 
@@ -267,3 +269,43 @@ def test_an_element_is_given_by_the_rank_that_has_it() -> None:
         here = torch.arange(a, a + 4) == index
         meant = torch.where(here, values[..., a : a + 4], 0.0).sum(-1, keepdim=True)
         torch.testing.assert_close(part, meant, rtol=0, atol=0, equal_nan=True)
+
+
+# -- sizes that are only known at run time ----------------------------------------------------------------------------
+
+
+def symbolic_loss(group: str, ranks: int, sequence: int) -> tuple[torch.fx.GraphModule, SymbolicProgram]:
+    """Rows of ``sequence`` tokens each; the loss of every token."""
+    p = SymbolicProgram()
+    x = p.rows(4, sequence, COLUMNS)
+    targets = p.input(4, sequence, dtype=torch.int64)
+    rows = p.number(aten.sym_size.int, x, 0)
+    targets.meta["val"] = x.meta["val"].new_empty((x.meta["val"].shape[0], sequence), dtype=torch.int64)
+    whole = p.collective("all_gather", x, group)
+    split = p.call(aten.split.Tensor, whole, rows)
+    logits = p.call(aten.cat.default, [p.call(operator.getitem, split, k) for k in range(ranks)], 2)
+    flat = p.call(aten.view.default, logits, [-1, COLUMNS * ranks])
+    shifted = p.call(aten.sub.Tensor, flat, p.call(aten.amax.default, flat, [1], True))
+    total = p.call(aten.sum.dim_IntList, p.call(aten.exp.default, shifted), [1], True)
+    logs = p.call(aten.sub.Tensor, shifted, p.call(aten.log.default, total))
+    # Random numbers are not targets.
+    index = p.call(aten.remainder.Scalar, p.call(aten.view.default, targets, [-1, 1]), COLUMNS * ranks)
+    return p.done(p.call(aten.neg.default, p.call(aten.gather.default, logs, 1, index))), p
+
+
+@pytest.mark.parametrize("ranks, sequence", [(2, 1), (3, 5)])
+def test_right_at_every_size(ranks: int, sequence: int) -> None:
+    before, after, groups = {}, {}, {}
+    for rank in range(ranks):
+        with fake_world(ranks, rank) as group:
+            before[rank], p = symbolic_loss(group, ranks, sequence)
+            after[rank], guards = duplicate(before[rank]), len(p.env.guards)
+            groups[rank] = group_ranks()
+            assert rewritten(after[rank], ranks).changed
+            assert ops_of(after[rank]).count("pick") == 1 and len(p.env.guards) == guards
+    draw = torch.Generator().manual_seed(1)
+    for rows in (1, 4, 7):
+        logits = [torch.randn(rows, sequence, COLUMNS, generator=draw) for _ in range(ranks)]
+        inputs = {r: [x, torch.randint(0, 99, (rows, sequence), generator=draw)] for r, x in enumerate(logits)}
+        wanted, got = (run_in_lockstep(graphs, inputs, groups) for graphs in (before, after))
+        torch.testing.assert_close(got, wanted)

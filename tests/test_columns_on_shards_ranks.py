@@ -71,6 +71,23 @@ def evaluated(rank: int, world: int, profile: str) -> tuple[list[str], list[str]
     return found(reports)
 
 
+def of_any_size(rank: int, world: int, profile: str, counts: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    """Batches of several even sizes through one graph: of odd ones torch compiles another."""
+    model = model_of((world,), False)
+    step = torch.compile(
+        model, backend="inductor_passes", options=dotted(**SETTINGS, cost_profile=profile), fullgraph=True
+    )
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad(), collect(what_if=False) as reports:
+        for count in counts:
+            batch = [torch.randint(0, 64, (count, 16), generator=draw) for _ in range(2)]
+            for one in batch:
+                torch._dynamo.mark_dynamic(one, 0)
+            torch.testing.assert_close(step(*batch), model(*batch), rtol=RTOL, atol=ATOL)
+    assert len(reports) == 1, "compiled again"
+    return found(reports)
+
+
 def profile_in(folder: Path, ranks: int = 2) -> str:
     return save_profile(folder / "costs.json", 0.0, 1000.0, 10.0, 0.0, ranks=ranks)
 
@@ -97,3 +114,9 @@ def test_training_on_a_square_mesh(four_ranks: Ranks, tmp_path: Path) -> None:
 def test_evaluation(four_ranks: Ranks, tmp_path: Path) -> None:
     for applied, undone in four_ranks.run(evaluated, profile_in(tmp_path, 4)):
         assert (applied, undone) == (["64 columns on 4 ranks: 2 reductions, 1 elements per row"], [])
+
+
+@pytest.mark.ranks
+def test_batches_of_several_sizes(two_ranks: Ranks, tmp_path: Path) -> None:
+    for applied, undone in two_ranks.run(of_any_size, profile_in(tmp_path), (4, 2, 8)):
+        assert (applied, undone) == (["64 columns on 2 ranks: 2 reductions, 1 elements per row"], [])

@@ -46,7 +46,7 @@ from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.chain import own_group
-from inductor_passes.rewrites.movement import is_split, name_of, pieces_read
+from inductor_passes.rewrites.movement import is_split, name_of, pieces_read, step_behind
 from inductor_passes.rewrites.packing import Size, sizes
 from inductor_passes.rewrites.permutation import unpack_ahead
 from inductor_passes.rewrites.replicas import equal_values, tensor_operands
@@ -55,6 +55,7 @@ from inductor_passes.rewrites.rows import reduced_dims
 from inductor_passes.rewrites.work import Match, Work, refuse
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense, gathered, reduced, scattered
+from inductor_passes.rewriting.numbers import Numbers
 from inductor_passes.verify.messages import OWN_KEY
 
 _VIEWS = frozenset(f"aten::{name}" for name in ("view", "_unsafe_view", "reshape"))
@@ -128,6 +129,7 @@ class ColumnsOnShards:
             return None
         if work.exactness != "reassociate":
             refuse(Reason.NUMERICS, "sums over columns in another order", 'redistribute="reassociate"')
+        _sizes_are_known(work, region)
         work.for_this_rank()
         work.never_written(*region.members, *region.moved, *region.own)
         work.unwritten(region.gather.inputs[0], region.gather.start, max((*region.members, *region.own)))
@@ -146,14 +148,32 @@ def _begun(work: Work, root: torch.fx.Node) -> _Region | None:
     if gather is None:
         return None
     (wait,) = gather.waits
-    found = unpack_ahead(wait, gather.group.size)
-    if found is None or not found[1]:
-        return None
-    dim, nodes = found
-    shape, value = sizes(nodes[-1]), nodes[-1].meta["val"]
-    if shape is None or dim != len(shape) - 1 or not value.is_floating_point() or not isinstance(shape[-1], int):
+    nodes = _side_by_side(wait, gather.group.size)
+    shape = sizes(nodes[-1]) if nodes else None
+    if not nodes or shape is None or not nodes[-1].meta["val"].is_floating_point() or not isinstance(shape[-1], int):
         return None
     return _Region(gather, [wait, *nodes], shape[-1])
+
+
+def _side_by_side(wait: torch.fx.Node, ranks: int) -> list[torch.fx.Node]:
+    """What puts the ranks' columns side by side, the result last; nothing where something else follows."""
+    found = unpack_ahead(wait, ranks)
+    if found is not None:
+        dim, nodes = found
+        return nodes if nodes and dim == nodes[-1].meta["val"].ndim - 1 else []
+    split = next(iter(wait.users), None)
+    # Of symbolic sizes the plain form is known.
+    if len(wait.users) != 1 or split is None or not is_split(split) or len(split.meta["val"]) != ranks:
+        return []
+    cat = next((user for piece in split.users for user in piece.users), None)
+    if cat is None or name_of(cat) != "aten::cat" or any(list(piece.users) != [cat] for piece in split.users):
+        return []
+    step, last = step_behind(cat), cat.meta["val"].ndim - 1
+    dims = int(_torch.op_arguments(split).get("dim", 0)), int(_torch.op_arguments(cat).get("dim", 0)) % (last + 1)
+    if step is None or step[0] is not wait or dims != (0, last):
+        return []
+    shapes = [list(piece.shape) for piece in split.meta["val"]]
+    return list(step[1]) if all(_torch.same_sizes(shape, shapes[0]) for shape in shapes) else []
 
 
 class _Sweep:
@@ -299,6 +319,20 @@ def _owners(split: torch.fx.Node, piece: torch.fx.Node, dim: int) -> tuple[int, 
         return None
     (group,) = (ranks for ranks in Mesh(note.mesh, note.ranks).groups((cut[0],)) if rank in ranks)
     return tuple(group) if len(group) == len(split.meta["val"]) and group.index(rank) == piece.args[1] else None
+
+
+def _sizes_are_known(work: Work, region: _Region) -> None:
+    """Refuse symbolic sizes that nothing can be estimated with, or that do not follow from the graph's inputs."""
+    nodes = (*region.members, *region.reductions, *region.picks)
+    found = [size for node in nodes for size in sizes(node) or () if isinstance(size, torch.SymInt)]
+    found += [sizes(pick)[0] * region.ranks for pick in region.picks]  # type: ignore[index]
+    symbolic = {_torch.size_key(size): size for size in found if isinstance(size, torch.SymInt)}
+    numbers = Numbers(work.graph.nodes) if symbolic else None
+    for size in symbolic.values():
+        if _torch.size_hint(size) is None:
+            refuse(Reason.NO_HINT, f"nothing says how large {size} usually is")
+        if numbers is not None and not numbers.has(size):
+            refuse(Reason.RANGE, f"{size} does not follow from the sizes of the graph's inputs")
 
 
 def _gain_ns(work: Work, region: _Region) -> int:
