@@ -60,6 +60,17 @@ def entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return -(p.exp() * p).sum(-1)
 
 
+def distilled(logits: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """The divergence from another gathered head."""
+    p, q = (torch.log_softmax(h, -1) for h in (logits, others))
+    return (q.exp() * (q - p)).sum(-1).mean()
+
+
+def weighted(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """With a bias per class, of the program's own."""
+    return mean(logits + torch.linspace(0, 1, logits.shape[-1], dtype=logits.dtype), targets)
+
+
 @dataclass(frozen=True)
 class Head:
     """Logits of which each rank has ``COLUMNS``, and a loss over all of them."""
@@ -68,6 +79,7 @@ class Head:
     ranks: int = 4
     dtype: torch.dtype = torch.float64
     scaled: bool = False
+    teacher: bool = False
 
     def inputs(self, rank: int) -> list[torch.Tensor]:
         """Activations, the rank's weight and targets; nothing is equal on the ranks."""
@@ -81,6 +93,8 @@ class Head:
 
         def run(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             logits = funcol.all_gather_tensor(x @ weight, 2, group)
+            if self.teacher:
+                return self.loss(logits, funcol.all_gather_tensor(x.flip(-1) @ weight, 2, group))
             return self.loss(logits * x[..., :1] if self.scaled else logits, targets)
 
         return make_fx(run, tracing_mode="fake", decomposition_table=select_decomp_table())(*self.inputs(rank))
@@ -106,6 +120,7 @@ def rewritten(
         (Head(shifted, ranks=2, dtype=torch.bfloat16), 2, 1),
         (Head(capped), 4, 1),
         (Head(entropy), 3, 0),
+        (Head(distilled, teacher=True, ranks=3), 5, 0),
     ],
     ids=lambda value: value.loss.__name__ if isinstance(value, Head) else "",
 )
@@ -140,8 +155,12 @@ def decision(head: Head, **how: object) -> tuple[Reason, str] | None:
 def test_what_is_left_alone() -> None:
     assert decision(Head(mean), tier="exact") == (Reason.NUMERICS, 'redistribute="reassociate"')
     assert decision(Head(mean), alpha_ns=1e6) == (Reason.NOT_PROFITABLE, "")
-    # What scales the logits is a rank's own: the others' columns are scaled by another.
-    assert decision(Head(mean, scaled=True)) == (Reason.DATA_DEPENDENCY, 'replicas="implied"')
+    # What scales the logits is a rank's own: the others' columns are scaled by another, whatever is implied.
+    assert decision(Head(mean, scaled=True)) == (Reason.DATA_DEPENDENCY, "")
+    assert decision(Head(mean, scaled=True), replicas="implied") == (Reason.DATA_DEPENDENCY, "")
+    assert decision(Head(weighted)) == (Reason.DATA_DEPENDENCY, 'replicas="implied"')
+    with fake_world(4) as group:
+        assert rewritten(Head(weighted).traced(0, group), 4, replicas="implied").changed
 
 
 @pytest.mark.parametrize(

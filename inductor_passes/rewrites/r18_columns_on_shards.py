@@ -18,7 +18,8 @@ elements scattered), and at the rank's own columns. If anything else reads all c
 
 Right because every operator of the region computes a column from that column of its operands, and a sum or an extreme
 of all columns is that of the ranks' own. Values that other ranks' columns depend on have to be equal on the ranks
-(``replicas``); for what only becomes the rank's own columns nothing has to be. Sums are added up in another order:
+(``replicas``): a factor per row, or per column where ``replicas="implied"`` does not say that it is. For what only
+becomes the rank's own columns nothing has to be. Sums are added up in another order:
 this reassociates. Columns that the group does not divide are left alone.
 
 Saved is the gather, which for a vocabulary is the largest message of a step, the copy that puts columns side by side,
@@ -32,6 +33,7 @@ import heapq
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import ClassVar
 
 import torch
@@ -65,6 +67,15 @@ _CONSTANTS = frozenset(("aten::full", "aten::scalar_tensor"))
 _REDUCED = {"aten::sum": "sum", "aten::amax": "max", "aten::amin": "min"}
 
 
+class _Differs(IntEnum):
+    """What a value has of values that may differ between ranks: nothing, a factor or a term per column (which
+    ``replicas="implied"`` says is equal), or something per row."""
+
+    NOTHING = 0
+    COLUMNS = 1
+    ROWS = 2
+
+
 class _ReadAsAWhole(Exception):
     """Something needs all columns; the message says what."""
 
@@ -76,8 +87,8 @@ class _Region:
     Attributes:
         gather: it. ``moved``: the nodes that put its columns side by side, the last of which is ``whole``.
         columns: of ``whole``.
-        members: nodes with the extent of all columns, which get the rank's own, in graph order -> whether a value that
-            may differ between ranks had a part in them.
+        members: nodes with the extent of all columns, which get the rank's own, in graph order -> what in them may
+            differ between ranks.
         reductions: nodes that reduce the columns of a member.
         picks: nodes that read one column per row of a member.
         own: nodes that are the rank's own columns of a member -> that member.
@@ -88,7 +99,7 @@ class _Region:
     gather: Collective
     moved: list[torch.fx.Node]
     columns: int
-    members: dict[torch.fx.Node, bool] = field(default_factory=dict)
+    members: dict[torch.fx.Node, _Differs] = field(default_factory=dict)
     reductions: dict[torch.fx.Node, None] = field(default_factory=dict)
     picks: dict[torch.fx.Node, None] = field(default_factory=dict)
     own: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
@@ -184,6 +195,7 @@ class _Sweep:
         self._todo: list[torch.fx.Node] = []
         self._seen: set[torch.fx.Node] = set()
         self._known: set[torch.fx.Node] | None = None
+        self._implied = work.facts.config.replicas == "implied"
 
     def run(self) -> None:
         """Fill the region.
@@ -192,7 +204,7 @@ class _Sweep:
             _ReadAsAWhole: something reads all columns.
         """
         region = self._region
-        region.members[region.whole] = False
+        region.members[region.whole] = _Differs.NOTHING
         self._push(region.whole)
         while self._todo:
             self._follow(heapq.heappop(self._todo))
@@ -209,7 +221,7 @@ class _Sweep:
         if not read:
             # Made of what was reduced: equal on the ranks as long as nothing else has a part in it.
             plain = node.op == "call_function" and (name_of(node) in _SAME | _VIEWS or _torch.is_pointwise(node.target))
-            if plain and all(self._is_equal(o) for o in operands):
+            if plain and not any(map(self._differs, operands)):
                 region.equal.add(node)
                 self._push(node)
             return
@@ -222,29 +234,33 @@ class _Sweep:
         elif name_of(node) == "aten::gather":
             self._picked(node, read[0])
         elif self._keeps_columns(node, operands):
-            region.members[node] = not all(self._is_equal(o) for o in operands)
+            region.members[node] = max(map(self._differs, operands))
             if _torch.is_pointwise(node.target) or not region.computed.isdisjoint(operands):
                 region.computed.add(node)
             self._push(node)
         else:
             raise _ReadAsAWhole(node.name)
 
-    def _is_equal(self, operand: torch.fx.Node) -> bool:
-        """Whether an operand is the same on all ranks, or its columns are of one value."""
+    def _differs(self, operand: torch.fx.Node) -> _Differs:
+        """What in an operand may differ between ranks."""
         region = self._region
         if operand in region.members:
-            return not region.members[operand]
+            return region.members[operand]
         if operand in region.equal or name_of(operand) in _CONSTANTS:
-            return True
+            return _Differs.NOTHING
         if self._known is None:
-            implied = self._work.facts.config.replicas == "implied"
-            self._known = equal_values(self._work, region.gather.group.ranks, implied=implied)
-        return operand in self._known
+            self._known = equal_values(self._work, region.gather.group.ranks, implied=self._implied)
+        if operand in self._known:
+            return _Differs.NOTHING
+        if not _torch.same_size((sizes(operand) or [0])[-1], region.columns):
+            return _Differs.ROWS
+        return _Differs.NOTHING if self._implied and not self._work.is_written(operand) else _Differs.COLUMNS
 
     def _needs_equal(self, member: torch.fx.Node) -> None:
-        if self._region.members[member]:
-            said = f"what {member.name} is made of may differ between the ranks"
-            refuse(Reason.DATA_DEPENDENCY, said, 'replicas="implied"')
+        differs = self._region.members[member]
+        if differs is not _Differs.NOTHING:
+            setting = 'replicas="implied"' if differs is _Differs.COLUMNS else ""
+            refuse(Reason.DATA_DEPENDENCY, f"what {member.name} is made of may differ between the ranks", setting)
 
     def _own(self, split: torch.fx.Node, member: torch.fx.Node) -> None:
         """A split of which the rank's own piece is read."""
@@ -308,6 +324,8 @@ def _owners(split: torch.fx.Node, piece: torch.fx.Node, dim: int) -> tuple[int, 
     An operator's gradient is sliced without a call of the program. What Dynamo's graph says of the layouts that it is
     the gradient of says along which dimension of the mesh.
     """
+    if OWN_KEY in split.meta:
+        return tuple(sorted(split.meta[OWN_KEY]))
     note, rank = noted(split.meta), _torch.process_rank()
     if note is None or rank not in note.ranks or len(note.shape) != piece.meta["val"].ndim:
         return own_group(split, piece)

@@ -1,9 +1,9 @@
 """Which values of a graph are equal on all ranks of a group.
 
 One graph shows one rank. Proven equal is what came out of an all_reduce, an all_gather or a broadcast over the group,
-or over ranks that contain it, and what is computed of equal values alone by operators whose numbers the ranks compare
-before anything is changed (``agreement``; pieces, selected rows and offsets of whole numbers are left open there, so
-equality ends at them).
+or over ranks that contain it, all pieces of that put together again, and what is computed of equal values alone by
+operators whose numbers the ranks compare before anything is changed (``agreement``; pieces, selected rows and offsets
+of whole numbers are left open there, so equality ends at them).
 
 Symbolic numbers are no part of what ranks compare. Equal is a symbol that follows from the size of a collective's
 tensor: ranks of its group have to bring as many elements. An operator whose numbers depend on another symbol proves
@@ -26,7 +26,7 @@ from inductor_passes import _torch
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.operators import CollectiveKind
-from inductor_passes.rewrites.movement import name_of
+from inductor_passes.rewrites.movement import name_of, step_behind
 from inductor_passes.rewrites.packing import Size, sizes
 from inductor_passes.rewrites.work import Work
 
@@ -61,6 +61,12 @@ def equal_values(work: Work, ranks: tuple[int, ...], *, implied: bool) -> set[to
         if work.is_wait(node):
             shared = work.behind(node, *_SHARING)
             if shared is not None and set(shared.group.ranks).issuperset(ranks):
+                equal.add(node)
+            continue
+        if name_of(node) == "aten::cat":
+            # All pieces of a tensor, in order: no number says which one is read.
+            step = step_behind(node)
+            if step is not None and step[0] in equal and not work.is_written(node):
                 equal.add(node)
             continue
         operands = tensor_operands(node)
