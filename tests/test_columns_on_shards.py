@@ -172,11 +172,19 @@ def test_what_is_left_alone() -> None:
         lambda logits, targets: mean(logits[..., 1:], targets - targets),
         lambda logits, targets: mean(logits, targets) + logits.sum(),
         lambda logits, targets: logits.gather(-1, targets[..., None].expand(-1, -1, 2)),
+        lambda logits, targets: mean(logits, targets) + (logits >= logits.amax(-1, keepdim=True)).sum(-1),
     ],
-    ids=["returned", "cumulated", "largest", "without one", "all added", "two per row"],
+    ids=["returned", "cumulated", "largest", "without one", "all added", "two per row", "counted"],
 )
 def test_all_columns_are_read(loss: Loss) -> None:
-    assert decision(Head(loss)) is None
+    """Where there is a loss over the columns as well, the decision names what keeps the gather."""
+    whole = decision(Head(loss))
+    assert whole in (None, (Reason.DATA_DEPENDENCY, ""))
+    said = ("sum_", "cumsum", "argmax", "slice", "le")
+    with fake_world(4) as group:
+        details = [d.detail for d in rewritten(Head(loss).traced(0, group), 4).decisions]
+    assert (whole is None) == (not details) and all(d.startswith(said) for d in details), details
+    assert decision(Head(loss), tier="exact") is None
 
 
 def test_columns_that_do_not_divide() -> None:

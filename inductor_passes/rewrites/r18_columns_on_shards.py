@@ -76,10 +76,6 @@ class _Differs(IntEnum):
     ROWS = 2
 
 
-class _ReadAsAWhole(Exception):
-    """Something needs all columns; the message says what."""
-
-
 @dataclass
 class _Region:
     """What follows one gather.
@@ -94,6 +90,9 @@ class _Region:
         own: nodes that are the rank's own columns of a member -> that member.
         computed: members that are more than the gathered columns in another shape.
         equal: other nodes that are known to be equal on the ranks.
+        read_whole: nodes that need all columns.
+        unequal: a member that is reduced although something in it may differ between ranks.
+        unclear: a piece of a member that may be the rank's own columns, or anything else.
     """
 
     gather: Collective
@@ -105,6 +104,9 @@ class _Region:
     own: dict[torch.fx.Node, torch.fx.Node] = field(default_factory=dict)
     computed: set[torch.fx.Node] = field(default_factory=set)
     equal: set[torch.fx.Node] = field(default_factory=set)
+    read_whole: list[torch.fx.Node] = field(default_factory=list)
+    unequal: torch.fx.Node | None = None
+    unclear: torch.fx.Node | None = None
 
     @property
     def whole(self) -> torch.fx.Node:
@@ -132,12 +134,21 @@ class ColumnsOnShards:
         region = _begun(work, root)
         if region is None:
             return None
-        try:
-            _Sweep(work, region).run()
-        except _ReadAsAWhole:
-            return None
+        _Sweep(work, region).run()
         if not region.reductions and not region.picks:
             return None
+        if region.read_whole:
+            if work.exactness != "reassociate":
+                return None
+            # Somebody who returns the logits beside the loss should see what that costs.
+            names = ", ".join(node.name for node in region.read_whole[:3])
+            refuse(Reason.DATA_DEPENDENCY, f"{names} needs all {region.columns} columns")
+        if region.unequal is not None:
+            setting = 'replicas="implied"' if region.members[region.unequal] is _Differs.COLUMNS else ""
+            said = f"what {region.unequal.name} is made of may differ between the ranks"
+            refuse(Reason.DATA_DEPENDENCY, said, setting)
+        if region.unclear is not None:
+            refuse(Reason.DIFFERENT_GROUP, f"nothing shows that {region.unclear.name} is the rank's own columns")
         if work.exactness != "reassociate":
             refuse(Reason.NUMERICS, "sums over columns in another order", 'redistribute="reassociate"')
         _sizes_are_known(work, region)
@@ -198,11 +209,7 @@ class _Sweep:
         self._implied = work.facts.config.replicas == "implied"
 
     def run(self) -> None:
-        """Fill the region.
-
-        Raises:
-            _ReadAsAWhole: something reads all columns.
-        """
+        """Fill the region."""
         region = self._region
         region.members[region.whole] = _Differs.NOTHING
         self._push(region.whole)
@@ -225,21 +232,27 @@ class _Sweep:
                 region.equal.add(node)
                 self._push(node)
             return
+        if not self._is_understood(node, read[0], operands):
+            region.read_whole.append(node)
+
+    def _is_understood(self, node: torch.fx.Node, member: torch.fx.Node, operands: list[torch.fx.Node]) -> bool:
+        """Take up what reads a member; False: it needs all columns."""
+        region, name = self._region, name_of(node)
         if not _torch.is_op(node.target) or ops.mutated_inputs(node) or _torch.is_seeded_random(node.target):
-            raise _ReadAsAWhole(node.name)
+            return False
         if is_split(node):
-            self._own(node, read[0])
-        elif name_of(node) in _REDUCED and len(operands) == 1:
-            self._reduced(node, read[0])
-        elif name_of(node) == "aten::gather":
-            self._picked(node, read[0])
-        elif self._keeps_columns(node, operands):
-            region.members[node] = max(map(self._differs, operands))
-            if _torch.is_pointwise(node.target) or not region.computed.isdisjoint(operands):
-                region.computed.add(node)
-            self._push(node)
-        else:
-            raise _ReadAsAWhole(node.name)
+            return self._own(node, member)
+        if name in _REDUCED and len(operands) == 1:
+            return self._reduced(node, member)
+        if name == "aten::gather":
+            return self._picked(node, member)
+        if not self._keeps_columns(node, operands):
+            return False
+        region.members[node] = max(map(self._differs, operands))
+        if _torch.is_pointwise(node.target) or not region.computed.isdisjoint(operands):
+            region.computed.add(node)
+        self._push(node)
+        return True
 
     def _differs(self, operand: torch.fx.Node) -> _Differs:
         """What in an operand may differ between ranks."""
@@ -257,30 +270,30 @@ class _Sweep:
         return _Differs.NOTHING if self._implied and not self._work.is_written(operand) else _Differs.COLUMNS
 
     def _needs_equal(self, member: torch.fx.Node) -> None:
-        differs = self._region.members[member]
-        if differs is not _Differs.NOTHING:
-            setting = 'replicas="implied"' if differs is _Differs.COLUMNS else ""
-            refuse(Reason.DATA_DEPENDENCY, f"what {member.name} is made of may differ between the ranks", setting)
+        if self._region.members[member] is not _Differs.NOTHING and self._region.unequal is None:
+            self._region.unequal = member
 
-    def _own(self, split: torch.fx.Node, member: torch.fx.Node) -> None:
+    def _own(self, split: torch.fx.Node, member: torch.fx.Node) -> bool:
         """A split of which the rank's own piece is read."""
         region = self._region
         used = [piece for piece in split.users if piece.users]
         dim = int(_torch.op_arguments(split).get("dim", 0)) % member.meta["val"].ndim
         if dim != member.meta["val"].ndim - 1 or len(used) != 1 or used[0].target is not operator.getitem:
-            raise _ReadAsAWhole(split.name)
+            return False
         if member not in region.computed:
             # Own columns of what was gathered are what was sent: nothing here is to do with that.
-            raise _ReadAsAWhole(split.name)
+            return False
         if _owners(split, used[0], dim) != tuple(sorted(region.gather.group.ranks)):
-            refuse(Reason.DIFFERENT_GROUP, f"nothing shows that {used[0].name} is the rank's own columns")
+            region.unclear = used[0]
         region.own[used[0]] = member
+        return True
 
-    def _reduced(self, node: torch.fx.Node, member: torch.fx.Node) -> None:
+    def _reduced(self, node: torch.fx.Node, member: torch.fx.Node) -> bool:
         region, dims = self._region, reduced_dims(node)
         last = member.meta["val"].ndim - 1
-        if not dims or _torch.op_arguments(node).get("dtype") not in (None, member.meta["val"].dtype):
-            raise _ReadAsAWhole(node.name)
+        # What is counted is added up in another type, and a sum of that is another sum to the proof.
+        if not dims or node.meta["val"].dtype != member.meta["val"].dtype:
+            return False
         if last not in dims:
             region.members[node] = region.members[member]
             region.computed.add(node)
@@ -289,17 +302,19 @@ class _Sweep:
             region.reductions[node] = None
             region.equal.add(node)
         self._push(node)
+        return True
 
-    def _picked(self, node: torch.fx.Node, member: torch.fx.Node) -> None:
+    def _picked(self, node: torch.fx.Node, member: torch.fx.Node) -> bool:
         arguments, shape = _torch.op_arguments(node), sizes(member) or []
         index = arguments["index"]
         rows = sizes(index) if isinstance(index, torch.fx.Node) else None
         if arguments["self"] is not member or rows is None or int(arguments["dim"]) % len(shape) != len(shape) - 1:
-            raise _ReadAsAWhole(node.name)
+            return False
         if len(shape) < 2 or not _torch.same_sizes(rows, [*shape[:-1], 1]):
-            raise _ReadAsAWhole(node.name)
+            return False
         self._needs_equal(member)
         self._region.picks[node] = None
+        return True
 
     def _keeps_columns(self, node: torch.fx.Node, operands: list[torch.fx.Node]) -> bool:
         """Whether every column of the result is made of that column of the operands."""
