@@ -64,7 +64,7 @@ _VIEWS = frozenset(f"aten::{name}" for name in ("view", "_unsafe_view", "reshape
 _SAME = frozenset(("aten::alias", "aten::detach"))
 _CONSTANTS = frozenset(("aten::full", "aten::scalar_tensor"))
 #: Reductions over columns -> over ranks.
-_REDUCED = {"aten::sum": "sum", "aten::amax": "max", "aten::amin": "min"}
+_REDUCED = {"aten::sum": "sum", "aten::mean": "sum", "aten::amax": "max", "aten::amin": "min"}
 
 
 class _Differs(IntEnum):
@@ -292,9 +292,10 @@ class _Sweep:
         region, dims = self._region, reduced_dims(node)
         last = member.meta["val"].ndim - 1
         # What is counted is added up in another type, and a sum of that is another sum to the proof.
-        if not dims or node.meta["val"].dtype != member.meta["val"].dtype:
+        if node.meta["val"].dtype != member.meta["val"].dtype:
             return False
-        if last not in dims:
+        # Without dimensions all of them are reduced.
+        if dims and last not in dims:
             region.members[node] = region.members[member]
             region.computed.add(node)
         else:
@@ -454,7 +455,10 @@ class _OnShards:
         (source,) = tensor_operands(node)
         args = [self.new[source] if a is source else a for a in node.args]
         part = emit.call(node.target, *args, **node.kwargs)
-        return reduced(emit, part, _REDUCED[name_of(node)], self._group)
+        whole = reduced(emit, part, _REDUCED[name_of(node)], self._group)
+        if name_of(node) != "aten::mean":
+            return whole
+        return emit.call(torch.ops.aten.div.Tensor, whole, self._region.ranks)
 
     def picked(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         """One element per row, wherever its column is."""

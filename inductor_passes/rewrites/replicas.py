@@ -143,6 +143,8 @@ def _compares(node: torch.fx.Node, operands: list[torch.fx.Node], known: frozens
         return False
     value = node.meta.get("val")
     tensors = [o.meta["val"] for o in operands] or [value]
+    if name_of(node) == "aten::slice":
+        return _torch.same_sizes(sizes(node) or [], sizes(operands[0]) or [-1])
     floating = any(isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) for t in tensors)
     name = name_of(node)
     return name in _WHOLE or (floating and (name in _COMPUTED or _torch.is_pointwise(node.target)))

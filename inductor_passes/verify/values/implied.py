@@ -9,6 +9,8 @@ per row, or has columns of its own on every rank, implies nothing.
 
 from __future__ import annotations
 
+import contextlib
+
 from inductor_passes import _torch
 from inductor_passes.verify.values.communication import Groups
 from inductor_passes.verify.values.moves import MOVES
@@ -86,6 +88,13 @@ def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str,
             equal.add(record.name)
 
 
+def _is_all(slice_: Record) -> bool:
+    """Whether a slice is all of its operand."""
+    with contextlib.suppress(NoHintError):
+        return slice_.called == "aten::slice" and slice_.shape() == slice_.first.shape()
+    return False
+
+
 def _joined(cat: Record) -> Record | None:
     """What is split into pieces that a cat joins, all of them in order: no number says which one is read."""
     pieces = list(cat.raw_operands)
@@ -107,7 +116,7 @@ def alike(record: Record) -> bool:
     if record.called == "getitem":
         return record.raw_operands[0].called not in _PICKS
     if not is_pure(record) or record.called in _PICKS:
-        return False
+        return _is_all(record)
     operands = tensors(record)
     if record.called in MOVES and operands:
         return True
