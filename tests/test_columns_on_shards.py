@@ -185,14 +185,15 @@ def test_what_is_left_alone() -> None:
         lambda logits, targets: mean(logits[..., 1:], targets - targets),
         lambda logits, targets: logits.gather(-1, targets[..., None].expand(-1, -1, 2)),
         lambda logits, targets: mean(logits, targets) + (logits >= logits.amax(-1, keepdim=True)).sum(-1),
+        lambda logits, targets: mean(logits, targets) + (logits.long() + 2).double().amax(-1),
     ],
-    ids=["returned", "cumulated", "largest", "without one", "two per row", "counted"],
+    ids=["returned", "cumulated", "largest", "without one", "two per row", "counted", "whole numbers"],
 )
 def test_all_columns_are_read(loss: Loss) -> None:
     """Where there is a loss over the columns as well, the decision names what keeps the gather."""
     whole = decision(Head(loss))
     assert whole in (None, (Reason.DATA_DEPENDENCY, ""))
-    said = ("sum_", "cumsum", "argmax", "slice", "le")
+    said = ("sum_", "cumsum", "argmax", "slice", "convert_element_type")
     with fake_world(4) as group:
         details = [d.detail for d in rewritten(Head(loss).traced(0, group), 4).decisions]
     assert (whole is None) == (not details) and all(d.startswith(said) for d in details), details
