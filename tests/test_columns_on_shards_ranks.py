@@ -93,7 +93,7 @@ def profile_in(folder: Path, ranks: int = 2) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_training(two_ranks: Ranks, tmp_path: Path, sequence_parallel: bool) -> None:
     for results in two_ranks.run(trained, profile_in(tmp_path), (2,), sequence_parallel):
         assert [undone for _, undone in results] == [[], []]
