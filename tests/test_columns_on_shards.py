@@ -21,11 +21,10 @@ from inductor_passes.config import PassConfig
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewrites.pass_ import RewriteCollectives
-from inductor_passes.verify.messages import OWN_KEY
 from tests.support.redistribute_graphs import duplicate, group_ranks, ops_of, run_in_lockstep
 from tests.support.symbolic_graphs import SymbolicProgram
 from tests.support.world import fake_world
-from tests.test_sequence_parallel import fast_link
+from tests.test_sequence_parallel import another_piece, fast_link, missing_gather
 
 aten = torch.ops.aten
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -177,27 +176,33 @@ def test_what_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "loss",
+    "loss, reader",
     [
-        lambda logits, targets: logits,
-        lambda logits, targets: mean(logits, targets) + logits.cumsum(-1).sum(),
-        lambda logits, targets: mean(logits, targets) + logits.argmax(-1).sum(),
-        lambda logits, targets: mean(logits[..., 1:], targets - targets),
-        lambda logits, targets: logits.gather(-1, targets[..., None].expand(-1, -1, 2)),
-        lambda logits, targets: mean(logits, targets) + (logits >= logits.amax(-1, keepdim=True)).sum(-1),
-        lambda logits, targets: mean(logits, targets) + (logits.long() + 2).double().amax(-1),
+        (lambda logits, targets: logits, ""),
+        (lambda logits, targets: mean(logits, targets) + logits.cumsum(-1).sum(), "cumsum"),
+        (lambda logits, targets: mean(logits, targets) + logits.argmax(-1).sum(), "argmax"),
+        (lambda logits, targets: mean(logits[..., 1:], targets - targets), ""),
+        (lambda logits, targets: logits.gather(-1, targets[..., None].expand(-1, -1, 2)), ""),
+        (lambda logits, targets: mean(logits, targets) + (logits >= logits.amax(-1, keepdim=True)).sum(-1), "sum_"),
+        (lambda logits, targets: mean(logits, targets) + (logits.long() + 2).double().amax(-1), "convert_element"),
     ],
     ids=["returned", "cumulated", "largest", "without one", "two per row", "counted", "whole numbers"],
 )
-def test_all_columns_are_read(loss: Loss) -> None:
+def test_all_columns_are_read(loss: Loss, reader: str) -> None:
     """Where there is a loss over the columns as well, the decision names what keeps the gather."""
-    whole = decision(Head(loss))
-    assert whole in (None, (Reason.DATA_DEPENDENCY, ""))
-    said = ("sum_", "cumsum", "argmax", "slice", "convert_element_type")
     with fake_world(4) as group:
-        details = [d.detail for d in rewritten(Head(loss).traced(0, group), 4).decisions]
-    assert (whole is None) == (not details) and all(d.startswith(said) for d in details), details
+        report = rewritten(Head(loss).traced(0, group), 4)
+    details = [d.detail for d in report.decisions]
+    assert not report.changed and len(details) == bool(reader)
+    assert all(d.startswith(reader) and d.endswith("needs all 32 columns") for d in details), details
     assert decision(Head(loss), tier="exact") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_would_be_added_up_in_a_narrow_type(dtype: torch.dtype) -> None:
+    """A loss of logits that are not converted takes its element per row in their type."""
+    assert decision(Head(mean, dtype=dtype)) == (Reason.NUMERICS, "")
+    assert decision(Head(lambda logits, targets: logits.amax(-1), dtype=dtype)) == (Reason.NUMERICS, "")
 
 
 def test_columns_that_do_not_divide() -> None:
@@ -206,25 +211,6 @@ def test_columns_that_do_not_divide() -> None:
 
 
 # -- forgeries ----------------------------------------------------------------------------------------------------
-
-
-def another_start(gm: torch.fx.GraphModule) -> None:
-    """Another rank's columns are taken for the rank's own."""
-    split = next(n for n in gm.graph.nodes if OWN_KEY in n.meta)
-    (piece,) = split.users
-    piece.args = (split, (piece.args[1] + 1) % 4)
-
-
-def own_targets(gm: torch.fx.GraphModule) -> None:
-    """Every rank gives elements for its own targets."""
-    start = next(n for n in gm.graph.nodes if "all_gather" in str(n.target))
-    (wait,) = start.users
-    with gm.graph.inserting_before(start):
-        copies = gm.graph.call_function(aten.cat.default, ([start.args[0]] * 4,))
-    copies.meta["val"] = wait.meta["val"].new_empty(wait.meta["val"].shape)
-    wait.replace_all_uses_with(copies)
-    gm.graph.erase_node(wait)
-    gm.graph.erase_node(start)
 
 
 def own_sum(gm: torch.fx.GraphModule) -> None:
@@ -254,7 +240,7 @@ def not_shifted(gm: torch.fx.GraphModule) -> None:
     pick.args = (pick.args[0].args[0], *pick.args[1:])
 
 
-@pytest.mark.parametrize("forge", [another_start, own_targets, own_sum, smallest, next_column, not_shifted])
+@pytest.mark.parametrize("forge", [another_piece, missing_gather, own_sum, smallest, next_column, not_shifted])
 def test_forgeries_are_found(forge: Callable[[torch.fx.GraphModule], None]) -> None:
     with fake_world(4, 1) as group:
         gm = Head(mean).traced(1, group)

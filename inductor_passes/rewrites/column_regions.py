@@ -61,6 +61,7 @@ class Region:
         read_whole: nodes that need all columns.
         unequal: a member that is reduced although something in it may differ between ranks.
         unclear: a piece of a member that may be the rank's own columns, or anything else.
+        narrow: what would be added up or compared over ranks in a type that rounds more coarsely than float32.
     """
 
     gather: Collective
@@ -75,6 +76,7 @@ class Region:
     read_whole: list[torch.fx.Node] = field(default_factory=list)
     unequal: torch.fx.Node | None = None
     unclear: torch.fx.Node | None = None
+    narrow: torch.fx.Node | None = None
 
     @property
     def whole(self) -> torch.fx.Node:
@@ -196,6 +198,10 @@ class Sweep:
         if self._region.members[member] is not Differs.NOTHING and self._region.unequal is None:
             self._region.unequal = member
 
+    def _travels(self, node: torch.fx.Node) -> None:
+        if node.meta["val"].dtype.itemsize < 4 and self._region.narrow is None:
+            self._region.narrow = node
+
     def _own(self, split: torch.fx.Node, member: torch.fx.Node) -> bool:
         """A split of which the rank's own piece is read."""
         region = self._region
@@ -223,6 +229,7 @@ class Sweep:
             region.computed.add(node)
         else:
             self._needs_equal(member)
+            self._travels(node)
             region.reductions[node] = None
             region.equal.add(node)
         self._push(node)
@@ -237,6 +244,7 @@ class Sweep:
         if len(shape) < 2 or not _torch.same_sizes(rows, [*shape[:-1], 1]):
             return False
         self._needs_equal(member)
+        self._travels(node)
         self._region.picks[node] = None
         return True
 

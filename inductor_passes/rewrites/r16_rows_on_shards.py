@@ -47,10 +47,9 @@ from inductor_passes.rewrites.movement import movement_behind, name_of
 from inductor_passes.rewrites.packing import sizes
 from inductor_passes.rewrites.row_regions import Region, found, gather_ns, pruned, size_bytes
 from inductor_passes.rewrites.rows import OnShares, copied_bytes, is_free
-from inductor_passes.rewrites.work import Match, Work, refuse
+from inductor_passes.rewrites.work import Match, Work, refuse, sizes_are_known
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense, gathered, reduced, scattered
-from inductor_passes.rewriting.numbers import Numbers
 
 _PRODUCTS = frozenset(("aten::mm", "aten::addmm", "aten::bmm"))
 
@@ -115,13 +114,7 @@ def _sizes_are_known(work: Work, region: Region) -> None:
                 ranks = region.shares.ranks
                 refuse(Reason.RANGE, f"{node.name} has {shape[0]} x {shape[1]} rows: the first is to divide by {ranks}")
     found = [region.shares.share, *(size for node in (*region.leads, *region.sums) for size in sizes(node) or ())]
-    symbolic = {_torch.size_key(size): size for size in found if isinstance(size, torch.SymInt)}
-    numbers = Numbers(work.graph.nodes) if symbolic else None
-    for size in symbolic.values():
-        if _torch.size_hint(size) is None:
-            refuse(Reason.NO_HINT, f"nothing says how large {size} usually is")
-        if numbers is not None and not numbers.has(size):
-            refuse(Reason.RANGE, f"{size} does not follow from the sizes of the graph's inputs")
+    sizes_are_known(work, found)
 
 
 def _gain_ns(work: Work, region: Region) -> int:

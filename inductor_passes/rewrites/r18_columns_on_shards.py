@@ -38,6 +38,7 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes._torch.pick_op import OPERATOR as PICK
+from inductor_passes.cost.values import dtype_name
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.column_regions import REDUCED, SAME, VIEWS, Differs, Region, Sweep, begun
@@ -45,10 +46,9 @@ from inductor_passes.rewrites.movement import name_of
 from inductor_passes.rewrites.packing import Size, sizes
 from inductor_passes.rewrites.replicas import tensor_operands
 from inductor_passes.rewrites.row_regions import size_bytes
-from inductor_passes.rewrites.work import Match, Work, refuse
+from inductor_passes.rewrites.work import Match, Work, refuse, sizes_are_known
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense, gathered, reduced, scattered
-from inductor_passes.rewriting.numbers import Numbers
 from inductor_passes.verify.messages import OWN_KEY
 
 
@@ -80,11 +80,17 @@ class ColumnsOnShards:
             setting = 'replicas="implied"' if region.members[region.unequal] is Differs.COLUMNS else ""
             said = f"what {region.unequal.name} is made of may differ between the ranks"
             refuse(Reason.DATA_DEPENDENCY, said, setting)
+        if region.narrow is not None:
+            dtype = dtype_name(region.narrow.meta["val"].dtype)
+            said = f"{region.narrow.name} is in {dtype}: use logits.float(), sums in {dtype} are not split over ranks"
+            refuse(Reason.NUMERICS, said)
         if region.unclear is not None:
             refuse(Reason.DIFFERENT_GROUP, f"nothing shows that {region.unclear.name} is the rank's own columns")
         if work.exactness != "reassociate":
             refuse(Reason.NUMERICS, "sums over columns in another order", 'redistribute="reassociate"')
-        _sizes_are_known(work, region)
+        nodes = (*region.members, *region.reductions, *region.picks)
+        found = [size for node in nodes for size in sizes(node) or ()]
+        sizes_are_known(work, [*found, *(sizes(pick)[0] * region.ranks for pick in region.picks)])  # type: ignore[index]
         work.for_this_rank()
         work.never_written(*region.members, *region.moved, *region.own)
         work.unwritten(region.gather.inputs[0], region.gather.start, max((*region.members, *region.own)))
@@ -95,20 +101,6 @@ class ColumnsOnShards:
             lambda: _apply(work, self.name, region),
             "small messages take longer than the gather",
         )
-
-
-def _sizes_are_known(work: Work, region: Region) -> None:
-    """Refuse symbolic sizes that nothing can be estimated with, or that do not follow from the graph's inputs."""
-    nodes = (*region.members, *region.reductions, *region.picks)
-    found = [size for node in nodes for size in sizes(node) or () if isinstance(size, torch.SymInt)]
-    found += [sizes(pick)[0] * region.ranks for pick in region.picks]  # type: ignore[index]
-    symbolic = {_torch.size_key(size): size for size in found if isinstance(size, torch.SymInt)}
-    numbers = Numbers(work.graph.nodes) if symbolic else None
-    for size in symbolic.values():
-        if _torch.size_hint(size) is None:
-            refuse(Reason.NO_HINT, f"nothing says how large {size} usually is")
-        if numbers is not None and not numbers.has(size):
-            refuse(Reason.RANGE, f"{size} does not follow from the sizes of the graph's inputs")
 
 
 def _gain_ns(work: Work, region: Region) -> int:

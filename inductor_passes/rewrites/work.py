@@ -30,6 +30,7 @@ from inductor_passes.rewrites.applications import Applications
 from inductor_passes.rewrites.movement import movement_behind
 from inductor_passes.rewriting.contract import Facts
 from inductor_passes.rewriting.emit import Emitter
+from inductor_passes.rewriting.numbers import Numbers
 from inductor_passes.rewriting.split import Split
 from inductor_passes.verify import Claim
 from inductor_passes.verify.messages import KEY
@@ -63,6 +64,17 @@ class Refusal(Exception):
 def refuse(reason: Reason, detail: str = "", setting: str = "") -> NoReturn:
     """Raise :class:`Refusal`."""
     raise Refusal(reason, detail, setting)
+
+
+def sizes_are_known(work: Work, found: Iterable[int | torch.SymInt]) -> None:
+    """Refuse symbolic sizes that nothing can be estimated with, or that do not follow from the graph's inputs."""
+    symbolic = {_torch.size_key(size): size for size in found if isinstance(size, torch.SymInt)}
+    numbers = Numbers(work.graph.nodes) if symbolic else None
+    for size in symbolic.values():
+        if _torch.size_hint(size) is None:
+            refuse(Reason.NO_HINT, f"nothing says how large {size} usually is")
+        if numbers is not None and not numbers.has(size):
+            refuse(Reason.RANGE, f"{size} does not follow from the sizes of the graph's inputs")
 
 
 @dataclass(frozen=True)
