@@ -448,6 +448,19 @@ def as_integers(p: Program, value: torch.fx.Node) -> torch.fx.Node:
     return p.call(aten._to_copy.default, p.call(aten.view.default, value, [-1]), dtype=torch.int64)
 
 
+def test_bits_are_read_behind_a_maximum_over_ranks_too() -> None:
+    """Found by the fuzzer: a zero of the other sign, rounded to float8 and looked at as a byte."""
+    with fake_world(2) as group:
+        p = Program()
+        gathered = p.collective("all_gather", p.input(64, 8), group)
+        largest = p.collective("all_reduce", gathered, group, "max")
+        gm = p.done(p.call(aten.view.dtype, p.call(aten._to_copy.default, largest, dtype=torch.float8_e4m3fn), torch.uint8))
+        before = str(gm.graph)
+        report = run(gm, config({"*": "int8"}, "0.01"), link(2, 1.0))
+        assert str(gm.graph) == before
+    assert {d.reason for d in report.decisions} == {Reason.NUMERICS, Reason.MIXED_REDUCE_OP}
+
+
 def test_what_is_only_compared_is_narrowed() -> None:
     with fake_world(2) as group:
         p = Program()

@@ -232,12 +232,15 @@ def _forcing(one: Candidate) -> str:
 
 
 def _read_as_integers(view: GraphView, wait: torch.fx.Node) -> torch.fx.Node | None:
-    """What makes integers, truth values or other bits of a result that is moved or viewed at most; None: nothing."""
+    """What makes integers, truth values or other bits of a result that is moved, viewed or sent on at most, or None.
+
+    Sent on: a maximum over ranks has the bits of one rank's element.
+    """
     todo, seen = [wait], {wait}
     while todo:
         for user in todo.pop().users:
-            value = user.meta.get("val")
-            if user in seen or not isinstance(value, torch.Tensor) or not moves_data(view, user):
+            value, sent = user.meta.get("val"), view.role(user) in (Role.START, Role.WAIT)
+            if user in seen or not isinstance(value, torch.Tensor) or not (sent or moves_data(view, user)):
                 continue
             if not (value.is_floating_point() or value.is_complex()):
                 return user
