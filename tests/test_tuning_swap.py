@@ -429,6 +429,8 @@ def test_a_rank_that_comes_to_the_call_too_late_is_waited_for_again_further_on()
     def comes_late(self: Vote) -> Decision:
         if self._place.session.rank == 1 and stands:
             time.sleep(stands.pop())
+            for one in made:
+                one.paced = True
         return real(self)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -443,7 +445,7 @@ def test_a_rank_that_comes_to_the_call_too_late_is_waited_for_again_further_on()
 
 def test_a_rank_that_never_comes_again_is_waited_for_once() -> None:
     store = dist.HashStore()
-    made = [Whole(store, n, 2, calls=120, timeout_s=1.0, paced=False) for n in range(2)]
+    made = [Whole(store, n, 2, calls=120, timeout_s=1.0) for n in range(2)]
     made[1].dies_at = 30
     made[0].tries, made[1].tries = (60, 20), (60, 20)
     waits, real = [], Vote.cast
@@ -463,7 +465,9 @@ def test_a_rank_that_never_comes_again_is_waited_for_once() -> None:
 
 
 def test_a_rank_that_knows_nothing_of_the_second_plan_keeps_all_from_going_back() -> None:
-    made = whole(3, measured={0: 20, 1: ValueError("lost"), 2: 20})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replanning, "_PATIENCE", 1.0)
+        made = whole(3, measured={0: 20, 1: ValueError("lost"), 2: 20})
     assert {one.swaps[-1].outcome for one in made} == {SwapOutcome.UNMEASURED}
     assert all(one.did[-1] == "new" for one in made)
     assert "ValueError: lost" in made[1].swaps[-1].why
