@@ -22,6 +22,8 @@ OWN = "inductor_passes"
 SENT = "inductor_passes::sent"
 #: Columns of a message as tensors of their own.
 UNPACK = "inductor_passes::unpack"
+#: Tensors side by side in a message.
+PACK = "inductor_passes::pack"
 #: Of every row the element that an index names, where a rank holds some columns only.
 PICK = "inductor_passes::pick"
 
@@ -222,6 +224,7 @@ OPERATORS: Mapping[str, OperatorFacts] = MappingProxyType(
             Role.FENCE, Price.NORM, CollectiveKind.ALL_REDUCE, blocks=True
         ),
         UNPACK: OperatorFacts(Role.COMPUTE, Price.MEMORY),
+        PACK: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         PICK: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         SENT: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         "inductor_passes::measure_rounding": OperatorFacts(Role.COMPUTE, Price.MEMORY),

@@ -20,7 +20,7 @@ from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Reason, Verdict
-from inductor_passes.rewriting import unpack_op
+from inductor_passes.rewriting import pack_op, unpack_op
 from inductor_passes.rewriting.merge import merge
 from inductor_passes.rewriting.sums import taken_in
 from tests.support.async_tp_programs import GROUP, Program, c10d, inputs, run_ranks, trace
@@ -149,7 +149,7 @@ def _products(m: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("columns", [112, 113])
 def test_generated_code_copies_by_calls_and_has_no_loop_for_it(columns: int) -> None:
     """A loop per member would be a C++ function of its own for every place in a message."""
-    _torch.lower_as_copies(torch.ops.inductor_passes.unpack)
+    _torch.lower_as_copies(torch.ops.inductor_passes.unpack, pack_op.OPERATOR)
     torch._dynamo.reset()
     m, x = torch.randn(2, columns), torch.randn(4, 8)
     found, (code,) = run_and_get_code(torch.compile(_products, fullgraph=True), m, x)

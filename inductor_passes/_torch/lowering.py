@@ -65,12 +65,14 @@ def lower_as_collective(operator: Any) -> None:
     lowering.register_lowering(operator)(lowered)
 
 
-#: Copies ``rows`` pieces of ``width`` bytes that begin ``stride`` bytes apart; one function for all of them.
+#: Copies ``rows`` pieces of ``width`` bytes that begin ``stride`` bytes apart to places ``onto`` bytes apart; one
+#: function for all of them.
 _COPY_COLUMNS = """
 _copy_columns = async_compile.cpp_pybinding(
-    ['const char*', 'char*', 'const int64_t', 'const int64_t', 'const int64_t'], r'''
+    ['const char*', 'char*', 'const int64_t', 'const int64_t', 'const int64_t', 'const int64_t'], r'''
 #include <torch/csrc/inductor/cpp_prefix.h>
-extern "C"  void  kernel(const char* from, char* to, const int64_t rows, const int64_t stride, const int64_t width)
+extern "C"  void  kernel(const char* from, char* to, const int64_t rows, const int64_t stride, const int64_t onto,
+                         const int64_t width)
 {
     constexpr int64_t piece = 1 << 16;
     const int64_t pieces = (width + piece - 1) / piece;
@@ -78,7 +80,7 @@ extern "C"  void  kernel(const char* from, char* to, const int64_t rows, const i
     for (int64_t row = 0; row < rows; ++row) {
         for (int64_t k = 0; k < pieces; ++k) {
             const int64_t begin = k * piece, length = width - begin < piece ? width - begin : piece;
-            std::memcpy(to + row * width + begin, from + row * stride + begin, length);
+            std::memcpy(to + row * onto + begin, from + row * stride + begin, length);
         }
     }
 }
@@ -88,30 +90,84 @@ def _copied_columns(columns, *sizes, out):
 """
 
 
-def lower_as_copies(operator: Any) -> None:
-    """Make Inductor lower ``inductor_passes::unpack`` on a CPU to a call per result, each in memory that Inductor
-    allocates, of one C++ function that is told the places. Loops have them in their code, so every place in a message
-    is another function to compile. One call of the operator would make all results at once. Twice is harmless."""
+def lower_as_copies(unpack: Any, pack: Any) -> None:
+    """Make Inductor lower ``inductor_passes::unpack`` and ``pack`` on a CPU to a call per tensor.
+
+    All calls are of one C++ function that is told the places. Loops have them in their code, so every place in a message
+    is another function to compile. Twice is harmless.
+
+    What is unpacked is memory that Inductor allocates; one call of the operator would make all results at once. What is
+    packed is written into the message, as for ``cat``: by the loop that computes it where there is one, and where it is
+    in memory already, by a call. Inputs of the graph are all there at once: torch's ``cat`` takes them in one call.
+    """
     from torch._inductor import ir, lowering
 
-    if operator.default in lowering.lowerings:
+    if unpack.default in lowering.lowerings:
         return
-    called = operator.default
-    as_it_is = lowering.fallback_handler(called, add_to_fallback_set=False)
+    as_it_is = lowering.fallback_handler(unpack.default, add_to_fallback_set=False)
+    in_one_call = lowering.fallback_handler(torch.ops.aten.cat.default, add_to_fallback_set=False)
 
-    def lowered(message: Any, firsts: Any, widths: Any) -> Any:
+    def unpacked(message: Any, firsts: Any, widths: Any) -> Any:
         if message.get_device().type != "cpu" or not generates_python():
             return as_it_is(message, firsts, widths)
-        return [_copied_columns(ir, message, first, width) for first, width in zip(firsts, widths, strict=True)]
+        return [_column(ir, message, first, width) for first, width in zip(firsts, widths, strict=True)]
 
-    lowering.add_needs_realized_inputs(called)
-    lowering.add_layout_constraint(called, lowering.constrain_to_fx_strides)
-    lowering.register_lowering(called, type_promotion_kind=None)(lowered)
+    def packed(parts: Any) -> Any:
+        if all(_can_be_called_for(part) for part in parts) and len(parts) > 1 and generates_python():
+            if all(_is_input(ir, part) for part in parts):
+                return in_one_call(parts, 1)
+            columns = sum(int(part.get_size()[1]) for part in parts)
+            placed = [_placed(ir, part, columns) for part in parts]
+            return ir.TensorBox(ir.ConcatKernel.create(placed, 1))
+        return lowering.lowerings[torch.ops.aten.cat.default](parts, 1)
+
+    lowering.add_needs_realized_inputs(unpack.default)
+    lowering.add_layout_constraint(unpack.default, lowering.constrain_to_fx_strides)
+    lowering.register_lowering(unpack.default, type_promotion_kind=None)(unpacked)
+    lowering.register_lowering(pack.default, type_promotion_kind=None)(packed)
 
 
-def _copied_columns(ir: Any, message: Any, first: Any, width: Any) -> Any:
+def _can_be_called_for(part: Any) -> bool:
+    # Inductor has no loops over bytes on a CPU, and concatenates them in one call.
+    known = all(getattr(size, "is_Integer", type(size) is int) for size in part.get_size())
+    return part.get_device().type == "cpu" and known and part.get_dtype() not in (torch.int8, torch.uint8)
+
+
+def _is_input(ir: Any, part: Any) -> bool:
+    """Whether it is an input of the graph, or a view of one that needs no copy."""
+    return ir.is_storage_and_layout(part) and bool(ir.as_storage_and_layout(part, freeze=False)[0].is_input_buffer())
+
+
+def _column(ir: Any, message: Any, first: Any, width: Any) -> Any:
     """Columns of a matrix, as a tensor of its own."""
     from torch._inductor.lowering import lowerings
+
+    rows = message.get_size()[0]
+    part = ir.ExternKernel.realize_input(lowerings[torch.ops.aten.slice.Tensor](message, 1, first, first + width))
+    layout = ir.FixedLayout(message.get_device(), message.get_dtype(), [rows, width], [width, 1])
+    return _copied_columns(ir, part, layout, width)
+
+
+def _placed(ir: Any, part: Any, columns: int) -> Any:
+    """A part of a message of so many columns: a call that copies it there, or itself where a loop writes it there."""
+    if not ir.is_storage_and_layout(part):
+        return part
+    storage, layout = ir.as_storage_and_layout(part, freeze=False)
+    if ir.ConcatKernel.can_realize_into_without_copy(storage):
+        return part
+    rows, width = (int(size) for size in part.get_size())
+    strides = [int(stride) for stride in layout.stride]
+    if (width > 1 and strides[1] != 1) or rows * width == 0:
+        return part
+    if rows == 1 and isinstance(storage.data, ir.ComputedBuffer):
+        # Its loop and that of the copy are one then, which keeps nothing of it elsewhere.
+        return part
+    realized = ir.ExternKernel.realize_input(part)
+    return _copied_columns(ir, realized, ir.FlexibleLayout(part.get_device(), part.get_dtype(), [rows, width]), columns)
+
+
+def _copied_columns(ir: Any, part: Any, layout: Any, onto: Any) -> Any:
+    """A copy of a matrix to where rows begin ``onto`` elements apart."""
     from torch._inductor.virtualized import V
 
     class Copy(ir.ExternKernelOut):  # type: ignore[misc,name-defined]
@@ -121,12 +177,11 @@ def _copied_columns(ir: Any, message: Any, first: Any, width: Any) -> Any:
                 wrapper.header.splice(_COPY_COLUMNS)
             super().codegen(wrapper)
 
-    rows, dtype = message.get_size()[0], message.get_dtype()
-    part = ir.ExternKernel.realize_input(lowerings[torch.ops.aten.slice.Tensor](message, 1, first, first + width))
+    (rows, width), size = part.get_size(), layout.dtype.itemsize
     copied: Any = Copy(
-        layout=ir.FixedLayout(message.get_device(), dtype, [rows, width], [width, 1]),
+        layout=layout,
         inputs=[part],
-        constant_args=[rows, part.get_stride()[0] * dtype.itemsize, width * dtype.itemsize],
+        constant_args=[rows, part.get_stride()[0] * size, onto * size, width * size],
         python_kernel_name="_copied_columns",
         op_overload=COPY_COLUMNS,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.fx
 
-#: The operator by whose name columns are copied out of a message in generated code.
+#: The operator by whose name columns are copied out of a message, or into one, in generated code.
 COPY_COLUMNS = torch.ops.aten.slice_copy.Tensor_out
 
 
@@ -169,8 +170,11 @@ def snode_is_template(node: Any) -> bool:
 def snode_bytes(node: Any) -> int:
     """Bytes that a scheduler node reads and writes, by hints."""
     if getattr(getattr(node, "node", None), "op_overload", None) is COPY_COLUMNS:
-        # Inductor counts all of the matrix that columns are copied from.
-        return 2 * sum(size for _, size, _, _ in snode_buffers(node))
+        # Inductor counts all of the matrix that columns are copied from, or into.
+        from torch._inductor.virtualized import V
+
+        elements = [_hint(V.graph.sizevars, size) for size in node.node.get_size()]
+        return 2 * math.prod(elements) * int(node.node.get_dtype().itemsize)
     return int(node.get_read_write_buffers_sizes())
 
 

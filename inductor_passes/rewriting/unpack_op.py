@@ -8,9 +8,6 @@ Inductor's code for a CPU does not call the operator, but one C++ function where
 from __future__ import annotations
 
 import torch
-import torch.fx
-
-from inductor_passes import _torch
 
 
 @torch.library.custom_op("inductor_passes::unpack", mutates_args=())
@@ -36,9 +33,3 @@ def unpack(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[
 def unfilled(message: torch.Tensor, firsts: list[int], widths: list[int]) -> list[torch.Tensor]:
     """What :func:`unpack` returns, nothing copied."""
     return [message.new_empty(message.shape[0], width) for width in widths]
-
-
-def lower(graph: torch.fx.Graph) -> None:
-    """Tell Inductor how to lower the operator, where ``graph`` calls it."""
-    if any(node.target is torch.ops.inductor_passes.unpack.default for node in graph.nodes):
-        _torch.lower_as_copies(torch.ops.inductor_passes.unpack)

@@ -29,7 +29,10 @@ TRUSTED = frozenset(
 )
 #: Of our own operators, those that nothing but compute. Another one may do anything, whatever its schema says.
 _OWN_COMPUTE = frozenset(
-    {"inductor_passes::unpack", "inductor_passes::pick", "inductor_passes::measure_rounding", SENT}
+    {
+        *("inductor_passes::unpack", "inductor_passes::pack", "inductor_passes::pick"),
+        *("inductor_passes::measure_rounding", SENT),
+    }
 )
 #: Operators that are called for what they check.
 _CHECKS = (
