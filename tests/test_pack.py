@@ -77,6 +77,12 @@ def test_inputs_are_packed_in_one_call() -> None:
     assert code.count("aten.cat.default(") == 1 and calls(code) == 0 and not loops(code)
 
 
+def test_the_operator() -> None:
+    parts = [torch.randn(2, 3), torch.randn(2, 1)]
+    torch.library.opcheck(pack_op.pack, (parts,))
+    assert torch.equal(packed(*parts), torch.cat(parts, 1))
+
+
 FORMS = {
     "input": lambda x, rows: x.view(rows, -1),
     "product": lambda x, rows: (x.reshape(rows, -1) @ x.reshape(-1, rows)).view(rows, -1),
@@ -112,10 +118,13 @@ def test_it_is_a_concatenation(rows: int, members: list[tuple[str, int]], dtype:
     assert torch.equal(found, expected) and found.stride() == expected.stride()
 
 
-def _message(kind: str, *shapes: tuple[int, int], dim: int = 1, also_read: bool = False) -> torch.fx.Graph:
+def _message(
+    kind: str, *shapes: tuple[int, int], dim: int = 1, also_read: bool = False, dtype: torch.dtype = torch.float32
+) -> torch.fx.Graph:
     with fake_world(2):
         b = GraphBuilder()
-        message = b.call(aten.cat.default, [b.placeholder(f"p{k}", *shape) for k, shape in enumerate(shapes)], dim)
+        parts = [b.placeholder(f"p{k}", *shape, dtype=dtype) for k, shape in enumerate(shapes)]
+        message = b.call(aten.cat.default, parts, dim)
         rest = {"gather": (2, GROUP), "scatter": ("sum", 2, GROUP)}[kind]
         target = c10d.all_gather_into_tensor if kind == "gather" else c10d.reduce_scatter_tensor
         done = b.call(c10d.wait_tensor.default, b.call(target.default, message, *rest))
@@ -130,8 +139,10 @@ def _message(kind: str, *shapes: tuple[int, int], dim: int = 1, also_read: bool 
         (lambda: _message("scatter", (2, 5), (2, 3)), 1),
         (lambda: _message("scatter", (2, 5), (2, 5), dim=0), 0),
         (lambda: _message("scatter", (2, 5), (2, 3), also_read=True), 0),
+        (lambda: _message("gather", (1, 5), (1, 3), dtype=torch.uint8), 0),
+        (lambda: _message("gather", (1, 5), (1, 3), dtype=torch.complex64), 0),
     ],
-    ids=["gather", "scatter", "rows", "also read"],
+    ids=["gather", "scatter", "rows", "also read", "bytes", "complex"],
 )
 def test_only_messages_of_columns_are_packed_so(graph, changed: int) -> None:
     found = graph()

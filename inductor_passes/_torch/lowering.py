@@ -128,8 +128,8 @@ def lower_as_copies(unpack: Any, pack: Any) -> None:
 
 
 def _can_be_called_for(part: Any) -> bool:
-    # Inductor has no loops over bytes on a CPU, and concatenates them in one call.
     known = all(getattr(size, "is_Integer", type(size) is int) for size in part.get_size())
+    # Bytes are concatenated in one call already.
     return part.get_device().type == "cpu" and known and part.get_dtype() not in (torch.int8, torch.uint8)
 
 

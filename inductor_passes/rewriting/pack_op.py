@@ -49,6 +49,11 @@ def lower(graph: torch.fx.Graph) -> int:
     return len(found)
 
 
+def _has_loops(dtype: torch.dtype) -> bool:
+    """Whether Inductor computes with elements on a CPU: of others it calls operators as they stand in the graph."""
+    return not dtype.is_complex and (dtype.itemsize > 1 or dtype is torch.bool)
+
+
 def _packs(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, list[torch.fx.Node]]]:
     """Messages on a CPU that are put together along the columns, and what of."""
     for cat in graph.nodes:
@@ -61,6 +66,7 @@ def _packs(graph: torch.fx.Graph) -> Iterator[tuple[torch.fx.Node, list[torch.fx
             and value.dim() == 2
             and value.device.type == "cpu"
             and value.dtype == values[0].dtype
+            and _has_loops(value.dtype)
             and all(type(size) is int for size in value.shape)
             for value in values
         )
