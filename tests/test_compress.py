@@ -454,7 +454,8 @@ def test_bits_are_read_behind_a_maximum_over_ranks_too() -> None:
         p = Program()
         gathered = p.collective("all_gather", p.input(64, 8), group)
         largest = p.collective("all_reduce", gathered, group, "max")
-        gm = p.done(p.call(aten.view.dtype, p.call(aten._to_copy.default, largest, dtype=torch.float8_e4m3fn), torch.uint8))
+        rounded = p.call(aten._to_copy.default, largest, dtype=torch.float8_e4m3fn)
+        gm = p.done(p.call(aten.view.dtype, rounded, torch.uint8))
         before = str(gm.graph)
         report = run(gm, config({"*": "int8"}, "0.01"), link(2, 1.0))
         assert str(gm.graph) == before

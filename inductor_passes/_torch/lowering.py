@@ -90,22 +90,25 @@ def _copied_columns(columns, *sizes, out):
 """
 
 
+#: From so many bytes on an input of a graph is copied into a message by a call: it takes 2 us longer than a loop.
+_FEWEST_BYTES = 1 << 15
+
+
 def lower_as_copies(unpack: Any, pack: Any) -> None:
     """Make Inductor lower ``inductor_passes::unpack`` and ``pack`` on a CPU to a call per tensor.
 
-    All calls are of one C++ function that is told the places. Loops have them in their code, so every place in a message
-    is another function to compile. Twice is harmless.
+    All calls are of one C++ function that is told the places. Loops have them in their code, so every place in a
+    message is another function to compile. Twice is harmless.
 
     What is unpacked is memory that Inductor allocates; one call of the operator would make all results at once. What is
     packed is written into the message, as for ``cat``: by the loop that computes it where there is one, and where it is
-    in memory already, by a call. Inputs of the graph are all there at once: torch's ``cat`` takes them in one call.
+    in memory already, by a call.
     """
     from torch._inductor import ir, lowering
 
     if unpack.default in lowering.lowerings:
         return
     as_it_is = lowering.fallback_handler(unpack.default, add_to_fallback_set=False)
-    in_one_call = lowering.fallback_handler(torch.ops.aten.cat.default, add_to_fallback_set=False)
 
     def unpacked(message: Any, firsts: Any, widths: Any) -> Any:
         if message.get_device().type != "cpu" or not generates_python():
@@ -114,8 +117,6 @@ def lower_as_copies(unpack: Any, pack: Any) -> None:
 
     def packed(parts: Any) -> Any:
         if all(_can_be_called_for(part) for part in parts) and len(parts) > 1 and generates_python():
-            if all(_is_input(ir, part) for part in parts):
-                return in_one_call(parts, 1)
             columns = sum(int(part.get_size()[1]) for part in parts)
             placed = [_placed(ir, part, columns) for part in parts]
             return ir.TensorBox(ir.ConcatKernel.create(placed, 1))
@@ -131,11 +132,6 @@ def _can_be_called_for(part: Any) -> bool:
     known = all(getattr(size, "is_Integer", type(size) is int) for size in part.get_size())
     # Bytes are concatenated in one call already.
     return part.get_device().type == "cpu" and known and part.get_dtype() not in (torch.int8, torch.uint8)
-
-
-def _is_input(ir: Any, part: Any) -> bool:
-    """Whether it is an input of the graph, or a view of one that needs no copy."""
-    return ir.is_storage_and_layout(part) and bool(ir.as_storage_and_layout(part, freeze=False)[0].is_input_buffer())
 
 
 def _column(ir: Any, message: Any, first: Any, width: Any) -> Any:
@@ -161,6 +157,9 @@ def _placed(ir: Any, part: Any, columns: int) -> Any:
         return part
     if rows == 1 and isinstance(storage.data, ir.ComputedBuffer):
         # Its loop and that of the copy are one then, which keeps nothing of it elsewhere.
+        return part
+    if storage.is_input_buffer() and rows * width * part.get_dtype().itemsize < _FEWEST_BYTES:
+        # Loops over inputs become one function, which costs less than a call for each.
         return part
     realized = ir.ExternKernel.realize_input(part)
     return _copied_columns(ir, realized, ir.FlexibleLayout(part.get_device(), part.get_dtype(), [rows, width]), columns)

@@ -1,6 +1,6 @@
 """``inductor_passes::pack``: tensors side by side in a message, as ``cat`` along the columns.
 
-Only Inductor's code for a CPU has it, behind the last of our passes: there each tensor that is in memory already is
+Only Inductor's code for a CPU has it, behind the last of our passes: there most tensors that are in memory already are
 copied by a call of one C++ function (``_torch.lower_as_copies``). For ``cat`` Inductor writes loops, which have the
 size of the message in their code: equal layers in two messages became two functions to compile.
 """
