@@ -26,6 +26,7 @@ from inductor_passes.engine import (
     identity,
     naming,
     shrinking,
+    stand_ins,
 )
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_once
@@ -130,7 +131,11 @@ class Separation:
 
     def _split(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """What the inner partitioner makes of a joint graph."""
+        with guarded("evening out what ranks pad", "ranks may save different values", lambda: self.settings):
+            stand_ins.insert(gm.graph)
         both: Split = (self.inner or _torch.default_partitioner())(gm, joint_inputs, **kwargs)
+        with guarded("taking away what evened out ranks", "it stays", lambda: self.settings):
+            stand_ins.erase(module.graph for module in both)
         with guarded("ordering what is saved for backward", "torch's order stays", lambda: self.settings):
             checkpointing.put_right(*both, kwargs["num_fwd_outputs"])
         with guarded("saving what forward overwrites", "backward may read what was written", lambda: self.settings):

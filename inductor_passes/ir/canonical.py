@@ -226,7 +226,7 @@ def _is_uneven(view: GraphView, collective: Collective) -> bool:
     if collective.kind == CollectiveKind.ALL_GATHER:
         return any(_is_cut(view, wait, collective.group.size) for wait in collective.waits)
     scatters = collective.kind is CollectiveKind.REDUCE_SCATTER
-    return scatters and any(_is_padded(view, node) for node in collective.inputs)
+    return scatters and any(is_padded(view, node) for node in collective.inputs)
 
 
 def _is_cut(view: GraphView, wait: torch.fx.Node, ranks: int) -> bool:
@@ -266,13 +266,14 @@ def _slice_end(node: torch.fx.Node) -> tuple[int, int]:
     return (dim or 0) % rank, last
 
 
-def _is_padded(view: GraphView, node: torch.fx.Node) -> bool:
+def is_padded(view: GraphView, node: torch.fx.Node) -> bool:
+    """Whether a value is the size of the largest shard because this rank lengthened it."""
     while view.role(node) is Role.FREE and len(node.all_input_nodes) == 1:
         node = node.all_input_nodes[0]
     if view.role(node) is not Role.COMPUTE:
         return False
     name = _torch.op_name(node.target)
-    return name in PADS or (name == "aten::cat" and any(_is_padded(view, n) for n in node.all_input_nodes))
+    return name in PADS or (name == "aten::cat" and any(is_padded(view, n) for n in node.all_input_nodes))
 
 
 def _is_at_the_edge(
