@@ -19,6 +19,8 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import CollectiveKind
 
 _MARK = "inductor_passes_stand_in"
+#: By which torch's partitioner decides.
+_TAGS = ("recompute", "ac_graph_id", "partitioner_tag")
 
 
 def insert(graph: torch.fx.Graph) -> int:
@@ -43,7 +45,9 @@ def insert(graph: torch.fx.Graph) -> int:
                 node = graph.create_node(
                     "call_function", torch.ops.aten.alias.default, (source,), name=f"{_MARK}_{number}"
                 )
-            node.meta.update({key: value for key, value in source.meta.items() if key in ("val", "tensor_meta")})
+            node.meta.update({key: source.meta[key] for key in ("val", "tensor_meta") if key in source.meta})
+            # A pad is computed again where its gather is, and belongs to the same graph.
+            node.meta.update({key: start.meta[key] for key in _TAGS if key in start.meta})
             node.meta[_MARK] = True
             start.replace_input_with(source, node)
             added += 1
