@@ -104,7 +104,7 @@ _MULTIPLIES = ("product", "turned product", "sums")
     members=st.lists(st.tuples(st.sampled_from(sorted(FORMS)), st.integers(1, 9)), min_size=1, max_size=7),
     dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool)),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_it_is_a_concatenation(rows: int, members: list[tuple[str, int]], dtype: torch.dtype) -> None:
     if dtype in (torch.bool, torch.uint8):
         members = [("turned" if form in _MULTIPLIES else form, width) for form, width in members]
@@ -154,7 +154,7 @@ def test_only_messages_of_columns_are_packed_so(graph, changed: int) -> None:
 class Layers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(6))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(24, 24) for _ in range(3))
         self.wide = torch.nn.Linear(24, 40)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,7 +174,7 @@ def test_a_step_packs_its_messages_by_calls_and_has_no_loop_for_it() -> None:
         with collect() as reports:
             _, codes = run_and_get_code(step)
     assert [r.phase for r in reports] == ["forward", "backward"] and len(codes) == 2
-    assert all(calls(code) >= 14 for code in codes) and "reduce_scatter" in codes[1]
+    assert all(calls(code) >= 8 for code in codes) and "reduce_scatter" in codes[1]
     moved = re.compile(r"auto tmp0 = [^;]*;\s+tmp0\.store\(")
     # The shards of parameters; gradients are put together without a loop that only copies.
     assert [len([loop for loop in loops(code) if moved.search(loop)]) for code in codes] == [1, 1]
