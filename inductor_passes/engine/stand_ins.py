@@ -41,10 +41,9 @@ def insert(graph: torch.fx.Graph) -> int:
             if is_padded(view, source):
                 continue
             with graph.inserting_before(start):
-                # A name of its own: others keep the numbers that they have on every rank.
-                node = graph.create_node(
-                    "call_function", torch.ops.aten.alias.default, (source,), name=f"{_MARK}_{number}"
-                )
+                # The partitioner has rules by operator, too. A name of its own: others keep their numbers.
+                pad = torch.ops.aten.constant_pad_nd.default
+                node = graph.create_node("call_function", pad, (source, [0, 0]), name=f"{_MARK}_{number}")
             node.meta.update({key: source.meta[key] for key in ("val", "tensor_meta") if key in source.meta})
             # A pad is computed again where its gather is, and belongs to the same graph.
             node.meta.update({key: start.meta[key] for key in _TAGS if key in start.meta})
