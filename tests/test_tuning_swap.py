@@ -160,6 +160,7 @@ def went_through(made: Sequence[Rank]) -> None:
     for thread in threads:
         thread.join(LIMIT_S)
         assert not thread.is_alive(), "a rank hangs"
+    assert alike(list(made)), [one.did for one in made]
 
 
 def alike(ranks: list[Rank]) -> bool:

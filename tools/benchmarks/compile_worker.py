@@ -1,6 +1,6 @@
 """One compilation of the compile benchmark; prints a JSON row.
 
-    python -m tools.benchmarks.compile_worker LAYERS default|ours
+    TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) python -m tools.benchmarks.compile_worker LAYERS default|ours [large]
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tests.support.world import fake_world
 
 #: Small tensors: what is measured is the compiler.
 SMALL = LlamaConfig(vocab=128, dim=64, heads=4, kv_heads=4, hidden=96, batch=1, seq=16)
+#: Shards large enough for other buckets, and for calls in the place of loops.
+LARGE = LlamaConfig(vocab=2048, dim=512, heads=8, kv_heads=8, hidden=1408, batch=1, seq=16)
 RANKS = 8
 
 
@@ -38,9 +40,9 @@ def functions() -> int:
     return sum(1 for _ in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.cpp"))
 
 
-def measure(layers: int, compiler: str) -> dict[str, object]:
+def measure(layers: int, compiler: str, sizes: LlamaConfig = SMALL) -> dict[str, object]:
     """Compile and run one step."""
-    config = replace(SMALL, layers=layers)
+    config = replace(sizes, layers=layers)
     torch.set_num_threads(1)
     with fake_world(RANKS):
         model = simple_fsdp(language_model(config), init_device_mesh("cpu", (RANKS,)))
@@ -69,4 +71,4 @@ def measure(layers: int, compiler: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]), sys.argv[2])))
+    print(json.dumps(measure(int(sys.argv[1]), sys.argv[2], LARGE if sys.argv[3:] == ["large"] else SMALL)))
