@@ -24,6 +24,8 @@ SENT = "inductor_passes::sent"
 UNPACK = "inductor_passes::unpack"
 #: Tensors side by side in a message.
 PACK = "inductor_passes::pack"
+#: A sum over ranks divided by a whole number.
+DIVIDE = "inductor_passes::divide"
 #: Of every row the element that an index names, where a rank holds some columns only.
 PICK = "inductor_passes::pick"
 
@@ -225,6 +227,7 @@ OPERATORS: Mapping[str, OperatorFacts] = MappingProxyType(
         ),
         UNPACK: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         PACK: OperatorFacts(Role.COMPUTE, Price.MEMORY),
+        DIVIDE: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         PICK: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         SENT: OperatorFacts(Role.COMPUTE, Price.MEMORY),
         "inductor_passes::measure_rounding": OperatorFacts(Role.COMPUTE, Price.MEMORY),

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 import inductor_passes.async_tp.kernel_ops
 import inductor_passes.async_tp.ops
-import inductor_passes.rewriting.pack_op  # noqa: F401  registers operators
+import inductor_passes.rewriting.cpu_calls  # noqa: F401  registers operators
 from inductor_passes import _torch
 from inductor_passes import operators as table
 from inductor_passes.cost.communication import ALGORITHMS, communication_estimate, wire_bytes

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
-from inductor_passes import _torch, options
-from inductor_passes.rewriting import pack_op
+from inductor_passes import options
+from inductor_passes.rewriting import cpu_calls, pack_op
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tests.support.async_tp_programs import GROUP, c10d
@@ -28,7 +28,7 @@ def packed(*parts: torch.Tensor) -> torch.Tensor:
 
 def compiled(function, *inputs):
     """What compiled code gives, and the code."""
-    _torch.lower_as_copies(torch.ops.inductor_passes.unpack, pack_op.OPERATOR)
+    cpu_calls.register()
     torch._dynamo.reset()
     found, (code,) = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=False), *inputs)
     return found, code

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from inductor_passes import _torch
 from inductor_passes.bucket.unpack_pass import UnpackPass
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.compute import ComputeCosts
@@ -20,7 +19,7 @@ from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.canonical import shards
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Reason, Verdict
-from inductor_passes.rewriting import pack_op, unpack_op
+from inductor_passes.rewriting import cpu_calls, unpack_op
 from inductor_passes.rewriting.merge import merge
 from inductor_passes.rewriting.sums import taken_in
 from tests.support.async_tp_programs import GROUP, Program, c10d, inputs, run_ranks, trace
@@ -149,7 +148,7 @@ def _products(m: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("columns", [112, 113])
 def test_generated_code_copies_by_calls_and_has_no_loop_for_it(columns: int) -> None:
     """A loop per member would be a C++ function of its own for every place in a message."""
-    _torch.lower_as_copies(torch.ops.inductor_passes.unpack, pack_op.OPERATOR)
+    cpu_calls.register()
     torch._dynamo.reset()
     m, x = torch.randn(2, columns), torch.randn(4, 8)
     found, (code,) = run_and_get_code(torch.compile(_products, fullgraph=True), m, x)

@@ -47,6 +47,7 @@ from inductor_passes._torch.contents import (
     tensor_digest,
     traced_call,
 )
+from inductor_passes._torch.cpu_calls import lower_as_calls
 from inductor_passes._torch.dtensor import (
     concatenate_meshes,
     dtensor_of,
@@ -121,7 +122,6 @@ from inductor_passes._torch.lowering import (
     generated_calls,
     generates_python,
     lower_as_collective,
-    lower_as_copies,
     lowered_device,
     lowered_inputs,
     lowered_outputs,
@@ -400,8 +400,8 @@ __all__ = [
     "kernel_identity",
     "known_size",
     "lower_again",
+    "lower_as_calls",
     "lower_as_collective",
-    "lower_as_copies",
     "lowered_device",
     "lowered_inputs",
     "lowered_outputs",

@@ -11,6 +11,10 @@ import torch.fx
 
 #: The operator by whose name columns are copied out of a message, or into one, in generated code.
 COPY_COLUMNS = torch.ops.aten.slice_copy.Tensor_out
+#: The operator by whose name a part of a message is divided by a number.
+DIVIDE = torch.ops.aten.div.out
+#: What calls of our own in generated code are known as: each reads and writes a part of a message.
+_CALLED = (COPY_COLUMNS, DIVIDE)
 
 
 def snode_name(node: Any) -> str:
@@ -169,8 +173,8 @@ def snode_is_template(node: Any) -> bool:
 
 def snode_bytes(node: Any) -> int:
     """Bytes that a scheduler node reads and writes, by hints."""
-    if getattr(getattr(node, "node", None), "op_overload", None) is COPY_COLUMNS:
-        # Inductor counts all of the matrix that columns are copied from, or into.
+    if getattr(getattr(node, "node", None), "op_overload", None) in _CALLED:
+        # Inductor counts all of the message that a part is read from, or written into.
         from torch._inductor.virtualized import V
 
         elements = [_hint(V.graph.sizevars, size) for size in node.node.get_size()]

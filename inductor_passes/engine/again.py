@@ -27,7 +27,7 @@ from inductor_passes.engine.written import plan_of
 from inductor_passes.ir.view import GraphView
 from inductor_passes.replay import order_check
 from inductor_passes.report import PassReport
-from inductor_passes.rewriting import pack_op
+from inductor_passes.rewriting import cpu_calls
 from inductor_passes.rewriting.messages import messages
 from inductor_passes.tuning import again
 from inductor_passes.tuning.again import New, UnfitError
@@ -128,7 +128,7 @@ class _Again:
         self._buckets = following.places(view.collectives, done.buckets)
         self._left_out = done.left_out
         gloo.respell(graph, kept.settings)
-        pack_op.lower(graph)
+        cpu_calls.lower(graph)
         report.plan = plan_of(done, kept.collectives, kept.names)
         self._compilation = done
 

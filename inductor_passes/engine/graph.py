@@ -38,7 +38,7 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.pin import pins
 from inductor_passes.report import GraphReport
 from inductor_passes.rewrites import audit
-from inductor_passes.rewriting import pack_op
+from inductor_passes.rewriting import cpu_calls
 from inductor_passes.rewriting.messages import all_carry_parameters, in_any_order, messages
 from inductor_passes.rewriting.step_facts import facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
@@ -102,7 +102,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
             report.notes.append(said)
     with guarded("having copies lowered to calls of torch", "they go through Python", settings):
         if settings.codegen == "inductor":
-            pack_op.lower(graph)
+            cpu_calls.lower(graph)
     with guarded("measuring narrowed messages", "their errors are not measured", settings):
         if said := measuring.insert(graph, compilation):
             report.notes.append(said)

@@ -57,7 +57,7 @@ class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
             # Code from a cache calls the passes' operators, and no pass is imported then. All ask for a key.
             import inductor_passes.async_tp.kernel_ops
             import inductor_passes.async_tp.ops
-            import inductor_passes.rewriting.pack_op  # noqa: F401
+            import inductor_passes.rewriting.cpu_calls  # noqa: F401
             from inductor_passes.engine import agreeing
 
             settings = self.settings

@@ -1,7 +1,7 @@
 """``inductor_passes::pack``: tensors side by side in a message, as ``cat`` along the columns.
 
 Only Inductor's code for a CPU has it, behind the last of our passes: there most tensors that are in memory already are
-copied by a call of one C++ function (``_torch.lower_as_copies``). For ``cat`` Inductor writes loops, which have the
+copied by a call of one C++ function (``_torch.lower_as_calls``). For ``cat`` Inductor writes loops, which have the
 size of the message in their code: equal layers in two messages became two functions to compile.
 """
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 import torch.fx
 
-import inductor_passes.rewriting.unpack_op  # noqa: F401  registers the operator
 from inductor_passes import _torch
 from inductor_passes.ir.ops import Role, role
 
@@ -37,12 +36,11 @@ OPERATOR = torch.ops.inductor_passes.pack
 
 
 def lower(graph: torch.fx.Graph) -> int:
-    """Make copies into and out of messages calls in Inductor's code for a CPU, where ``graph`` has any; O(nodes).
+    """Have messages put together by calls in Inductor's code for a CPU, where ``graph`` has any; O(nodes).
 
     Returns:
         The messages that are packed so.
     """
-    _torch.lower_as_copies(torch.ops.inductor_passes.unpack, OPERATOR)
     found = list(_packs(graph))
     for cat, parts in found:
         cat.target, cat.args, cat.kwargs = OPERATOR.default, (parts,), {}

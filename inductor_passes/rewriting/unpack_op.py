@@ -2,7 +2,7 @@
 
 On a GPU one Triton launch (``kernels.unpack``); anywhere else a copy per tensor, as the operator that it stands for.
 Inductor's code for a CPU does not call the operator, but one C++ function where a tensor is needed
-(``_torch.lower_as_copies``).
+(``_torch.lower_as_calls``).
 """
 
 from __future__ import annotations

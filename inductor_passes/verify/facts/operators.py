@@ -30,7 +30,7 @@ TRUSTED = frozenset(
 #: Of our own operators, those that nothing but compute. Another one may do anything, whatever its schema says.
 _OWN_COMPUTE = frozenset(
     {
-        *("inductor_passes::unpack", "inductor_passes::pack", "inductor_passes::pick"),
+        *("inductor_passes::unpack", "inductor_passes::pack", "inductor_passes::divide", "inductor_passes::pick"),
         *("inductor_passes::measure_rounding", SENT),
     }
 )
