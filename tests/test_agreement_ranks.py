@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from inductor_passes import _torch
+from inductor_passes import _torch, options
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing
@@ -54,6 +55,12 @@ def two() -> Iterator[Ranks]:
 def four() -> Iterator[Ranks]:
     with Ranks(4) as pool:
         yield pool
+
+
+def test_a_group_without_ranks_does_not_exist() -> None:
+    """Found: torch lists no ranks of a group that came and went in this process, and a size of zero is divided by."""
+    with fake_world(2), mock.patch.object(dist, "get_process_group_ranks", return_value=[]):
+        assert _torch.resolve_group_ranks(dist.group.WORLD.group_name) is None
 
 
 def test_ranks_with_one_program_agree_and_it_is_rewritten(two: Ranks) -> None:
@@ -101,6 +108,27 @@ def test_each_of_these_would_go_wrong_without_an_agreement(program: Callable[...
             gate.compiled(lambda x, rank=rank: program(rank, x))(inputs(rank, 4096))
             planned.append(found)
     assert planned[0] != planned[1]
+
+
+def said_of_sums(rank: int, world_size: int) -> tuple[bool, list[str]]:
+    """Whether the results of ranks that reduce in different ways are right; the warnings."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return ar(ar(x, "max" if rank else "sum") + 1) * 2
+
+    torch._dynamo.reset()
+    compiled, x = torch.compile(program, options=options(rank_agreement="60s")), torch.arange(8.0)
+    with mock.patch.object(logging.getLogger("inductor_passes"), "warning") as warned:
+        found = compiled(x)
+    return torch.equal(found, program(x)), [call.args[-1] for call in warned.call_args_list]
+
+
+def test_ranks_that_send_other_messages_are_told_what_may_happen(two: Ranks) -> None:
+    """Found: the warning named a difference, and not that the job may hang."""
+    for correct, said in two.run(said_of_sums):
+        assert correct
+        (hang,) = [text for text in said if "may wait for each other for ever" in text]
+        assert "max" in hang and "sum" in hang
 
 
 @pytest.mark.parametrize("what", ["settings", "source", "schedule"])

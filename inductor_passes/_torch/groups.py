@@ -12,7 +12,10 @@ import torch.fx
 
 
 def resolve_group_ranks(group: object) -> tuple[str, tuple[int, ...]] | None:
-    """(group name, global ranks in group order) of a group argument (name or object), None when it does not exist."""
+    """(group name, global ranks in group order) of a group argument (name or object), None when it does not exist.
+
+    A group that torch lists no ranks of does not exist either: one that was destroyed, for instance.
+    """
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
@@ -21,7 +24,8 @@ def resolve_group_ranks(group: object) -> tuple[str, tuple[int, ...]] | None:
     try:
         process_group: Any = c10d._resolve_process_group(group) if isinstance(group, str) else _unwrapped(group)
         name = group if isinstance(group, str) else str(process_group.group_name)
-        return name, tuple(int(r) for r in dist.get_process_group_ranks(process_group))
+        ranks = tuple(int(r) for r in dist.get_process_group_ranks(process_group))
+        return (name, ranks) if ranks else None
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -14,7 +14,7 @@ from inductor_passes import _torch
 from inductor_passes.agreement.asking import ask, is_mixed, nobody_to_ask
 from inductor_passes.agreement.claim import Claim, packed_lines
 from inductor_passes.agreement.consensus import Kind
-from inductor_passes.agreement.difference import OF_ONE_QUESTION
+from inductor_passes.agreement.difference import OF_ONE_QUESTION, SOURCE
 from inductor_passes.agreement.lines import Description, describe, used_groups
 from inductor_passes.agreement.roles import IncomparableError
 from inductor_passes.ir.groups import Group
@@ -173,6 +173,8 @@ def compare(before: Agreement, lines: Sequence[str], what: str) -> Agreement:
 def _ask_on(claim: Claim, content: str, lines: Sequence[str], **fields: Any) -> Agreement:
     """Ask a claim's participants about something else than the graph."""
     digest = hashlib.sha256(content.encode()).hexdigest()
+    # A bar would set off the user's source line, which does not count as a difference.
+    lines = [line.replace(SOURCE, ", ") for line in lines]
     claim = replace(claim, digest=digest, lines=packed_lines(lines), agreed=False, **fields)
     asked = time.perf_counter_ns()
     outcome, session = ask(claim, lines)

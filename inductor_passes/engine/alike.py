@@ -45,6 +45,11 @@ _TOGETHER = (
     "evaluate on all ranks at the same time, or compile a function of its own for it "
     "(def evaluate(x): return model(x))",
 )
+#: It is said of the program: it is so under plain torch.compile, too.
+_OTHER_MESSAGES = (
+    "inductor_passes: graphs differ between ranks, and it is not known that they send the same messages. Ranks that send "
+    "different ones may wait for each other for ever, or take each other's data, under any compiler: {why}"
+)
 LIMIT = (
     "inductor_passes: this function was compiled {count} times, and torch stops at recompile_limit={limit}: what is "
     "new from now on runs without compiling, on this rank. Ranks that then send other messages than compiled ones "
@@ -274,6 +279,8 @@ def run_as_led(job: Job) -> Compilation | None:
     compared = [text for kind in kinds.values() for text in kind]
     found = agreeing.compare_messages(job.agreed, compared, settings, job.profile, job.known.phase)
     if not found.agreed:
+        if found.why:
+            warn_once(_OTHER_MESSAGES.format(why=found.why))
         return None
     backup, began = Backup(graph), time.perf_counter_ns()
     led: list[tuple[str, Compilation]] = []
