@@ -35,7 +35,7 @@ from inductor_passes.pin.file import GraphPlan, PlanFileError
 from inductor_passes.pin.pins import Pins
 from inductor_passes.report import GraphReport
 from inductor_passes.rewriting import rungs
-from inductor_passes.rewriting.messages import in_any_order, messages
+from inductor_passes.rewriting.messages import all_carry_parameters, messages
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from inductor_passes.trace.units import size
@@ -126,7 +126,12 @@ def test_what_is_remembered_is_of_the_same_collectives() -> None:
     assert led(About("7/0", "forward", "settings"), came, together=True) is None
     variants.remember(About("7/0", "forward", "settings"), first)
     assert led(About("7/1_1", "forward", "settings"), came, together=False) is first
-    assert led(About("7/1", "forward", "settings"), came[::-1], together=False) is None
+    # Gathers of parameters are known by these; sums of anything are not.
+    assert led(About("7/1", "forward", "settings"), came[::-1], together=False) is first
+    sums = tuple(text.replace("all_gather", "all_reduce sum") for text in came)
+    variants.remember(About("5/0", "forward", "settings"), following.Variant(sums, ("sums",), (), phase="forward"))
+    assert led(About("5/1", "forward", "settings"), sums, together=False) is not None
+    assert led(About("5/1", "forward", "settings"), sums[::-1], together=False) is None
     assert led(About("7/1", "forward", "other"), came, together=False) is None
     # Another function, or the same one without gradients, sends the same.
     assert led(About("8/0", "forward", "settings"), came, together=True) is first
@@ -216,16 +221,20 @@ def test_a_variant_that_comes_in_another_order_sends_the_same_in_the_same_order(
         views = GraphView(first), GraphView(second)
         came, other = map(messages, views)
         assert came != other and sorted(came) == sorted(other), "the case has gone: find another one"
-        assert all(map(in_any_order, views))
+        assert all(map(all_carry_parameters, views))
         # A parameter that is reduced twice: one part could be taken for the other.
         first_one, *others = (c.start for c in views[1].collectives if c.kind is CollectiveKind.REDUCE_SCATTER)
         twin = next(start for start in others if start.meta["val"].shape == first_one.meta["val"].shape)
         own, twin.meta = twin.meta, first_one.meta
-        assert not in_any_order(GraphView(second))
+        group = next(iter(all_carry_parameters(GraphView(second))))
+        sends = messages(GraphView(second))
+        in_order = following.kinds_of(sends, (group,))[group]
+        reduced = [text for text in sends if "reduce_scatter" in text]
+        assert len(reduced) > len(set(reduced)) and list(in_order[-len(reduced) :]) == reduced
         twin.meta = own
         done = job(first, True).run()
         places = following.places(views[0].collectives, done.buckets)
-        groups = tuple(in_any_order(views[0]))
+        groups = tuple(all_carry_parameters(views[0]))
         earlier = following.Variant(came, messages(GraphView(first)), places, any_order=groups)
         assert places and earlier.kinds == following.kinds_of(other, groups)
         assert alike.run_as_before(job(second, False), Earlier.of(earlier)) is not None
@@ -240,7 +249,7 @@ def test_collectives_written_by_hand_count_in_their_order() -> None:
         torch._dynamo.reset()
         graphs = capture_graphs(program, [torch.randn(4, 4), torch.randn(4, 4)])
         (captured,) = (*graphs.inference, *graphs.forward)
-        assert not in_any_order(GraphView(captured.graph))
+        assert not all_carry_parameters(GraphView(captured.graph))
 
 
 def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.pins import GivenUp
 from inductor_passes.report import PassReport
 from inductor_passes.rewriting import rungs
-from inductor_passes.rewriting.messages import in_any_order, messages, without_sizes
+from inductor_passes.rewriting.messages import all_carry_parameters, messages, without_sizes
 from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.tables import tables
 from inductor_passes.trace.units import size
@@ -47,8 +47,8 @@ _TOGETHER = (
 )
 #: It is said of the program: it is so under plain torch.compile, too.
 _OTHER_MESSAGES = (
-    "inductor_passes: graphs differ between ranks, and it is not known that they send the same messages. Ranks that send "
-    "different ones may wait for each other for ever, or take each other's data, under any compiler: {why}"
+    "inductor_passes: graphs differ between ranks, and it is not known that they send the same messages. Ranks that "
+    "send different ones may wait for each other for ever, or take each other's data, under any compiler: {why}"
 )
 LIMIT = (
     "inductor_passes: this function was compiled {count} times, and torch stops at recompile_limit={limit}: what is "
@@ -275,7 +275,7 @@ def run_as_led(job: Job) -> Compilation | None:
     view = GraphView(graph)
     came = messages(view)
     # Tensor parallel groups with batches of their own size send the same otherwise.
-    kinds = following.kinds_of(tuple(map(without_sizes, came)), in_any_order(view))
+    kinds = following.kinds_of(tuple(map(without_sizes, came)), all_carry_parameters(view))
     compared = [text for kind in kinds.values() for text in kind]
     found = agreeing.compare_messages(job.agreed, compared, settings, job.profile, job.known.phase)
     if not found.agreed:

@@ -13,7 +13,14 @@ from typing import NamedTuple
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.pin.pins import Pins
-from inductor_passes.rewriting.messages import counterparts, group_of, messages, within, without_sizes
+from inductor_passes.rewriting.messages import (
+    counterparts,
+    gather_of_parameters,
+    group_of,
+    messages,
+    within,
+    without_sizes,
+)
 
 #: Members of each, see :class:`Variant`.
 Buckets = tuple[tuple[int | str, ...], ...]
@@ -77,14 +84,24 @@ def kinds_of(came: Sequence[str], any_order: Container[str]) -> dict[str, Kind]:
     parallelism, each group of the first may have batches of its own size.
 
     Args:
-        any_order: see :func:`rewriting.messages.in_any_order`.
+        any_order: see :func:`rewriting.messages.all_carry_parameters`.
     """
     found: dict[str, list[str]] = {}
     for text in came:
         found.setdefault(group_of(text), []).append(text)
-    return {
-        group: tuple(sorted(texts) if group in any_order else texts) for group, texts in sorted(found.items())
-    }
+    return {group: _compared(texts, group in any_order) for group, texts in sorted(found.items())}
+
+
+def _compared(texts: list[str], parameters: bool) -> Kind:
+    """What a group's messages are to other ranks.
+
+    A gather of a parameter is known by it, wherever it comes, and of two equal ones one could take the other's place.
+    So is a reduction where all messages carry parameters, unless two are equal: parts of the gradient of a parameter
+    that is used twice could not take each other's place. Everything else has its order.
+    """
+    gathers = sorted(filter(gather_of_parameters, texts))
+    others = [text for text in texts if not gather_of_parameters(text)]
+    return (*gathers, *(sorted(others) if parameters and len(set(others)) == len(others) else others))
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from inductor_passes.pin import pins
 from inductor_passes.report import GraphReport
 from inductor_passes.rewrites import audit
 from inductor_passes.rewriting import cpu_calls
-from inductor_passes.rewriting.messages import all_carry_parameters, in_any_order, messages
+from inductor_passes.rewriting.messages import all_carry_parameters, messages
 from inductor_passes.rewriting.step_facts import facts_of
 from inductor_passes.trace.artifacts import graphs_wanted
 from inductor_passes.trace.nothing import planned
@@ -142,7 +142,7 @@ def _decide(
         came_as: the graph before anything is changed, see :func:`_kept`; goes on with the compilation.
     """
     graph, agreed = job.graph, job.agreed
-    came, any_order = messages(view), in_any_order(view)
+    came, any_order = messages(view), all_carry_parameters(view)
     kinds = following.kinds_of(came, any_order)
     # Under "trust" nobody was asked, and nobody knows who is here.
     first = agreed.agreed and not agreed.again and about.number == 0

@@ -25,6 +25,7 @@ from inductor_passes.engine import (
     garbage,
     identity,
     naming,
+    saved_alike,
     shrinking,
     stand_ins,
 )
@@ -130,7 +131,23 @@ class Separation:
         return done.both
 
     def _split(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
-        """What the inner partitioner makes of a joint graph."""
+        """What the inner partitioner makes of a joint graph; a further variant gathers what the first one gathers."""
+        theirs = None
+        with guarded("reading what the first variant gathers", _APART, lambda: self.settings):
+            theirs = saved_alike.wanted(self.settings)
+        if theirs is None:
+            return self._split_once(gm, joint_inputs, kwargs)
+        spare = shrinking.copied(gm)
+        both = self._split_once(gm, joint_inputs, kwargs)
+        with guarded("gathering what the first variant gathers", _APART, lambda: self.settings):
+
+            def again(another: torch.fx.GraphModule) -> Split:
+                return self._split_once(another, joint_inputs, kwargs)
+
+            both = saved_alike.split_alike(spare, both, theirs, again)
+        return both
+
+    def _split_once(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         with guarded("evening out what ranks pad", "ranks may save different values", lambda: self.settings):
             stand_ins.insert(gm.graph)
         both: Split = (self.inner or _torch.default_partitioner())(gm, joint_inputs, **kwargs)
@@ -274,6 +291,7 @@ class _Decided:
     kept: frozenset[str] = frozenset()
 
 
+_APART = "ranks with batches of other sizes may gather others"
 _OWN_PARTITIONER = "a partitioner of your own decides what is saved: a memory budget below the peak needs torch's"
 
 

@@ -14,12 +14,14 @@ import json
 import threading
 import zlib
 from base64 import b85decode, b85encode
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from inductor_passes import _torch, agreement
 from inductor_passes.engine.following import Earlier, Kind, Part, Variant, as_places
+from inductor_passes.rewriting.messages import gather_of_parameters
 from inductor_passes.tuning.callers import nobody_calls
 
 #: Forms that are remembered of graphs with the same collectives, and kinds of such graphs in all.
@@ -68,6 +70,8 @@ _lock = threading.Lock()
 _known: dict[tuple[str, bool, Kind], list[Variant]] = {}
 #: Functions that were compiled.
 _functions: dict[tuple[str, str, str], None] = {}
+#: What the first graph of a function came with.
+_first: dict[tuple[str, str, str], frozenset[Kind]] = {}
 
 
 def _key(about: About, kind: Kind) -> tuple[str, bool, Kind]:
@@ -106,6 +110,7 @@ def _forget() -> None:
     with _lock:
         _known.clear()
         _functions.clear()
+        _first.clear()
         _graphs.clear()
 
 
@@ -136,8 +141,21 @@ def note(about: About, kinds: Mapping[str, Kind], module: dict[str, Any] | None 
         if known is None:
             found.append(known := _Graph(name, about.settings, came))
         known.module = module
+        if about.number == 0:
+            _first[about.function] = came
+        else:
+            _first.setdefault(about.function, came)
+        while len(_first) > _MOST_KINDS:
+            del _first[next(iter(_first))]
         while len(_graphs) > _MOST_KINDS:
             del _graphs[next(iter(_graphs))]
+
+
+def first_gathers(about: About) -> Counter[str] | None:
+    """The gathers of parameters of a function's first graph as it came; None for that one, or where it is not known."""
+    with _lock:
+        came = _first.get(about.function) if about.number else None
+    return None if came is None else Counter(text for kind in came for text in kind if gather_of_parameters(text))
 
 
 def graphs_of(about: About, kinds: Mapping[str, Kind]) -> tuple[int, int]:

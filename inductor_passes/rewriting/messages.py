@@ -43,6 +43,13 @@ def within(sent: Sequence[str], groups: Container[str]) -> tuple[str, ...]:
     return tuple(text for text in sent if group_of(text) in groups)
 
 
+def gather_of_parameters(message: str) -> bool:
+    """Whether one of :func:`messages` gathers parameters and nothing else."""
+    parts = message.split(_BETWEEN, 3)
+    gathers = len(parts) == 4 and parts[1].partition(" ")[0] == CollectiveKind.ALL_GATHER.value
+    return gathers and parts[3].startswith(_PARAMETERS)
+
+
 def without_sizes(message: str) -> str:
     """One of :func:`messages` as it is for every batch: sizes count where it carries parameters only."""
     parts = message.split(_BETWEEN, 3)
@@ -55,25 +62,14 @@ def without_sizes(message: str) -> str:
 def all_carry_parameters(view: GraphView) -> frozenset[str]:
     """Groups in which every collective carries parameters or their gradients: other graphs of the model have the same.
 
-    Named as :func:`group_of` names them.
+    In which order a graph comes with them is torch's choice: with activation checkpointing a variant for symbolic sizes
+    gathers and reduces in another order than one for fixed sizes. Named as :func:`group_of` names them.
     """
     every: dict[str, bool] = {}
     for one in view.collectives:
         group = _group(one)
         every[group] = every.get(group, True) and bool(names_of([one.start]))
     return frozenset(group for group, carries in every.items() if carries)
-
-
-def in_any_order(view: GraphView) -> frozenset[str]:
-    """Groups whose collectives are the same ones for the other ranks in whatever order the graph came with them.
-
-    They carry parameters, by which each is known, and no two reductions look alike: an equal gather could take the
-    other's place, an equal reduction could not. The order in which a graph comes is torch's choice: with activation
-    checkpointing a variant for symbolic sizes gathers and reduces in another order than one for fixed sizes.
-    """
-    reductions = Counter(_message(one) for one in view.collectives if one.kind is not CollectiveKind.ALL_GATHER)
-    twice = {group_of(text) for text, count in reductions.items() if count > 1}
-    return all_carry_parameters(view) - twice
 
 
 def counterparts(ours: Sequence[str], others: Sequence[str]) -> list[int] | None:

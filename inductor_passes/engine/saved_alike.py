@@ -1,0 +1,131 @@
+"""Backward graphs of a function's variants gather the same parameters again.
+
+What torch's partitioner saves depends on sizes. For a batch of one row it computes operators again that it saves the
+results of for other batches, and gathers their parameters for that. One rank alone may have such a batch: the others go
+on with a graph whose backward gathers less, and the job hangs. So a further variant is made to gather what the
+function's first one gathers: what torch would compute again with another parameter is saved, or the other way round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+import torch.fx
+
+from inductor_passes import _torch
+from inductor_passes.config import PassConfig
+from inductor_passes.engine import agreeing, identity, variants
+from inductor_passes.ir.ops import Role, role
+from inductor_passes.ir.view import GraphView
+from inductor_passes.rewriting.messages import gather_of_parameters, messages
+
+Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
+
+
+def wanted(settings: PassConfig) -> Counter[str] | None:
+    """The gathers of parameters in backward of the function's first graph, as messages.
+
+    None where this graph is the first, or it is not known what that one gathers.
+    """
+    profile = identity.load_profile(settings)
+    key = identity.cache_key(agreeing.deciding(settings), profile) or ""
+    return variants.first_gathers(variants.About(_torch.compile_id(), "backward", key))
+
+
+def gathers(graph: torch.fx.Graph) -> Counter[str]:
+    """The gathers of parameters of a graph, as messages."""
+    return Counter(filter(gather_of_parameters, messages(GraphView(graph))))
+
+
+def split_alike(
+    gm: torch.fx.GraphModule, both: Split, theirs: Counter[str], split: Callable[[torch.fx.GraphModule], Split]
+) -> Split:
+    """Forward and backward that gather in backward what the first variant gathers; as they are where none are found.
+
+    Args:
+        gm: the joint graph; gets marks.
+        both: what it was separated into.
+        theirs: see :func:`wanted`.
+        split: separates a joint graph.
+    """
+    ours = gathers(both[1].graph)
+    if ours == theirs:
+        return both
+    marked = _mark(gm.graph, set(ours - theirs), set(theirs - ours))
+    if not marked:
+        return both
+    found = split(gm)
+    return found if gathers(found[1].graph) == theirs else both
+
+
+def _mark(graph: torch.fx.Graph, more: set[str], fewer: set[str]) -> int:
+    """Have saved what is computed with some gathers, and computed again what is computed with others; O(nodes + edges).
+
+    Args:
+        more: gathers that backward shall not need, as far as that depends on what is saved.
+        fewer: gathers that it shall need.
+
+    Returns:
+        How many nodes were marked.
+    """
+    view = GraphView(graph)
+    backward = _behind(node for node in graph.nodes if node.op == "placeholder" and "tangent" in node.name)
+    count = 0
+    for one, message in zip(view.collectives, messages(view), strict=True):
+        if one.start in backward or message not in more | fewer:
+            continue
+        for node in _computed_with(one.start, backward):
+            if message in more:
+                _torch.compute_again(_smallest(node, backward), again=False)
+            else:
+                _torch.compute_again(node, again=True)
+            count += 1
+    return count
+
+
+def _behind(nodes: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
+    """All that depends on some nodes, and these."""
+    found, stack = set[torch.fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.users)
+    return found
+
+
+def _computed_with(start: torch.fx.Node, backward: set[torch.fx.Node]) -> Iterator[torch.fx.Node]:
+    """The first operators of forward that compute with what a gather brings."""
+    stack, seen = [start], {start}
+    while stack:
+        for user in stack.pop().users:
+            if user in seen or user in backward or user.op != "call_function":
+                continue
+            seen.add(user)
+            if _torch.is_gathered_again(user) or role(user) is Role.FREE:
+                stack.append(user)
+            else:
+                yield user
+
+
+def _smallest(node: torch.fx.Node, backward: set[torch.fx.Node]) -> torch.fx.Node:
+    """Of a node and what is computed from it alone, the one that takes least to save.
+
+    A product of a row is a sum of products in Inductor's graphs: saving those would take as much as the matrix.
+    """
+    best, least = node, _bytes(node)
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node in backward or node.op != "call_function":
+            break
+        if (size := _bytes(node)) < least:
+            best, least = node, size
+    return best
+
+
+def _bytes(node: torch.fx.Node) -> float:
+    value = node.meta.get("val")
+    size = _torch.tensor_bytes(value) if isinstance(value, torch.Tensor) else None
+    return math.inf if size is None else size
