@@ -29,6 +29,7 @@ from inductor_passes._torch.autograd import (
     recomputed_in_backward,
     reduce_scatter_in,
     reduce_scatter_sum,
+    settle,
     stored_parameter,
     write_unseen,
 )
@@ -456,6 +457,7 @@ __all__ = [
     "sent_so_far",
     "set_inductor_option",
     "set_node_names",
+    "settle",
     "shape_env_of",
     "sharded_units",
     "size_expression",

@@ -108,6 +108,12 @@ def is_left_to_partitioner(node: torch.fx.Node) -> bool:
     return bool((node.meta.get("custom") or {}).get(_LEFT_TO_PARTITIONER))
 
 
+def settle(node: torch.fx.Node) -> None:
+    """Take off a node that it is left to a partitioner: it stays as it is tagged."""
+    if is_left_to_partitioner(node):
+        node.meta["custom"] = {key: value for key, value in node.meta["custom"].items() if key != _LEFT_TO_PARTITIONER}
+
+
 def is_gathered_again(node: torch.fx.Node) -> bool:
     """Whether a node was traced under :func:`recomputed_in_backward`: backward computes it again where it needs it."""
     return node.meta.get("ac_graph_id") == sys.maxsize and "recompute" in node.meta

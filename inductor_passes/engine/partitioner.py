@@ -91,6 +91,7 @@ class Separation:
                 detail = f"{type(error).__name__}: {error}"
                 decided = _Decided(PassReport(keep.NAME, rolled_back=Reason.EXCEPTION, detail=detail))
                 raise
+            decided = self._like_the_first(decided, gm.graph, marked)
             if decided.kept:
                 keep.keep(marked, decided.kept)
                 done = True
@@ -105,6 +106,8 @@ class Separation:
 
     def _shrunk(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward within a budget that may be below what they need as they come."""
+        with guarded("reading what the first variant keeps", _APART, lambda: self.settings):
+            self._settle(gm.graph)
         base = self._split(shrinking.copied(gm), joint_inputs, kwargs)
         if self.inner is not None:
             said = PassReport(recompute.NAME, rolled_back=Reason.UNSUPPORTED, detail=_OWN_PARTITIONER)
@@ -197,6 +200,30 @@ class Separation:
                 planned = forecast.Forecast(views, both, lines, merging, settings, step_peak)
             choice = keep.choose_kept(forward.problem, backward.problem, found, settings.budget, step_peak, planned)
         return _Decided(choice.report, step_peak, choice.kept)
+
+    def _like_the_first(
+        self, decided: _Decided, graph: torch.fx.Graph, marked: Sequence[torch.fx.Node]
+    ) -> _Decided:
+        """What backward reuses in a further variant of a function: what it reuses in the first one.
+
+        Other ranks may run that one meanwhile: what one rank gathers alone it waits for in vain.
+        """
+        theirs = saved_alike.wanted(self.settings)
+        if theirs is None:
+            return decided
+        kept = saved_alike.not_gathered(graph, marked, theirs)
+        if kept == decided.kept:
+            return decided
+        said = PassReport(keep.NAME, changed=bool(kept), detail=f"{len(kept)} kept, as in the function's first graph")
+        return _Decided(said, decided.step_peak_bytes, kept)
+
+    def _settle(self, graph: torch.fx.Graph) -> None:
+        """Leave no gather of a further variant open: each is kept for backward, or not, as in the first one."""
+        theirs, marked = saved_alike.wanted(self.settings), keep.marked(graph)
+        if theirs is not None and marked:
+            keep.keep(marked, saved_alike.not_gathered(graph, marked, theirs))
+            for node in marked:
+                _torch.settle(node)
 
     def _pinned(
         self,

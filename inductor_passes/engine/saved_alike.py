@@ -39,6 +39,13 @@ def gathers(graph: torch.fx.Graph) -> Counter[str]:
     return Counter(filter(gather_of_parameters, messages(GraphView(graph))))
 
 
+def not_gathered(graph: torch.fx.Graph, nodes: Iterable[torch.fx.Node], theirs: Counter[str]) -> frozenset[str]:
+    """Names of the gathers among some nodes of a joint graph that the first variant's backward does not make again."""
+    view, among = GraphView(graph), set(nodes)
+    sent = zip(view.collectives, messages(view), strict=True)
+    return frozenset(one.start.name for one, text in sent if one.start in among and text not in theirs)
+
+
 def split_alike(
     gm: torch.fx.GraphModule, both: Split, theirs: Counter[str], split: Callable[[torch.fx.GraphModule], Split]
 ) -> Split:
