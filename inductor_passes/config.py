@@ -219,7 +219,9 @@ class AsyncTpOverrides:
         numbers = [part.strip() for part in parts.split(",")] if isinstance(parts, str) else [""]
         if not all(part.isdecimal() and len(part) <= 9 and int(part) >= 2 for part in numbers):
             raise ConfigError("async_tp_parts", parts, AsyncTpOverrides.PARTS)
-        return AsyncTpOverrides(tuple(named), tuple(sorted(sized.items())), tuple(sorted({int(p) for p in numbers})))
+        if len(set(map(int, numbers))) < len(numbers):
+            raise ConfigError("async_tp_parts", parts, f"every number once; {AsyncTpOverrides.PARTS}")
+        return AsyncTpOverrides(tuple(named), tuple(sorted(sized.items())), tuple(sorted(map(int, numbers))))
 
 
 def _modes(key: str, value: object, allowed: str) -> list[tuple[str, AsyncTp]]:
@@ -290,6 +292,8 @@ class Narrowing:
             raise ConfigError("compress_dtypes", dtypes, Narrowing.DTYPES)
         if not set(names) <= set(NARROW):
             raise ConfigError("compress_dtypes", dtypes, Narrowing.DTYPES)
+        if len(set(names)) < len(names):
+            raise ConfigError("compress_dtypes", dtypes, f"every dtype once; {Narrowing.DTYPES}")
         if block not in {str(size) for size in BLOCKS}:
             raise ConfigError("compress_block", block, Narrowing.BLOCK)
         if not isinstance(error, str) or not _ERROR.fullmatch(error.strip()) or not Fraction(error.strip()):

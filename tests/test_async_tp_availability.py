@@ -142,6 +142,7 @@ def test_settings_reach_the_pass() -> None:
         ("async_tp_parts", ""),
         ("async_tp_parts", "1,2"),
         ("async_tp_parts", "2;4"),
+        ("async_tp_parts", "2,4,2"),
         ("async_tp_parts", 4),
     ],
 )

@@ -45,6 +45,11 @@ def test_help_names_every_command() -> None:
         assert name in done.output and COMMANDS[name][1].split()[0] in done.output
 
 
+def test_python_runs_the_package_as_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "inductor_passes", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == f"inductor-passes {inductor_passes.__version__}"
+
+
 def test_version_is_that_of_the_package() -> None:
     done = run(app, ["--version"])
     assert done.exit_code == 0 and done.output.strip() == f"inductor-passes {inductor_passes.__version__}"

@@ -101,6 +101,7 @@ def test_a_dictionary_is_its_text() -> None:
         ("compress", None),
         ("compress_dtypes", "int8,fp4"),
         ("compress_dtypes", ""),
+        ("compress_dtypes", "int8,bf16,int8"),
         ("compress_block", "100"),
         ("compress_block", 128),
         ("compress_error", "0"),

@@ -27,6 +27,7 @@ FLOORS: list[set[str]] = [
     {"plugin", "authoring"},
     {"explanation", "integrations"},
     {"cli"},
+    {"__main__"},
 ]
 
 
@@ -62,7 +63,7 @@ def test_imports_go_down(imports: networkx.DiGraph) -> None:
 
 def test_the_root_is_small() -> None:
     root = Path(__file__).resolve().parent.parent / PACKAGE
-    assert len(list(root.glob("*.py"))) <= 7
+    assert len([file for file in root.glob("*.py") if file.stem not in ("__init__", "__main__")]) <= 6
 
 
 def test_the_planner_knows_no_compiler(imports: networkx.DiGraph) -> None:

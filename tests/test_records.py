@@ -8,6 +8,7 @@ import subprocess
 import sys
 import unicodedata
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,6 +23,7 @@ from inductor_passes.records.convert import convert, plain
 from inductor_passes.records.json_text import RecordError, parse
 from inductor_passes.records.limits import Count, Integer, NotNegative, Number, Positive, one_of
 from inductor_passes.records.text import printable, printable_lines
+from inductor_passes.records.whole_file import write_whole
 from inductor_passes.report import (
     CollectiveReport,
     Decision,
@@ -381,3 +383,20 @@ def test_threads_may_convert_to_a_type_for_the_first_time() -> None:
     """msgspec alone ends the process with a segmentation fault."""
     done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_file_is_written_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    """Found: a cost profile whose disk is full left half of a file in the place of the one that was there."""
+    file = tmp_path / "new" / "profile.json"
+    CostProfile.default("cpu").save(file)
+    before = file.read_text()
+
+    def half(path: Path) -> None:
+        path.write_text(before[:10])
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        write_whole(file, half)
+    assert file.read_text() == before and [one.name for one in file.parent.iterdir()] == [file.name]
+    write_whole(Path("/dev/null"), lambda path: path.write_text(before))
+    assert not Path("/dev/null").is_file()

@@ -128,9 +128,13 @@ def settle(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
         outcome = talk.outcome()
     else:
         asked = f"not all of ranks {_listed(session.ranks)} have asked for this in time"
-        outcome = Outcome(Kind.UNANSWERED, f"rank {session.rank} waited in vain: {asked}")
+        outcome = Outcome(Kind.UNANSWERED, f"rank {session.rank} waited in vain: {asked}{_ABSENT}")
     session.note(outcome.kind is not Kind.UNANSWERED, ballot.first)
     return outcome
+
+
+#: Why nobody may have answered.
+_ABSENT = " (one that runs another graph meanwhile, for a batch of another size for instance, is not asked anything)"
 
 
 class _Talk:
@@ -251,7 +255,7 @@ class _Talk:
             return Outcome(kind)
         if kind is Kind.UNANSWERED:
             count = f"{detail} of {len(self._session.ranks)}" if detail.isdecimal() else "not all"
-            return Outcome(kind, f"rank {rank} waited in vain: {count} ranks answered in time")
+            return Outcome(kind, f"rank {rank} waited in vain: {count} ranks answered in time{_ABSENT}")
         if kind is Kind.LITERAL:
             return Outcome(kind, self._literal(rank, detail))
         return Outcome(kind, self._difference(rank, detail, facts=kind is Kind.SETTINGS))

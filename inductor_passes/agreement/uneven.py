@@ -15,7 +15,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.agreement.roles import IncomparableError
 from inductor_passes.ir.canonical import PADS, UNEQUAL, shards
-from inductor_passes.ir.ops import Role
+from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 
@@ -45,8 +45,9 @@ def uneven(view: GraphView) -> Uneven:
         IncomparableError: pieces of unequal size are in the middle of the graph, where compute itself differs.
     """
     found = shards(view)
-    if not found.ranks_agree:
-        raise IncomparableError(UNEQUAL)
+    if found.apart is not None:
+        where = source_line(found.apart.start)
+        raise IncomparableError(f"{UNEQUAL}: {found.apart.kind.value}{f' ({where})' if where else ''}")
     if not found.uneven:
         return Uneven()
     gathers = [c for c in found.uneven if c.kind == CollectiveKind.ALL_GATHER]

@@ -35,6 +35,7 @@ from inductor_passes.records.convert import check_version, convert, plain
 from inductor_passes.records.errors import MeantError
 from inductor_passes.records.json_text import RecordError, read
 from inductor_passes.records.limits import AtLeastOne, Count, NotNegative, Number, Positive, one_of
+from inductor_passes.records.whole_file import write_whole
 
 __all__ = ["CollectiveCost", "CostProfile", "GroupCost", "MatmulPoint", "ProfileError", "RecordedProfile", "ShapeRate"]
 
@@ -381,8 +382,9 @@ class CostProfile:
             raise ProfileError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        """Write the profile as JSON, as a whole or not at all."""
+        text = json.dumps(self.to_json(), indent=1, allow_nan=False) + "\n"
+        write_whole(Path(path), lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 class RecordedProfile(CostProfile):

@@ -161,15 +161,22 @@ class Shards:
         uneven: gathers and reductions whose shards differ in size.
         padded: all_reduces of what such reductions gave, with the padding.
         owner: nodes that count as part of a start or a wait, see :func:`preparations` and :func:`trims`.
-        ranks_agree: every rank has the same problem, as far as the graph tells. Otherwise (uneven shards in the middle
-            of the graph, an all_to_all of unequal pieces) nothing that all ranks must do alike may depend on durations
-            or peaks.
+        apart: the first collective for which ranks compute with pieces of unequal size (uneven shards in the middle of
+            the graph, an all_to_all of unequal pieces).
     """
 
     uneven: frozenset[Collective]
     owner: dict[torch.fx.Node, torch.fx.Node]
-    ranks_agree: bool
     padded: frozenset[Collective] = frozenset()
+    apart: Collective | None = None
+
+    @property
+    def ranks_agree(self) -> bool:
+        """Whether every rank has the same problem, as far as the graph tells.
+
+        Otherwise nothing that all ranks must do alike may depend on durations or peaks.
+        """
+        return self.apart is None
 
 
 def shards(view: GraphView) -> Shards:
@@ -177,9 +184,14 @@ def shards(view: GraphView) -> Shards:
     uneven = frozenset(c for c in view.collectives if _is_uneven(view, c))
     pieces, padded = _whole_pieces(view, uneven)
     owner = {**preparations(view), **trims(view, uneven | padded)}
-    exchanges = any(c.kind == CollectiveKind.ALL_TO_ALL and _has_unequal_splits(c.start) for c in view.collectives)
-    edge = all(_is_at_the_edge(view, c, owner, pieces) for c in uneven | padded)
-    return Shards(uneven, owner, not exchanges and edge, padded)
+    pieced = uneven | padded
+    apart = (
+        c
+        for c in view.collectives
+        if (c.kind is CollectiveKind.ALL_TO_ALL and _has_unequal_splits(c.start))
+        or (c in pieced and not _is_at_the_edge(view, c, owner, pieces))
+    )
+    return Shards(uneven, owner, padded, next(apart, None))
 
 
 def _whole_pieces(

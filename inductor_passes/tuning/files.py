@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from inductor_passes import _torch
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.pin import file as plan_file
+from inductor_passes.records.whole_file import write_whole
 from inductor_passes.tuning.plan import Planned
 
 #: Of a larger set of ranks a name holds the first one, the last one and how many they are.
@@ -53,22 +52,11 @@ def save(path: Path, profile: CostProfile) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    _replace(path, profile.save)
+    profile.save(path)
 
 
 def save_plans(path: Path, plans: Sequence[dict[str, Any]]) -> None:
     """The same for plans, in the order in which their graphs were compiled: they become known in any order."""
     graphs = [plan_file.GraphPlan.from_json(one, str(one.get("phase", ""))) for one in plans]
     text = plan_file.text_of(sorted(graphs, key=lambda one: -1 if one.graph_index is None else one.graph_index))
-    _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file as a whole or not at all."""
-    # Ranks of several hosts may share a folder.
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as stack:
-        stack.callback(partial.unlink, missing_ok=True)
-        write(partial)
-        os.replace(partial, path)
+    write_whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))

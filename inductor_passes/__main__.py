@@ -1,0 +1,5 @@
+"""``python -m inductor_passes``: the command ``inductor-passes``."""
+
+from inductor_passes.cli.main import app
+
+app()
