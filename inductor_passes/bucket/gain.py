@@ -205,7 +205,7 @@ class BucketCosts:
     def gain_ns(self, loads: Sequence[Load]) -> int:
         """What merging the loads into one bucket saves on all lanes together; negative when it costs."""
         first, *others = loads
-        return sum(map(self._all_ns, loads)) - self._all_ns(sum(others, first))
+        return sum(map(self.all_ns, loads)) - self.all_ns(sum(others, first))
 
     def copies(self, load: Load) -> bool:
         """Whether there is a message that the members are copied into."""
@@ -215,7 +215,8 @@ class BucketCosts:
         """Whether the members are copied out of the message, rather than views of it."""
         return self.copies(load) and not load.key.kind.reduces
 
-    def _all_ns(self, load: Load) -> int:
+    def all_ns(self, load: Load) -> int:
+        """What it takes on all lanes together."""
         return self.transfer_ns(load) + self.issue_ns(load) + self.pack_ns(load) + self.unpack_ns(load)
 
     def _measure(self, member: Candidate) -> Load:

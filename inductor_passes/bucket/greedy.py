@@ -36,22 +36,24 @@ def greedy(
     for candidate in question.found:
         opened = open_of.setdefault(candidate.key, [])
         load = costs.load([candidate])
+        alone_ns = costs.all_ns(load)
         for bucket in reversed(opened):
             # Merged members share their dependencies: one of them speaks for all.
             if dependencies.conflict([bucket.members[0].collective], candidate.collective) is not None:
                 continue
             joined = bucket.load + load
-            if costs.gain_ns([bucket.load, load]) <= 0 or _full(costs, joined, spread):
+            together_ns = costs.all_ns(joined)
+            if bucket.all_ns + alone_ns <= together_ns or _full(costs, joined, spread):
                 continue
             if room is not None and not _moved_in(bucket, candidate, costs.extra_bytes(joined), room, share):
                 continue
             bucket.members.append(candidate)
-            bucket.load = joined
+            bucket.load, bucket.all_ns = joined, together_ns
             # The first speaks for all that it was merged with.
             dependencies.merge([bucket.members[0].collective, candidate.collective])
             break
         else:
-            buckets.append(_Open([candidate], load))
+            buckets.append(_Open([candidate], load, alone_ns))
             opened.append(buckets[-1])
             del opened[:-OPEN_BUCKETS]
     return [bucket.members for bucket in buckets if len(bucket.members) > 1]
@@ -61,6 +63,7 @@ def greedy(
 class _Open:
     members: list[Candidate]
     load: Load
+    all_ns: int
     taken: tuple[Span, int] | None = None
 
 

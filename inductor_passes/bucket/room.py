@@ -70,6 +70,7 @@ class Room:
         self._bytes = live_bytes(t, range(t.n))
         self._tree = RangeMax(self._bytes)
         self._number = {task.name: i for i, task in enumerate(problem.tasks) if task.kind is Kind.START}
+        self._lives: dict[int, tuple[int, int]] = {}
         self._t = t
         self._other = other
 
@@ -98,10 +99,13 @@ class Room:
 
     def _life(self, start: int) -> tuple[int, int]:
         """Positions of a start and of the last reader of what it receives."""
+        if (known := self._lives.get(start)) is not None:
+            return known
         t = self._t
         last = start
         for task in (start, *t.waits[start]):
             last = max(last, task)
             for storage in t.produces[task]:
                 last = max(last, t.n - 1 if not t.releasable[storage] else max(t.readers[storage], default=task))
+        self._lives[start] = start, last
         return start, last
