@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 
 import pytest
@@ -13,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import options
+from inductor_passes._torch import cpu_calls as cpu_calls_of_torch
 from inductor_passes.rewriting import cpu_calls, divide_op
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.async_tp_programs import GROUP, c10d
@@ -62,15 +64,41 @@ def test_a_call_gives_the_bits_of_the_loop(dtype: torch.dtype, count: int, first
 def test_parts_of_all_sizes_are_divided_by_one_function_and_what_a_loop_computes_by_that_loop() -> None:
     def averages(x, m, turned):
         halves = [divide_op.OPERATOR(part, 3) for part in m.split([5, 64, 1], 0)]
-        return *halves, divide_op.OPERATOR(x + 1, 3), divide_op.OPERATOR(turned.t(), 3)
+        cut = divide_op.OPERATOR(m.view(7, 5, 4)[:, :, 1:3], 3), divide_op.OPERATOR(m.view(7, 5, 4)[:, 1:3], 3)
+        return *halves, *cut, divide_op.OPERATOR(x + 1, 3), divide_op.OPERATOR(turned.t(), 3)
 
     inputs = torch.randn(6), torch.randn(70, 2), torch.randn(4, 5)
     found, code = compiled(averages, *inputs)
     for one, expected in zip(found, averages(*inputs), strict=True):
         assert torch.equal(one, expected)
-    assert calls(code) == 3 and code.count("_divide_float32 = ") == 1
+    assert calls(code) == 5 and code.count("_divide_float32 = ") == 1
     # The loops of what is computed and of what is turned may be one.
     assert code.count("cpp_pybinding(") in (2, 3)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 4), min_size=0, max_size=4),
+    cut=st.integers(0, 3),
+    first=st.integers(0, 2),
+)
+def test_rows_are_where_the_elements_are(sizes: list[int], cut: int, first: int) -> None:
+    """Against the tensor itself: of a slice along any dimension, the rows hold its elements in its order."""
+    whole = torch.arange(math.prod(sizes)).view(sizes)
+    part = whole if not sizes else whole.narrow(cut % len(sizes), 0, 0) if not whole.numel() else None
+    if part is None:
+        dim = cut % len(sizes)
+        begin = min(first, sizes[dim] - 1)
+        part = whole.narrow(dim, begin, sizes[dim] - begin)
+    found = cpu_calls_of_torch._rows(list(part.shape), list(part.stride()))
+    assert found is not None
+    rows, stride, width = found
+    at = [part.storage_offset() + row * stride + k for row in range(rows) for k in range(width)]
+    assert at == part.flatten().tolist()
+
+
+def test_what_is_no_rows_is_left_to_loops() -> None:
+    for turned in (torch.empty(3, 4).t(), torch.empty(2, 3, 4)[:, ::2, 1:], torch.empty(4, 4)[:, ::3]):
+        assert cpu_calls_of_torch._rows(list(turned.shape), list(turned.stride())) is None
 
 
 def test_large_parts_are_divided_by_several_threads() -> None:

@@ -6,7 +6,6 @@ functions to compile, at most of a second each. A call is told them.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -38,18 +37,29 @@ def _copied_columns(columns, *sizes, out):
     _copy_columns(columns, out, *sizes)
 """
 
-#: Divides ``count`` elements by a whole number, as Inductor's loops do: what is narrower than float is divided as float
-#: and rounded once.
+#: Divides ``rows`` of ``width`` elements that begin ``stride`` elements apart by a whole number. As in Inductor's loops,
+#: what is narrower than float is divided as float and rounded once.
 _DIVIDE = """
 _divide_DTYPE = async_compile.cpp_pybinding(
-    ['const CTYPE*', 'CTYPE*', 'const int64_t', 'const int64_t'], r'''
+    ['const CTYPE*', 'CTYPE*', 'const int64_t', 'const int64_t', 'const int64_t', 'const int64_t'], r'''
 #include <torch/csrc/inductor/cpp_prefix.h>
-extern "C"  void  kernel(const CTYPE* from, CTYPE* to, const int64_t count, const int64_t divisor)
+extern "C"  void  kernel(const CTYPE* from, CTYPE* to, const int64_t rows, const int64_t stride, const int64_t width,
+                         const int64_t divisor)
 {
+    constexpr int64_t piece = 1 << 14;
+    const int64_t pieces = (width + piece - 1) / piece;
     const auto by = static_cast<WIDE>(divisor);
-    #pragma omp parallel for simd if (parallel : count > (1 << 16))
-    for (int64_t k = 0; k < count; ++k) {
-        to[k] = static_cast<CTYPE>(static_cast<WIDE>(from[k]) / by);
+    #pragma omp parallel for collapse(2) if (rows * width > (1 << 16))
+    for (int64_t row = 0; row < rows; ++row) {
+        for (int64_t part = 0; part < pieces; ++part) {
+            const int64_t begin = part * piece, length = width - begin < piece ? width - begin : piece;
+            const CTYPE* in = from + row * stride + begin;
+            CTYPE* out = to + row * width + begin;
+            #pragma omp simd
+            for (int64_t k = 0; k < length; ++k) {
+                out[k] = static_cast<CTYPE>(static_cast<WIDE>(in[k]) / by);
+            }
+        }
     }
 }
 ''')
@@ -98,8 +108,9 @@ def lower_as_calls(unpack: Any, pack: Any, divide: Any) -> None:
         return lowering.lowerings[torch.ops.aten.cat.default](parts, 1)
 
     def divided(part: Any, divisor: int) -> Any:
-        if part.get_device().type == "cpu" and generates_python() and _is_in_a_row(ir, part):
-            return _divided(ir, part, divisor)
+        called = part.get_device().type == "cpu" and generates_python()
+        if called and (rows := _rows_in_memory(ir, part)) is not None:
+            return _divided(ir, part, rows, divisor)
         return lowering.lowerings[torch.ops.aten.div.Tensor](part, divisor)
 
     lowering.add_needs_realized_inputs(unpack.default)
@@ -109,13 +120,32 @@ def lower_as_calls(unpack: Any, pack: Any, divide: Any) -> None:
     lowering.register_lowering(divide.default, type_promotion_kind=None)(divided)
 
 
-def _is_in_a_row(ir: Any, part: Any) -> bool:
-    """Whether a tensor is in memory already, each element behind the one before it, and is divided by loops here."""
+def _rows_in_memory(ir: Any, part: Any) -> tuple[int, int, int] | None:
+    """(rows, from one to the next, elements of one) of a tensor that is in memory and that Inductor divides in loops."""
     if not ir.is_storage_and_layout(part) or part.get_dtype() not in _DIVIDED:
-        return False
+        return None
     storage, layout = ir.as_storage_and_layout(part, freeze=False)
-    known = all(getattr(size, "is_Integer", type(size) is int) for size in part.get_size())
-    return known and not isinstance(storage.data, ir.ComputedBuffer) and bool(layout.is_contiguous())
+    known = all(getattr(size, "is_Integer", type(size) is int) for size in (*part.get_size(), *layout.stride))
+    if not known or isinstance(storage.data, ir.ComputedBuffer):
+        return None
+    return _rows(list(map(int, part.get_size())), list(map(int, layout.stride)))
+
+
+def _rows(sizes: list[int], strides: list[int]) -> tuple[int, int, int] | None:
+    """(rows, stride, width) of a tensor whose last dimensions are dense and whose other ones are evenly apart."""
+    dims = [(size, stride) for size, stride in zip(sizes, strides) if size != 1]
+    if 0 in sizes:
+        return 0, 0, 0
+    width = 1
+    while dims and dims[-1][1] == width:
+        width *= dims.pop()[0]
+    rows, stride = 1, width
+    for number, (size, apart) in enumerate(reversed(dims)):
+        stride = apart if number == 0 else stride
+        if apart != stride * rows:
+            return None
+        rows *= size
+    return rows, stride, width
 
 
 def _can_be_called_for(part: Any) -> bool:
@@ -162,15 +192,18 @@ def _copied_columns(ir: Any, part: Any, layout: Any, onto: Any) -> Any:
     return _called(ir, part, layout, places, "_copied_columns", _COPY_COLUMNS, COPY_COLUMNS)
 
 
-def _divided(ir: Any, part: Any, divisor: int) -> Any:
-    """The elements of a tensor, which are in a row, by a whole number."""
+def _divided(ir: Any, part: Any, rows: tuple[int, int, int], divisor: int) -> Any:
+    """The elements of a tensor by a whole number.
+
+    Args:
+        rows: see :func:`_rows_in_memory`.
+    """
     device, dtype, size = part.get_device(), part.get_dtype(), part.get_size()
     name, (element, wide) = str(dtype).removeprefix("torch."), _DIVIDED[dtype]
     function = _DIVIDE.replace("DTYPE", name).replace("CTYPE", element).replace("WIDE", wide)
-    count = math.prod(int(one) for one in size)
     realized = ir.ExternKernel.realize_input(part)
     layout = ir.FixedLayout(device, dtype, size, ir.FlexibleLayout.contiguous_strides(size))
-    return _called(ir, realized, layout, [count, divisor], f"_divided_{name}", function, DIVIDE)
+    return _called(ir, realized, layout, [*rows, divisor], f"_divided_{name}", function, DIVIDE)
 
 
 def _called(ir: Any, part: Any, layout: Any, numbers: Any, name: str, source: str, operator: Any) -> Any:
