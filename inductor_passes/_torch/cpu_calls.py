@@ -37,8 +37,8 @@ def _copied_columns(columns, *sizes, out):
     _copy_columns(columns, out, *sizes)
 """
 
-#: Divides ``rows`` of ``width`` elements that begin ``stride`` elements apart by a whole number. As in Inductor's loops,
-#: what is narrower than float is divided as float and rounded once.
+#: Divides ``rows`` of ``width`` elements that begin ``stride`` elements apart by a whole number. As in Inductor's
+#: loops, what is narrower than float is divided as float and rounded once.
 _DIVIDE = """
 _divide_DTYPE = async_compile.cpp_pybinding(
     ['const CTYPE*', 'CTYPE*', 'const int64_t', 'const int64_t', 'const int64_t', 'const int64_t'], r'''
@@ -121,7 +121,7 @@ def lower_as_calls(unpack: Any, pack: Any, divide: Any) -> None:
 
 
 def _rows_in_memory(ir: Any, part: Any) -> tuple[int, int, int] | None:
-    """(rows, from one to the next, elements of one) of a tensor that is in memory and that Inductor divides in loops."""
+    """(rows, from one to the next, elements of one) of a tensor that is in memory; None where a loop divides it."""
     if not ir.is_storage_and_layout(part) or part.get_dtype() not in _DIVIDED:
         return None
     storage, layout = ir.as_storage_and_layout(part, freeze=False)
