@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 
 import pytest
 import torch
@@ -15,26 +14,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import options
 from inductor_passes._torch import cpu_calls as cpu_calls_of_torch
-from inductor_passes.rewriting import cpu_calls, divide_op
+from inductor_passes.rewriting import divide_op
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.async_tp_programs import GROUP, c10d
+from tests.support.compiled import calls, compiled_with_calls
 from tests.support.graphs import GraphBuilder
 from tests.support.world import fake_world
 
 aten = torch.ops.aten
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def compiled(function, *inputs):
-    """What compiled code gives, and the code."""
-    cpu_calls.register()
-    torch._dynamo.reset()
-    found, (code,) = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=False), *inputs)
-    return found, code
-
-
-def calls(code: str) -> int:
-    return len(re.findall(r"^ +_divided_\w+\(", code, re.MULTILINE))
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
@@ -53,9 +41,9 @@ def test_a_call_gives_the_bits_of_the_loop(dtype: torch.dtype, count: int, first
     """Any bit pattern: subnormal numbers, infinities and signed zeros among them; NaN stays NaN."""
     words = torch.randint(-(1 << 62), 1 << 62, (first + count + 1,), generator=torch.Generator().manual_seed(seed))
     message = words.view(dtype)
-    found, code = compiled(lambda m: divide_op.OPERATOR(m[first : first + count], divisor), message)
-    expected, _ = compiled(lambda m: m[first : first + count] / divisor, message)
-    assert calls(code) == 1
+    found, code = compiled_with_calls(lambda m: divide_op.OPERATOR(m[first : first + count], divisor), message)
+    expected, _ = compiled_with_calls(lambda m: m[first : first + count] / divisor, message)
+    assert calls(code, "_divided_") == 1
     numbers = ~expected.isnan()
     assert torch.equal(found.isnan(), expected.isnan()) and found.stride() == expected.stride()
     assert torch.equal(bits(found)[numbers], bits(expected)[numbers])
@@ -68,10 +56,10 @@ def test_parts_of_all_sizes_are_divided_by_one_function_and_what_a_loop_computes
         return *halves, *cut, divide_op.OPERATOR(x + 1, 3), divide_op.OPERATOR(turned.t(), 3)
 
     inputs = torch.randn(6), torch.randn(70, 2), torch.randn(4, 5)
-    found, code = compiled(averages, *inputs)
+    found, code = compiled_with_calls(averages, *inputs)
     for one, expected in zip(found, averages(*inputs), strict=True):
         assert torch.equal(one, expected)
-    assert calls(code) == 5 and code.count("_divide_float32 = ") == 1
+    assert calls(code, "_divided_") == 5 and code.count("_divide_float32 = ") == 1
     # The loops of what is computed and of what is turned may be one.
     assert code.count("cpp_pybinding(") in (2, 3)
 
@@ -106,7 +94,7 @@ def test_large_parts_are_divided_by_several_threads() -> None:
     torch.set_num_threads(2)
     try:
         message = torch.randn(1 << 18)
-        found, _ = compiled(lambda m: divide_op.OPERATOR(m[8:], 3), message)
+        found, _ = compiled_with_calls(lambda m: divide_op.OPERATOR(m[8:], 3), message)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(found, message[8:] / 3)
@@ -163,5 +151,5 @@ def test_a_step_compiles_one_function_for_all_its_averages() -> None:
 
         _, codes = run_and_get_code(step)
         gradients = [p.grad for p in model.parameters()]
-    assert calls(codes[1]) == len(gradients) == 8 and "cpp_fused_div" not in codes[1]
+    assert calls(codes[1], "_divided_") == len(gradients) == 8 and "cpp_fused_div" not in codes[1]
     assert codes[1].count("_divide_float32 = ") == 1

@@ -12,10 +12,11 @@ from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import options
-from inductor_passes.rewriting import cpu_calls, pack_op
+from inductor_passes.rewriting import pack_op
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tests.support.async_tp_programs import GROUP, c10d
+from tests.support.compiled import calls, compiled_with_calls
 from tests.support.graphs import GraphBuilder
 from tests.support.world import fake_world
 
@@ -24,18 +25,6 @@ aten = torch.ops.aten
 
 def packed(*parts: torch.Tensor) -> torch.Tensor:
     return pack_op.OPERATOR([*parts])
-
-
-def compiled(function, *inputs):
-    """What compiled code gives, and the code."""
-    cpu_calls.register()
-    torch._dynamo.reset()
-    found, (code,) = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=False), *inputs)
-    return found, code
-
-
-def calls(code: str) -> int:
-    return len(re.findall(r"^ +_copied_columns\(", code, re.MULTILINE))
 
 
 def loops(code: str) -> list[str]:
@@ -49,10 +38,10 @@ def test_what_is_in_memory_is_copied_by_a_call_and_what_is_computed_is_written_b
         return packed(product, (g + 1).view(2, -1), g.to(torch.float32), w.view(2, -1))
 
     x, w, g = torch.randn(4, 8), torch.randn(8, 6), torch.randn(2, 5)
-    found, code = compiled(pack, x, w, g)
+    found, code = compiled_with_calls(pack, x, w, g)
     assert torch.equal(found, torch.cat([(x @ w).view(2, -1), g + 1, g, w.view(2, -1)], 1))
     # The product; the others are a loop.
-    assert calls(code) == 1 and len(loops(code)) == 1
+    assert calls(code, "_copied_columns") == 1 and len(loops(code)) == 1
 
 
 def test_no_function_is_compiled_for_a_place_in_a_message() -> None:
@@ -63,18 +52,18 @@ def test_no_function_is_compiled_for_a_place_in_a_message() -> None:
         return packed(a, b), packed(b, c, a)
 
     inputs = [torch.randn(4, 3), *(torch.randn(3, n) for n in (2, 6, 10))]
-    found, code = compiled(pack, *inputs)
+    found, code = compiled_with_calls(pack, *inputs)
     a, b, c = ((inputs[0] @ w).view(2, -1) for w in inputs[1:])
     for one, members in zip(found, [(a, b), (b, c, a)], strict=True):
         assert torch.equal(one, torch.cat(members, 1))
-    assert calls(code) == 5 and not loops(code)
+    assert calls(code, "_copied_columns") == 5 and not loops(code)
 
 
 def test_small_inputs_are_packed_by_one_loop_and_large_ones_by_calls() -> None:
     inputs = [torch.randn(2, n) for n in (3, 8192, 1, 5)]
-    found, code = compiled(lambda *given: packed(*given), *inputs)
+    found, code = compiled_with_calls(lambda *given: packed(*given), *inputs)
     assert torch.equal(found, torch.cat(inputs, 1))
-    assert calls(code) == 1 and len(loops(code)) == 1
+    assert calls(code, "_copied_columns") == 1 and len(loops(code)) == 1
 
 
 def test_the_operator() -> None:
@@ -113,7 +102,7 @@ def test_it_is_a_concatenation(rows: int, members: list[tuple[str, int]], dtype:
     def parts(given):
         return [FORMS[form](x, rows).to(dtype) for (form, _), x in zip(members, given, strict=True)]
 
-    found, _ = compiled(lambda *given: packed(*parts(given)), *inputs)
+    found, _ = compiled_with_calls(lambda *given: packed(*parts(given)), *inputs)
     expected = torch.cat(parts(inputs), 1)
     assert torch.equal(found, expected) and found.stride() == expected.stride()
 
@@ -174,7 +163,7 @@ def test_a_step_packs_its_messages_by_calls_and_has_no_loop_for_it() -> None:
         with collect() as reports:
             _, codes = run_and_get_code(step)
     assert [r.phase for r in reports] == ["forward", "backward"] and len(codes) == 2
-    assert all(calls(code) >= 8 for code in codes) and "reduce_scatter" in codes[1]
+    assert all(calls(code, "_copied_columns") >= 8 for code in codes) and "reduce_scatter" in codes[1]
     moved = re.compile(r"auto tmp0 = [^;]*;\s+tmp0\.store\(")
     # The shards of parameters; gradients are put together without a loop that only copies.
     assert [len([loop for loop in loops(code) if moved.search(loop)]) for code in codes] == [1, 1]

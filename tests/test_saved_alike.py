@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +21,13 @@ from inductor_passes.engine import saved_alike
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tests.support import wrapped
+from tests.support.async_tp_programs import GROUP, c10d
 from tests.support.compiled import without_kernels
+from tests.support.graphs import GraphBuilder
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
 
+aten = torch.ops.aten
 WIDTH = wrapped.WIDTH
 
 
@@ -58,6 +62,24 @@ class Gated(nn.Module):
             y = self.norm(x)
             x = x + self.gain * self.back(functional.silu(self.left(y)) * self.right(y))
         return x
+
+
+def test_what_is_saved_is_one_value_and_no_view() -> None:
+    """Nothing else can be: of an operator with several results, what is computed with them; never a view."""
+    with fake_world(2):
+        b = GraphBuilder()
+        start = b.call(c10d.all_gather_into_tensor.default, b.placeholder("p", 4), 2, GROUP)
+        weight = b.call(c10d.wait_tensor.default, start)
+        x = b.placeholder("x", 1, 8)
+        several = b.call(aten.native_layer_norm.default, x, [8], weight, None, 1e-5)
+        normed = b.call(operator.getitem, several, 0)
+        wide = b.call(aten.mul.Tensor, normed, b.placeholder("wide", 5, 8))
+        part = b.call(aten.slice.Tensor, wide, 0, 0, 1)
+        small = b.call(aten.sum.dim_IntList, part, [1])
+        b.graph.output((small,))
+    assert list(saved_alike._computed_with(start, set())) == [wide]
+    assert saved_alike._smallest(wide, set()) is small
+    assert saved_alike._smallest(wide, {small}) is wide
 
 
 def gathered(

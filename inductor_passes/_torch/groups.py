@@ -14,7 +14,7 @@ import torch.fx
 def resolve_group_ranks(group: object) -> tuple[str, tuple[int, ...]] | None:
     """(group name, global ranks in group order) of a group argument (name or object), None when it does not exist.
 
-    A group that torch lists no ranks of does not exist either: one that was destroyed, for instance.
+    A group that torch lists no ranks of does not exist either.
     """
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d

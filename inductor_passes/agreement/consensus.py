@@ -134,7 +134,7 @@ def settle(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
 
 
 #: Why nobody may have answered.
-_ABSENT = " (one that runs another graph meanwhile, for a batch of another size for instance, is not asked anything)"
+_ABSENT = " (one that runs another graph meanwhile, for a batch of another size for instance, does not answer)"
 
 
 class _Talk:

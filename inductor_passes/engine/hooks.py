@@ -125,6 +125,19 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
         """The user's own partitioner, None for Inductor's."""
         return self.others[0] if self.others else None
 
+    def uuid(self) -> Any:
+        """Cache key; None keeps Inductor from caching.
+
+        A further variant gathers what the function's first graph gathers: after another first graph, its code is other
+        code.
+        """
+        key, theirs = super().uuid(), None
+        with guarded("reading what the first variant gathers", "it is cached as a first one", lambda: self.settings):
+            from inductor_passes.engine import saved_alike
+
+            theirs = saved_alike.wanted(self.settings)
+        return key if key is None or theirs is None else (key, *sorted(theirs.items()))
+
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
         """Forward and backward graph of a joint one."""
         from inductor_passes.engine.partitioner import Separation

@@ -66,11 +66,18 @@ class Separation:
         naming.note(gm.graph, lambda: self.settings)
         with guarded("reading the settings", "one plan is made for all sizes", lambda: self.settings):
             dynamic_plans.divide(gm.graph, self.settings, inference=False)
+        settled: PassReport | None = None
+        with guarded("reading what the first variant keeps", _APART, lambda: self.settings):
+            settled = self._settle(gm.graph)
         shrinks = False
         with guarded("reading the memory budget", "nothing is computed again", lambda: self.settings):
             shrinks = self.settings.budget.shrinks
         if shrinks:
             return self._shrunk(gm, joint_inputs, kwargs)
+        if settled is not None:
+            both = self._split(gm, joint_inputs, kwargs)
+            self._attach(both, settled, None)
+            return both
         marked: list[torch.fx.Node] = []
         with guarded("looking for gathers to keep", "everything is gathered again", lambda: self.settings):
             marked = keep.marked(gm.graph)
@@ -91,7 +98,6 @@ class Separation:
                 detail = f"{type(error).__name__}: {error}"
                 decided = _Decided(PassReport(keep.NAME, rolled_back=Reason.EXCEPTION, detail=detail))
                 raise
-            decided = self._like_the_first(decided, gm.graph, marked)
             if decided.kept:
                 keep.keep(marked, decided.kept)
                 done = True
@@ -106,8 +112,6 @@ class Separation:
 
     def _shrunk(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward within a budget that may be below what they need as they come."""
-        with guarded("reading what the first variant keeps", _APART, lambda: self.settings):
-            self._settle(gm.graph)
         base = self._split(shrinking.copied(gm), joint_inputs, kwargs)
         if self.inner is not None:
             said = PassReport(recompute.NAME, rolled_back=Reason.UNSUPPORTED, detail=_OWN_PARTITIONER)
@@ -201,29 +205,20 @@ class Separation:
             choice = keep.choose_kept(forward.problem, backward.problem, found, settings.budget, step_peak, planned)
         return _Decided(choice.report, step_peak, choice.kept)
 
-    def _like_the_first(
-        self, decided: _Decided, graph: torch.fx.Graph, marked: Sequence[torch.fx.Node]
-    ) -> _Decided:
-        """What backward reuses in a further variant of a function: what it reuses in the first one.
+    def _settle(self, graph: torch.fx.Graph) -> PassReport | None:
+        """Leave no gather of a further variant open: each is kept for backward, or not, as in the first one.
 
-        Other ranks may run that one meanwhile: what one rank gathers alone it waits for in vain.
+        Other ranks may run that one meanwhile, so there is nothing to choose, and nobody to ask.
         """
-        theirs = saved_alike.wanted(self.settings)
+        marked = keep.marked(graph)
+        theirs = saved_alike.wanted(self.settings) if marked else None
         if theirs is None:
-            return decided
+            return None
         kept = saved_alike.not_gathered(graph, marked, theirs)
-        if kept == decided.kept:
-            return decided
-        said = PassReport(keep.NAME, changed=bool(kept), detail=f"{len(kept)} kept, as in the function's first graph")
-        return _Decided(said, decided.step_peak_bytes, kept)
-
-    def _settle(self, graph: torch.fx.Graph) -> None:
-        """Leave no gather of a further variant open: each is kept for backward, or not, as in the first one."""
-        theirs, marked = saved_alike.wanted(self.settings), keep.marked(graph)
-        if theirs is not None and marked:
-            keep.keep(marked, saved_alike.not_gathered(graph, marked, theirs))
-            for node in marked:
-                _torch.settle(node)
+        keep.keep(marked, kept)
+        for node in marked:
+            _torch.settle(node)
+        return PassReport(keep.NAME, changed=bool(kept), detail=f"{len(kept)} kept, as in the function's first graph")
 
     def _pinned(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import torch.fx
 
@@ -29,9 +30,12 @@ def wanted(settings: PassConfig) -> Counter[str] | None:
 
     None where this graph is the first, or it is not known what that one gathers.
     """
+    about = variants.About(_torch.compile_id(), "backward", "")
+    if not about.number:
+        return None
     profile = identity.load_profile(settings)
     key = identity.cache_key(agreeing.deciding(settings), profile) or ""
-    return variants.first_gathers(variants.About(_torch.compile_id(), "backward", key))
+    return variants.first_gathers(replace(about, settings=key))
 
 
 def gathers(graph: torch.fx.Graph) -> Counter[str]:
@@ -111,7 +115,9 @@ def _computed_with(start: torch.fx.Node, backward: set[torch.fx.Node]) -> Iterat
             if user in seen or user in backward or user.op != "call_function":
                 continue
             seen.add(user)
-            if _torch.is_gathered_again(user) or role(user) is Role.FREE:
+            # What returns several values cannot be saved; what is computed with these can.
+            one_value = isinstance(user.meta.get("val"), torch.Tensor)
+            if _torch.is_gathered_again(user) or role(user) in (Role.WAIT, Role.FREE) or not one_value:
                 stack.append(user)
             else:
                 yield user
@@ -127,7 +133,8 @@ def _smallest(node: torch.fx.Node, backward: set[torch.fx.Node]) -> torch.fx.Nod
         (node,) = node.users
         if node in backward or node.op != "call_function":
             break
-        if (size := _bytes(node)) < least:
+        # torch computes a view again whatever is asked.
+        if role(node) is not Role.FREE and (size := _bytes(node)) < least:
             best, least = node, size
     return best
 

@@ -19,7 +19,7 @@ def divide(part: torch.Tensor, divisor: int) -> torch.Tensor:
 
     Args:
         part: of a floating-point dtype.
-        divisor: exact in that dtype.
+        divisor: exact in float, or in the dtype where that is wider.
     """
     return part / divisor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import torch
 from torch import nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.utils import run_and_get_code
 
 from inductor_passes.cost.communication import KINDS, GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
 from inductor_passes.report import GraphReport, PassReport
+from inductor_passes.rewriting import cpu_calls
 from inductor_passes.trace.collector import collect
 
 
@@ -78,3 +81,16 @@ def compiled_reports(model: nn.Module, tokens: torch.Tensor, **settings: Any) ->
 
 def kept(reports: list[GraphReport]) -> PassReport | None:
     return next((p for r in reports for p in r.passes if p.name == "keep"), None)
+
+
+def compiled_with_calls(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[Any, str]:
+    """What compiled code gives in which our operators are calls of C++ functions, and the code."""
+    cpu_calls.register()
+    torch._dynamo.reset()
+    found, (code,) = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=False), *inputs)
+    return found, code
+
+
+def calls(code: str, function: str) -> int:
+    """How often generated code calls a function whose name begins so."""
+    return len(re.findall(rf"^ +{function}\w*\(", code, re.MULTILINE))
