@@ -12,8 +12,6 @@ from tests.support.verify_graphs import apply_order, random_program
 from tests.support.verify_mutations import MUTATIONS, Case, inject
 from tests.support.world import grouped_world
 
-#: Injections per kind, spread over the programs.
-INJECTIONS = 80
 PROGRAMS = 40
 
 
@@ -30,17 +28,23 @@ def programs():
         yield groups, made
 
 
+@pytest.fixture
+def injections(request) -> int:
+    """How many per kind, spread over the programs: one for each, or with ``--slow`` two."""
+    return PROGRAMS * (2 if request.config.getoption("slow") else 1)
+
+
 def test_there_are_enough_kinds():
     assert len(MUTATIONS) >= 60 and len({m.name for m in MUTATIONS}) == len(MUTATIONS)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
-def test_illegal_change_is_found(programs, mutation):
+def test_illegal_change_is_found(programs, injections, mutation):
     groups, made = programs
     injected = attempts = 0
-    while injected < INJECTIONS:
+    while injected < injections:
         attempts += 1
-        assert attempts < 40 * INJECTIONS, f"{mutation.name} found only {injected} places"
+        assert attempts < 40 * injections, f"{mutation.name} found only {injected} places"
         program, reference = made[attempts % PROGRAMS]
         case = Case(program, groups, random.Random(attempts))
         known = verify.Known()
