@@ -47,7 +47,7 @@ class Step:
         reduce_op: of a reduction or a partition, else "".
         bytes: sent or received per rank, ring model, maximum over ranks.
         copy_bytes: read plus written by packing and unpacking, maximum over ranks.
-        cost_ns: link and copies.
+        cost_ns: the collective (link and host) and copies.
         working_bytes: buffers alive at the worst moment of the step (its input, staging buffers, output).
     """
 
@@ -78,14 +78,20 @@ class Pricing:
     _distinct: dict[tuple[int, ...], list[tuple[int, ...]]] = field(default_factory=dict, compare=False, repr=False)
     _least: dict[int, int] = field(default_factory=dict, compare=False, repr=False)
 
-    def link_ns(self, kind: str, input_bytes: int, output_bytes: int, wire_bytes: int, dims: tuple[int, ...]) -> int:
-        """Time of a collective over ``dims``: of the slowest of its groups when a profile knows them apart."""
+    def collective_ns(
+        self, kind: str, input_bytes: int, output_bytes: int, wire_bytes: int, dims: tuple[int, ...]
+    ) -> int:
+        """Time of a collective over ``dims``, on its link and of the host that issues it, where the profile knows that:
+        of the slowest of its groups when a profile knows them apart."""
         if self.profile is None:
             return DEFAULT_LATENCY_NS + wire_bytes * 1000 // DEFAULT_BYTES_PER_US
         question = (kind, input_bytes, output_bytes, dims)
         if question not in self._known:
+            issue_ns = getattr(self.profile, "issue_ns", lambda *_: 0)
+            about = kind, input_bytes, output_bytes
             self._known[question] = max(
-                self.profile.communication_ns(kind, input_bytes, output_bytes, group) for group in self._groups(dims)
+                self.profile.communication_ns(*about, group) + int(issue_ns(*about, group))
+                for group in self._groups(dims)
             )
         return self._known[question]
 
@@ -110,10 +116,10 @@ class Pricing:
                 for dims in itertools.combinations(used, count):
                     group = self.mesh.group_size(dims)
                     whole = wire_bytes * group // (group - 1)
-                    times.append(self.link_ns("all_to_all", whole, whole, wire_bytes, dims))
-                    times.append(self.link_ns("all_gather", whole // group, whole, wire_bytes, dims))
-                    times.append(self.link_ns("reduce_scatter", whole, whole // group, wire_bytes, dims))
-                    times.append(self.link_ns("all_reduce", whole // 2, whole // 2, wire_bytes, dims))
+                    times.append(self.collective_ns("all_to_all", whole, whole, wire_bytes, dims))
+                    times.append(self.collective_ns("all_gather", whole // group, whole, wire_bytes, dims))
+                    times.append(self.collective_ns("reduce_scatter", whole, whole // group, wire_bytes, dims))
+                    times.append(self.collective_ns("all_reduce", whole // 2, whole // 2, wire_bytes, dims))
             self._least[wire_bytes] = min(times)
         return self._least[wire_bytes]
 
@@ -147,7 +153,7 @@ class Pricing:
             before,
             after,
             wire,
-            self.link_ns("all_to_all", message, message, wire, dims),
+            self.collective_ns("all_to_all", message, message, wire, dims),
             2 * sent + 2 * large_out,
             max(large_in + sent + received, large_in + received + large_out),
         )
@@ -159,7 +165,7 @@ class Pricing:
         packing = large_in if not before.is_even else 0
         unpacking = 0 if _gathers_in_order(before, after, dims) else large_out
         ring, gathered = (group - 1) * large_in, group * large_in
-        ns = self.link_ns("all_gather", large_in, gathered, ring, dims)
+        ns = self.collective_ns("all_gather", large_in, gathered, ring, dims)
         copy = 2 * (packing + unpacking)
         return self._step(
             "all_gather", dims, before, after, ring, ns, copy, large_in + gathered + max(packing, unpacking)
@@ -172,12 +178,12 @@ class Pricing:
         large_in, large_out = before.max_numel * size, after.max_numel * size
         if set(dims) <= set(after.replicate_dims):
             wire = -(-2 * (group - 1) * large_in // group)
-            ns = self.link_ns("all_reduce", large_in, large_in, wire, dims)
+            ns = self.collective_ns("all_reduce", large_in, large_in, wire, dims)
             return self._step("all_reduce", dims, before, after, wire, ns, 0, 2 * large_in, op)
         packed = group * large_out
         wire = (group - 1) * large_out
         in_order = packed == large_in and _gathers_in_order(after, before, dims)
-        ns = self.link_ns("reduce_scatter", packed, large_out, wire, dims)
+        ns = self.collective_ns("reduce_scatter", packed, large_out, wire, dims)
         copy = 0 if in_order else 2 * packed
         staging = 0 if in_order else packed
         return self._step("reduce_scatter", dims, before, after, wire, ns, copy, large_in + staging + large_out, op)
@@ -195,12 +201,12 @@ class Pricing:
         before: Layout,
         after: Layout,
         wire: int,
-        link_ns: int,
+        collective_ns: int,
         copy: int,
         working: int,
         op: str = "",
     ) -> Step:
-        cost = link_ns + self.copy_ns(copy)
+        cost = collective_ns + self.copy_ns(copy)
         return Step(kind, dims, before, after, op, wire, copy, cost, working)
 
     def copy_ns(self, size_bytes: int) -> int:

@@ -49,7 +49,7 @@ class Chain:
         pending: groups along which the source is pending reduction, with the reduce op.
         reductions: their collectives.
         groups: in order of occurrence.
-        link_ns / copied_bytes: what the chain costs.
+        collectives_ns / copied_bytes: what the chain costs.
         steps: short names, e.g. ``gather 0 (4)``.
     """
 
@@ -61,7 +61,7 @@ class Chain:
     groups: dict[Ranks, None] = field(default_factory=dict)
     pending: dict[Ranks, str] = field(default_factory=dict)
     reductions: list[Collective] = field(default_factory=list)
-    link_ns: int = 0
+    collectives_ns: int = 0
     copied_bytes: int = 0
     steps: list[str] = field(default_factory=list)
 
@@ -111,7 +111,7 @@ class Chain:
             dict(self.groups),
             dict(self.pending),
             list(self.reductions),
-            self.link_ns,
+            self.collectives_ns,
             self.copied_bytes,
             list(self.steps),
         )
@@ -223,7 +223,7 @@ def _reduced(work: Work, chain: Chain, start: torch.fx.Node, packed: Joined | No
         chain.nodes += packed.nodes
     chain.nodes += [start, wait]
     chain.node = wait
-    chain.link_ns += work.price_ns(reduction)
+    chain.collectives_ns += work.price_ns(reduction)
     chain.reductions.append(reduction)
     return True
 
@@ -261,7 +261,7 @@ def _gathered(work: Work, chain: Chain, start: torch.fx.Node) -> bool:
         chain.copied_bytes += _bytes(node)
     if not chain.gather(dim, tuple(sorted(gather.group.ranks))):
         return False
-    chain.link_ns += work.price_ns(gather)
+    chain.collectives_ns += work.price_ns(gather)
     chain.nodes += nodes
     chain.node = node
     return True

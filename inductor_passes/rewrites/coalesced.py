@@ -120,14 +120,14 @@ class Taken:
             work.applications.add(COALESCED, list(one.removed), list(one.added), list(one.results))
             ranks = found[0].group.ranks
             sizes = [sum(c.input_bytes or 0 for c in found), sum(c.output_bytes or 0 for c in found)]
-            saved.append((family, work.price_ns(*found) - work.link_ns(one.kind, sizes[0], sizes[1], ranks)))
+            saved.append((family, work.price_ns(*found) - work.collective_ns(one.kind, sizes[0], sizes[1], ranks)))
         return saved
 
     def _price_apart(self, work: Work, name: str) -> int:
         whole = self._wholes[name]
         total = 0
         for size, received in _sizes(whole):
-            total += work.link_ns(whole.kind, size, received, whole.group.ranks)
+            total += work.collective_ns(whole.kind, size, received, whole.group.ranks)
         return total
 
     def _decision(self, name: str, verdict: Verdict, reason: Reason, members: int, gain: int) -> Decision:

@@ -92,7 +92,7 @@ class PlanChains:
         names = group_names(mesh, rank, steps)
         check_replaceable(work, chain.source, chain.nodes, chain.node, steps)
         build = builder(Unroller(mesh, rank, names), chain.source, steps)
-        gain = chain.link_ns + pricing.copy_ns(2 * chain.copied_bytes) - sum(step.cost_ns for step in steps)
+        gain = chain.collectives_ns + pricing.copy_ns(2 * chain.copied_bytes) - sum(step.cost_ns for step in steps)
         if gain == 0 and len(steps) >= len(chain.steps):
             return None
         if len(chain.reductions) == len(chain.steps):

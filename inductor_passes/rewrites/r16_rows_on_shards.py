@@ -24,9 +24,9 @@ reduction of a row. Symbolic sizes have to divide for their whole range, and if 
 
 Bytes on the link stay the same. Saved is (ranks - 1) / ranks of reading and writing the region's inputs and results,
 and memory of what lives in it. Async TP can cut a matmul in front of an all_reduce, but not one behind it; here it cuts
-both. Where it is on, half of the shorter one of collective and matmul counts as hidden, before and after. In training
-the region spans forward and backward, so it is looked for in the joint graph first, where what is saved between them is
-a share.
+both. Where it is on, half of the shorter one of transfer and matmul counts as hidden, before and after, but for the
+host's time to issue one more part. In training the region spans forward and backward, so it is looked for in the joint
+graph first, where what is saved between them is a share.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _gain_ns(work: Work, region: Region) -> int:
     gain -= sum(gather_ns(work, region, node) for node in handed)
     for node in region.sums:
         (source, *_), size = region.sources.values(), size_bytes(node)
-        gain -= work.link_ns(CollectiveKind.ALL_REDUCE, size, size, source.group.ranks)
+        gain -= work.collective_ns(CollectiveKind.ALL_REDUCE, size, size, source.group.ranks)
     copies = [copied_bytes(region.shares, operand, reader, region.leads[reader]) for operand, reader in brought.items()]
     gain -= sum(work.copy_ns(size) for size in copies if size)
     # Inductor fuses what lies in between.
@@ -137,20 +137,28 @@ def _gain_ns(work: Work, region: Region) -> int:
 
 def _scatter_ns(work: Work, source: Collective) -> int:
     size = source.input_bytes or 0
-    return work.link_ns(CollectiveKind.REDUCE_SCATTER, size, size // source.group.size, source.group.ranks)
+    return work.collective_ns(CollectiveKind.REDUCE_SCATTER, size, size // source.group.size, source.group.ranks)
 
 
 def _hidden_ns(work: Work, region: Region, handed: list[torch.fx.Node]) -> int:
     """What async TP may hide more than it can of the all_reduces."""
     hidden = 0
+    (first, *_) = region.sources.values()
+    profile, ranks = work.facts.profile, first.group.ranks
+
+    def halved(kind: CollectiveKind, sent: int, received: int, product_ns: int) -> int:
+        shorter = min(profile.communication_ns(kind, sent, received, ranks), product_ns)
+        return max(0, shorter // 2 - profile.issue_ns(kind, 0, 0, ranks))
+
     for source in region.sources.values():
-        product = movement_behind(source.inputs[0]).source
+        product, size = movement_behind(source.inputs[0]).source, source.input_bytes or 0
         if name_of(product) in _PRODUCTS:
             product_ns = _product_ns(work, product)
-            hidden += (min(_scatter_ns(work, source), product_ns) - min(work.price_ns(source), product_ns)) // 2
+            hidden += halved(CollectiveKind.REDUCE_SCATTER, size, size // len(ranks), product_ns)
+            hidden -= halved(CollectiveKind.ALL_REDUCE, size, size, product_ns)
     for node in handed:
-        products = sum(_product_ns(work, product) for product in _products_ahead(region, node))
-        hidden += min(gather_ns(work, region, node), products) // 2
+        products, size = sum(_product_ns(work, product) for product in _products_ahead(region, node)), size_bytes(node)
+        hidden += halved(CollectiveKind.ALL_GATHER, size // len(ranks), size, products)
     return hidden
 
 

@@ -96,7 +96,7 @@ class PlanRedistributions:
         if unequal and not all(_is_of_a_call(start) for start in work.starts()):
             refuse(Reason.RANKS_DIFFER, _OTHERS)
         copies = work.copy_ns(found.copied_bytes)
-        gain = found.link_ns + copies - cost_ns
+        gain = found.collectives_ns + copies - cost_ns
         # A plan of as many collectives has to save more than rounding does.
         if collectives >= len(found.steps) and gain * 100 <= cost_ns:
             return None

@@ -109,11 +109,11 @@ def _gain_ns(work: Work, region: Region) -> int:
     gain = work.price_ns(region.gather) + work.copy_ns(whole)
     for node in region.reductions:
         size = size_bytes(node)
-        gain -= work.link_ns(CollectiveKind.ALL_REDUCE, size, size, group)
+        gain -= work.collective_ns(CollectiveKind.ALL_REDUCE, size, size, group)
     for node in region.picks:
         index, size = size_bytes(_torch.op_arguments(node)["index"]), size_bytes(node)
-        gain -= work.link_ns(CollectiveKind.ALL_GATHER, index, ranks * index, group)
-        gain -= work.link_ns(CollectiveKind.REDUCE_SCATTER, ranks * size, size, group)
+        gain -= work.collective_ns(CollectiveKind.ALL_GATHER, index, ranks * index, group)
+        gain -= work.collective_ns(CollectiveKind.REDUCE_SCATTER, ranks * size, size, group)
     # Inductor fuses what lies in between: all columns are read once for each pass over them.
     passes = max(1, len(region.reductions))
     return gain + work.facts.profile.compute_ns(0, passes * whole, "float32", 0) * (ranks - 1) // ranks

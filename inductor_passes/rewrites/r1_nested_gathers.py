@@ -54,7 +54,7 @@ class MergeNestedGathers:
             whole = gathered(emit, first.inputs[0], inner * outer, group)
             return whole if straight else transposed(emit, whole, inner, outer)
 
-        after = work.link_ns(CollectiveKind.ALL_GATHER, first.input_bytes, second.output_bytes, ranks)
+        after = work.collective_ns(CollectiveKind.ALL_GATHER, first.input_bytes, second.output_bytes, ranks)
         copy = 0 if straight else work.copy_ns(second.output_bytes or 0)
         return Match(
             work.price_ns(first, second) - after - copy,

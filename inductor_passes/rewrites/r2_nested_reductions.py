@@ -55,7 +55,7 @@ class MergeNestedReductions:
         def build(emit: Emitter) -> torch.fx.Node:
             return pair.between.replayed(emit, reduced(emit, first.inputs[0], second.reduce_op, group))
 
-        after = work.link_ns(CollectiveKind.ALL_REDUCE, first.input_bytes, first.input_bytes, ranks)
+        after = work.collective_ns(CollectiveKind.ALL_REDUCE, first.input_bytes, first.input_bytes, ranks)
         return Match(
             work.price_ns(first, second) - after,
             f"{len(ranks)} ranks",

@@ -56,7 +56,7 @@ class MergeNestedScatters:
             packed = first.inputs[0] if straight else transposed(emit, first.inputs[0], a, b)
             return scattered(emit, packed, second.reduce_op, a * b, group)
 
-        after = work.link_ns(CollectiveKind.REDUCE_SCATTER, first.input_bytes, second.output_bytes, ranks)
+        after = work.collective_ns(CollectiveKind.REDUCE_SCATTER, first.input_bytes, second.output_bytes, ranks)
         copy = 0 if straight else work.copy_ns(first.input_bytes or 0)
         return Match(
             work.price_ns(first, second) - after - copy,

@@ -75,7 +75,7 @@ class ReduceOnShards:
         reduction = first if second.kind == CollectiveKind.REDUCE_SCATTER else second
         before = work.price_ns(reduction)
         return Match(
-            before - work.link_ns(CollectiveKind.ALL_REDUCE, part, part, reduction.group.ranks),
+            before - work.collective_ns(CollectiveKind.ALL_REDUCE, part, part, reduction.group.ranks),
             f"{whole} to {part} bytes reduced",
             lambda: work.replace(self.name, second.start, pair.removed, lambda emit: build(emit, pair)),
         )

@@ -192,7 +192,7 @@ def _price_of(work: Work, collective: Collective, total: Total) -> int:
     """Time of the one reduction that is left, in the type in which is added."""
     was, now = collective.dtypes[0].itemsize, total.top.meta["val"].dtype.itemsize
     sizes = [None if size is None else size * now // was for size in (collective.input_bytes, collective.output_bytes)]
-    return work.link_ns(collective.kind, sizes[0], sizes[1], collective.group.ranks)
+    return work.collective_ns(collective.kind, sizes[0], sizes[1], collective.group.ranks)
 
 
 def _tops(collective: Collective) -> list[torch.fx.Node]:

@@ -75,8 +75,8 @@ class ReduceWhatIsKept:
             return scattered(emit, sent, reduction.reduce_op, size, reduction.group_argument)
 
         removed = (used[0], *(p for p in split.users if p is not used[0]), split, wait, reduction.start)
-        whole_bytes = reduction.input_bytes or 0
-        after = work.link_ns(CollectiveKind.REDUCE_SCATTER, whole_bytes, whole_bytes // size, reduction.group.ranks)
+        whole_bytes, ranks = reduction.input_bytes or 0, reduction.group.ranks
+        after = work.collective_ns(CollectiveKind.REDUCE_SCATTER, whole_bytes, whole_bytes // size, ranks)
         copy = work.copy_ns(whole_bytes) if dim else 0
         return Match(
             work.price_ns(reduction) - after - copy,
@@ -97,7 +97,7 @@ class ReduceWhatIsKept:
         def build(emit: Emitter) -> torch.fx.Node:
             return reduced(emit, first.inputs[0], first.reduce_op, first.group_argument)
 
-        after = work.link_ns(CollectiveKind.ALL_REDUCE, first.input_bytes, first.input_bytes, first.group.ranks)
+        after = work.collective_ns(CollectiveKind.ALL_REDUCE, first.input_bytes, first.input_bytes, first.group.ranks)
         return Match(
             work.price_ns(first, pair.second) - after,
             f"{first.group.size} ranks",

@@ -136,7 +136,8 @@ class CastBeforeGather:
 
     def _gain(self, work: Work, gather: Collective, before: torch.dtype, after: torch.dtype) -> int:
         sizes = [(n or 0) * after.itemsize // before.itemsize for n in (gather.input_bytes, gather.output_bytes)]
-        return work.price_ns(gather) - work.link_ns(CollectiveKind.ALL_GATHER, sizes[0], sizes[1], gather.group.ranks)
+        after = work.collective_ns(CollectiveKind.ALL_GATHER, sizes[0], sizes[1], gather.group.ranks)
+        return work.price_ns(gather) - after
 
 
 #: Operators on each element alone whose result is the same bits whatever code computes it.

@@ -60,7 +60,7 @@ class Redistributed:
         nodes: all of them, in graph order.
         before / after: layouts; along a mesh dimension that stays pending both say so.
         reductions: those among its collectives.
-        link_ns / copied_bytes: what it costs as it is.
+        collectives_ns / copied_bytes: what it costs as it is.
         steps: short names of its collectives, e.g. ``all_gather (4)``.
     """
 
@@ -70,7 +70,7 @@ class Redistributed:
     before: Spec
     after: Spec
     reductions: tuple[Collective, ...]
-    link_ns: int
+    collectives_ns: int
     copied_bytes: int
     steps: tuple[str, ...]
 
@@ -82,7 +82,7 @@ class Redistributed:
             nodes=self.nodes + other.nodes,
             after=other.after,
             reductions=self.reductions + other.reductions,
-            link_ns=self.link_ns + other.link_ns,
+            collectives_ns=self.collectives_ns + other.collectives_ns,
             copied_bytes=self.copied_bytes + other.copied_bytes,
             steps=self.steps + other.steps,
         )
@@ -134,9 +134,9 @@ def redistributed(work: Work, root: torch.fx.Node) -> Redistributed | None:
     _fits(after, last)
     dtype, itemsize = str(value.dtype).removeprefix("torch."), int(value.dtype.itemsize)
     before, after = (replace(s, dtype=dtype, itemsize=itemsize) for s in (before, after))
-    link_ns = sum(_price_ns(work, node, c) for node, c in zip(collectives, found))
+    collectives_ns = sum(_price_ns(work, node, c) for node, c in zip(collectives, found))
     copied = sum(_torch.tensor_bytes(n.meta["val"]) or 0 for n in nodes if name_of(n) in _COPIES)
-    return Redistributed(source, result, nodes, before, after, reductions, link_ns, copied, steps)
+    return Redistributed(source, result, nodes, before, after, reductions, collectives_ns, copied, steps)
 
 
 def _fits(spec: Spec, shape: Sequence[int]) -> None:
@@ -204,7 +204,7 @@ def _price_ns(work: Work, node: torch.fx.Node, collective: Collective | None) ->
         return work.price_ns(collective)
     size = _torch.tensor_bytes(node.meta["val"])
     # The operator packs and unpacks by itself.
-    return work.link_ns(CollectiveKind.ALL_TO_ALL, size, size, _group(work, node)) + 2 * work.copy_ns(size or 0)
+    return work.collective_ns(CollectiveKind.ALL_TO_ALL, size, size, _group(work, node)) + 2 * work.copy_ns(size or 0)
 
 
 def _pending(spec: Spec, touched: set[int]) -> Spec:

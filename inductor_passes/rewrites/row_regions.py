@@ -216,7 +216,7 @@ def _cheaper_whole(work: Work, region: Region, node: torch.fx.Node) -> bool:
 def gather_ns(work: Work, region: Region, node: torch.fx.Node) -> int:
     """Time of gathering a node."""
     size, (source, *_) = size_bytes(node), region.sources.values()
-    return work.link_ns(CollectiveKind.ALL_GATHER, size // region.shares.ranks, size, source.group.ranks)
+    return work.collective_ns(CollectiveKind.ALL_GATHER, size // region.shares.ranks, size, source.group.ranks)
 
 
 def size_bytes(node: torch.fx.Node) -> int:

@@ -301,15 +301,16 @@ class Work:
         if not free and self.exactness != "reassociate":
             refuse(Reason.NUMERICS, detail, 'redistribute="reassociate"')
 
-    def link_ns(
+    def collective_ns(
         self, kind: CollectiveKind, input_bytes: int | None, output_bytes: int | None, ranks: tuple[int, ...]
     ) -> int:
-        """Time of one collective."""
-        return self.facts.profile.communication_ns(kind, input_bytes or 0, output_bytes or 0, ranks)
+        """Time of one collective: on its link, and of the host that issues it."""
+        profile, size = self.facts.profile, (input_bytes or 0, output_bytes or 0)
+        return profile.communication_ns(kind, *size, ranks) + profile.issue_ns(kind, *size, ranks)
 
     def price_ns(self, *collectives: Collective) -> int:
         """Time of collectives as they are."""
-        return sum(self.link_ns(c.kind, c.input_bytes, c.output_bytes, c.group.ranks) for c in collectives)
+        return sum(self.collective_ns(c.kind, c.input_bytes, c.output_bytes, c.group.ranks) for c in collectives)
 
     def copy_ns(self, size_bytes: int) -> int:
         """Time of copying a tensor: read plus write."""
