@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -181,8 +182,8 @@ class PartitionedError(Exception):
     """Ends a compilation whose graphs are there."""
 
 
-def checkpointed_graphs(tokens: int, dynamic: bool) -> list[torch.fx.GraphModule]:
-    """Forward and backward of a Llama of ``transformers`` under FSDP2, adopted, each layer checkpointed."""
+def separated(model: torch.nn.Module, *inputs: Any, dynamic: bool = False, **named: Any) -> list[torch.fx.GraphModule]:
+    """Forward and backward of a model as torch separates them."""
 
     class Keeping(CustomPartitionerFn):
         def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -194,16 +195,33 @@ def checkpointed_graphs(tokens: int, dynamic: bool) -> list[torch.fx.GraphModule
 
     made: list[torch.fx.GraphModule] = []
     torch._dynamo.reset()
+    options = inductor_passes.options(schedule="off", bucket="off", inductor={"custom_partitioner_fn": Keeping()})
+    with pytest.raises(Exception, match="PartitionedError"):
+        torch.compile(model, dynamic=dynamic, options=options)(*inputs, **named)
+    return made
+
+
+def checkpointed_graphs(tokens: int, dynamic: bool) -> list[torch.fx.GraphModule]:
+    """Forward and backward of a Llama of ``transformers`` under FSDP2, adopted, each layer checkpointed."""
     model = tiny_llama(num_hidden_layers=2)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.train().model.layers:
         fully_shard(layer)
-    options = inductor_passes.options(schedule="off", bucket="off", inductor={"custom_partitioner_fn": Keeping()})
     batch = torch.randint(64, (2, tokens))
-    step = torch.compile(adopt(fully_shard(model)), dynamic=dynamic, options=options)
-    with pytest.raises(Exception, match="PartitionedError"):
-        step(input_ids=batch, labels=batch)
-    return made
+    return separated(adopt(fully_shard(model)), dynamic=dynamic, input_ids=batch, labels=batch)
+
+
+class Branches(torch.nn.Module):
+    """Matrices of one size that read one input, in the order of ``order``."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        super().__init__()
+        self.order = order
+        self.weights = torch.nn.ParameterList(torch.randn(8, 8) for _ in order)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results = {one: torch.tanh(x @ self.weights[one]) for one in self.order}
+        return torch.stack([results[one] for one in sorted(results)]).prod(0).sum()
 
 
 def test_a_variant_that_comes_in_another_order_sends_the_same_in_the_same_order() -> None:
@@ -237,6 +255,34 @@ def test_a_variant_that_comes_in_another_order_sends_the_same_in_the_same_order(
         groups = tuple(all_carry_parameters(views[0]))
         earlier = following.Variant(came, messages(GraphView(first)), places, any_order=groups)
         assert places and earlier.kinds == following.kinds_of(other, groups)
+        assert alike.run_as_before(job(second, False), Earlier.of(earlier)) is not None
+        assert messages(GraphView(second)) == earlier.sent
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_bucket_carries_its_members_in_the_order_of_the_first_graph(phase: str, seed: int) -> None:
+    """A graph that came with two gathers of one size in the other order put them so into its message: under the first
+    one's names they were refused, and the graph was left as it was."""
+    count, number = 6, ("forward", "backward").index(phase)
+    orders = [*range(count)], random.Random(seed).sample(range(count), count)
+    settings, agreement = PassConfig(memory_budget="unlimited", verify="strict"), Agreement(True, "", "", ())
+
+    def job(graph: torch.fx.Graph, agreed: bool) -> alike.Job:
+        return alike.Job(graph, settings, CostProfile.default("cpu"), Known(phase, agreed), agreement, [])
+
+    with fake_world(2), without_kernels(), torch._inductor.config.patch(force_disable_caches=True):
+        mesh = init_device_mesh("cpu", (2,))
+        made = [separated(simple_fsdp(Branches(order), mesh), torch.randn(4, 8, requires_grad=True)) for order in orders]
+        first, second = (both[number].graph for both in made)
+        view = GraphView(first)
+        came, other = messages(view), messages(GraphView(second))
+        assert sorted(came) == sorted(other)
+        done = job(first, True).run()
+        groups = tuple(all_carry_parameters(view))
+        places = following.places(view.collectives, done.buckets)
+        earlier = following.Variant(came, messages(GraphView(first)), places, any_order=groups)
+        assert any(len(bucket) > 2 for bucket in places)
         assert alike.run_as_before(job(second, False), Earlier.of(earlier)) is not None
         assert messages(GraphView(second)) == earlier.sent
 

@@ -136,7 +136,7 @@ class BucketPass:
         if not choice.buckets:
             return Outcome(report, solved=solved)
         forms: list[Form] = ["coalesced" if b[0].key.group in coalesced else "packed" for b in choice.buckets]
-        groups = [[c.collective for c in b] for b in choice.buckets]
+        groups = [sorted((c.collective for c in b), key=lambda c: c.index) for b in choice.buckets]
         merged = self._merge(graph, view, groups, forms)
         report.changed = True
         # What is planned here is a forecast: where the merged graph keeps less of it, the other proposals are left.
@@ -147,7 +147,7 @@ class BucketPass:
         return Outcome(PassReport(self.name, decisions=[refusal(c, reason, detail) for c in view.collectives]))
 
     def _pinned(self, graph: torch.fx.Graph, view: GraphView, pins: Pins) -> Outcome:
-        """Merge what the pinned plan says.
+        """Merge what the pinned plan says, members in its order: the graph may have them in another one.
 
         Raises:
             GivenUp, PlanFileError: it cannot be done; the graph is unchanged.

@@ -96,7 +96,8 @@ def merge(
     Args:
         graph: functional graph with fake tensors in ``meta["val"]``.
         view: of ``graph`` as it is.
-        groups: disjoint; members of a group have the same kind, process group, reduce op and device.
+        groups: disjoint; members of a group have the same kind, process group, reduce op and device. A message has them
+            in the order in which they are given: the same one on all ranks.
         forms: one per group, see :data:`Form`; by default, and for kinds without a coalesced operator, packed.
         keep_sums: whether results keep bits that depend on how Inductor's code adds, see
             :mod:`~inductor_passes.rewriting.sums`.
@@ -163,7 +164,7 @@ def _rewrite(
 
 
 def _bucket(view: GraphView, group: Sequence[Collective], form: Form, number: int) -> _Bucket:
-    members = tuple(sorted(group, key=lambda c: c.index))
+    members = tuple(group)
     if len(members) < 2:
         raise MergeError(f"group {number} has {len(members)} members; expected at least 2")
     try:
