@@ -96,6 +96,16 @@ def test_another_setting_or_world_is_another_entry(cache: Path, cold: dict[str, 
     assert all(not r[2] for r in other["reports"])
 
 
+def test_what_was_said_of_a_graph_is_said_out_of_a_warm_cache(tmp_path: Path) -> None:
+    """Found: a job that was started again was not told that its memory budget cannot be reached."""
+    told = []
+    for _ in range(2):
+        done = run_script(SCRIPT, "-99%", 2, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        told.append([line for line in done.output.splitlines() if "inductor_passes:" in line])
+    assert done.result()["hits"] > 0 and all(r[2] for r in done.result()["reports"])
+    assert told[0] == told[1] and any("no plan was found that needs less" in line for line in told[0])
+
+
 #: Trains a step with a budget that shrinks; its plans and problems are asked for in the folder that is given.
 DUMPING = """
 import os, sys

@@ -273,7 +273,8 @@ def test_a_bucket_carries_its_members_in_the_order_of_the_first_graph(phase: str
 
     with fake_world(2), without_kernels(), torch._inductor.config.patch(force_disable_caches=True):
         mesh = init_device_mesh("cpu", (2,))
-        made = [separated(simple_fsdp(Branches(order), mesh), torch.randn(4, 8, requires_grad=True)) for order in orders]
+        x = torch.randn(4, 8, requires_grad=True)
+        made = [separated(simple_fsdp(Branches(order), mesh), x) for order in orders]
         first, second = (both[number].graph for both in made)
         view = GraphView(first)
         came, other = messages(view), messages(GraphView(second))

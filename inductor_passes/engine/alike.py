@@ -17,7 +17,7 @@ from inductor_passes.engine import agreeing, following, variants
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report
-from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.complain import warn_of_graph, warn_once
 from inductor_passes.engine.judge import graph_limits
 from inductor_passes.engine.passes import NO_REWRITES, passes_of
 from inductor_passes.engine.pipeline import run_passes
@@ -135,7 +135,7 @@ class Job:
                 return None
             found, budget = less
             why = f"{why}. {self._above(found, budget)}"
-            warn_once(f"inductor_passes: {why}")
+            warn_of_graph(f"inductor_passes: {why}")
             self._enter(found, budget)
         found.config, found.pins = self.settings, None
         found.report.config = self.settings.to_json()
@@ -246,7 +246,7 @@ def run_alike(
     if earlier is not None and not first and not earlier.is_sent(messages(GraphView(graph))):
         phases = earlier.phase or "another", job.known.phase
         evaluates = "inference" in phases and phases[0] != phases[1]
-        warn_once(UNLIKE.format(earlier=phases[0], this=phases[1], instead=_TOGETHER[evaluates]))
+        warn_of_graph(UNLIKE.format(earlier=phases[0], this=phases[1], instead=_TOGETHER[evaluates]))
     if not agreed.agreed:
         return compilation
     # Merging and reordering show in the messages, and a pass that changed nothing in nothing. So a graph that is

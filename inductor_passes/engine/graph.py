@@ -31,7 +31,7 @@ from inductor_passes.engine import (
 )
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
-from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.complain import warn_of_graph, warn_once
 from inductor_passes.engine.kept import Kept, kept
 from inductor_passes.engine.publish import publish_fx
 from inductor_passes.ir.view import GraphView
@@ -237,7 +237,7 @@ def note_pins(compilation: Compilation) -> None:
             notes.append(f"{compilation.config.plan} says nothing about this graph: planned as usual")
     elif found.given_up:
         notes.append(f"pinned plan given up: {found.given_up}")
-        warn_once(f"inductor_passes: planning anew, {found.given_up}")
+        warn_of_graph(f"inductor_passes: planning anew, {found.given_up}")
     else:
         notes.append(f"pinned by {found.path} ({found.digest})")
 

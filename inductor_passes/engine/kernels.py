@@ -15,7 +15,7 @@ from inductor_passes import _torch, verify
 from inductor_passes.engine import judge, naming, timing
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.compilation import Compilation
-from inductor_passes.engine.complain import complain, warn_once
+from inductor_passes.engine.complain import complain, take_said, warn_of_graph
 from inductor_passes.engine.publish import publish, somebody_looks
 from inductor_passes.ir.parameters import reported
 from inductor_passes.problems.kernel_memory import donated_inputs, saved_together
@@ -58,7 +58,7 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
         graph.notes.append(f"kernels planned here, {pins.path}: {foreign}")
     if ordered.given_up:
         graph.notes.append(f"pinned order of kernels given up: {ordered.given_up}")
-        warn_once(f"inductor_passes: planning kernels anew, {ordered.given_up}")
+        warn_of_graph(f"inductor_passes: planning kernels anew, {ordered.given_up}")
     if ordered.above_bytes * ABOVE > before.peak_bytes:
         graph.notes.append(f"the kernels need {ordered.above_bytes} bytes more than the memory budget allows")
     ordered = _checked(ordered, nodes, limit, compilation, report)
@@ -102,7 +102,7 @@ def _say_missed(peak_bytes: int, compilation: Compilation) -> None:
     allowed = budget.limit_bytes(step.step_peak_bytes)
     if allowed is not None and (peak_bytes - allowed) * ABOVE > allowed:
         asked, phase = compilation.config.memory_budget, compilation.report.phase
-        warn_once(
+        warn_of_graph(
             f"inductor_passes: memory_budget={asked!r} allows a graph {size(allowed)}, and the kernels of {phase} need "
             f"{size(peak_bytes)}: Inductor fuses them otherwise than expected"
         )
@@ -177,11 +177,12 @@ def _watch(planned: list[Any], ordered: Ordered, compilation: Compilation, files
         with guarded("comparing the generated code with the plan", "it is not compared"):
             graph.order_check = order_check.compare(planned, list(statements))
             if not graph.order_check.startswith((order_check.CONFIRMED, order_check.UNCHECKED)):
-                warn_once(f"inductor_passes: the generated code is not in the planned order: {graph.order_check}")
+                warn_of_graph(f"inductor_passes: the generated code is not in the planned order: {graph.order_check}")
         if not compilation.again:
             with guarded("storing the report in the generated code", "a warm cache has no report"):
+                told = take_said()
                 _torch.add_module_statement(
-                    cached.statement(graph, problem, ordered.plan.order, compilation.rank_steps, files)
+                    cached.statement(graph, problem, ordered.plan.order, compilation.rank_steps, files, told)
                 )
         if compilation.config.tune:
             with guarded("timing the first steps", "they are not timed"):

@@ -30,7 +30,7 @@ from inductor_passes.engine import (
     stand_ins,
 )
 from inductor_passes.engine.barrier import guarded
-from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.complain import warn_of_graph
 from inductor_passes.pin import pins
 from inductor_passes.problems.fx import FxProblem, NoHintError
 from inductor_passes.problems.graph_memory import mark_saved_blocks, mark_views_of_inputs
@@ -116,7 +116,7 @@ class Separation:
         if self.inner is not None:
             said = PassReport(recompute.NAME, rolled_back=Reason.UNSUPPORTED, detail=_OWN_PARTITIONER)
             done = shrinking.Shrunk(base, said)
-            warn_once(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {_OWN_PARTITIONER}")
+            warn_of_graph(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {_OWN_PARTITIONER}")
         else:
             done = shrinking.Shrunk(base)
             with (
@@ -257,7 +257,7 @@ class Separation:
         if plans is not None:
             replan = self.settings.plan_mismatch == "replan"
             if why := pins.nothing_to_keep(plans, _graph_index(), replan=replan):
-                warn_once(f"inductor_passes: {why}: it is planned anew")
+                warn_of_graph(f"inductor_passes: {why}: it is planned anew")
 
     def _attach(
         self,

@@ -25,7 +25,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import judge
 from inductor_passes.engine.compilation import Compilation, Known, new_report, phase_of
-from inductor_passes.engine.complain import VerificationError, complain, warn_once
+from inductor_passes.engine.complain import VerificationError, complain, warn_of_graph
 from inductor_passes.engine.passes import NO_REWRITES, PARTED, REWRITES
 from inductor_passes.engine.snapshot import Snapshot
 from inductor_passes.ir.view import GraphView
@@ -113,7 +113,7 @@ def run_passes(
     for step in run.steps:
         report.passes.append(step.report)
         if step.asked and step.report.rolled_back in judge.BY_COST:
-            warn_once(
+            warn_of_graph(
                 f"inductor_passes: pass {step.report.name!r} was undone in the {report.phase} graph although a setting "
                 f"asks for it: {step.report.detail}; raise memory_budget"
             )

@@ -17,7 +17,7 @@ from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, checkpointing, forecast, publish
-from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.complain import warn_of_graph
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
@@ -152,7 +152,7 @@ class Shrinking:
         fx = problems(views, self.settings, self.profile)
         if why := apart(views, fx, self.settings, self.profile):
             detail = f"{_DIFFER}: {why}"
-            warn_once(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {detail}")
+            warn_of_graph(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {detail}")
             return Shrunk(base, PassReport(recompute.NAME, rolled_back=Reason.RANKS_DIFFER, detail=detail))
         tagged = {n.name for n in self.gm.graph.nodes if _torch.is_tagged(n)}
         found = saved.read(views, fx, self.outputs, tagged)
@@ -244,7 +244,7 @@ class Shrinking:
         share = -(-needs * 100 // max(1, peak)) - 100
         # From "+0%" on it is another kind of budget: per graph, and nothing is computed again for it.
         relative = f', or "{share}%" of what it needs as it came' if share < 0 else ""
-        warn_once(
+        warn_of_graph(
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {size(limit)}, and no plan "
             f'was found that needs less than {size(needs)} ("={needs}B"{relative}): that '
             f"one is used. {told}{self._counted()}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from inductor_passes.compress.candidates import Fit, fits
 from inductor_passes.config import PassConfig
-from inductor_passes.engine.complain import warn_once
+from inductor_passes.engine.complain import warn_of_graph
 from inductor_passes.ir.view import GraphView
 
 #: So many names of each kind are given as examples.
@@ -47,7 +47,7 @@ def note(view: GraphView, settings: PassConfig, phase: str) -> str:
         seen.said = True
         said = _said(rules, seen.fit)
     if said:
-        warn_once(f"inductor_passes: {said}")
+        warn_of_graph(f"inductor_passes: {said}")
     return said
 
 

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from inductor_passes.records.once import warn_once
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace import nothing
@@ -33,11 +34,13 @@ def statement(
     order: Sequence[int],
     rank_steps: Mapping[str, Steps] | None = None,
     files: Sequence[AskedFile] = (),
+    said: Sequence[str] = (),
 ) -> str:
     """A Python statement that replays the report when it runs; deterministic for equal reports.
 
     ``rank_steps`` is what other ranks compare with (``rank_check``); it is published when the module is loaded.
-    ``files`` are written again then, and so is the plan where one is asked for.
+    ``files`` are written again then, and so is the plan where one is asked for. ``said`` are warnings: they are given
+    again then.
     """
     timeless = report.to_json()
     for one in timeless["passes"]:
@@ -52,14 +55,17 @@ def statement(
     more = f", ranks={json.dumps([report.phase, steps])!r}" if steps else ""
     if files or report.config.get("dump_plan"):
         more += ", asked=True"
+    if said:
+        more += f", said={tuple(said)!r}"
     return f"__import__('inductor_passes.trace.cached', fromlist=['loaded']).loaded({report.digest!r}, {text!r}{more})"
 
 
-def loaded(digest: str, packed: str, ranks: str = "", asked: bool = False) -> None:
+def loaded(digest: str, packed: str, ranks: str = "", asked: bool = False, said: Sequence[str] = ()) -> None:
     """Called by a generated module while it is loaded; emits the stored report unless it was compiled just now.
 
     Args:
         asked: whether files are to be written.
+        said: warnings that were given when it was compiled.
     """
     nothing.planned()
     if digest in _compiled_here:
@@ -67,6 +73,8 @@ def loaded(digest: str, packed: str, ranks: str = "", asked: bool = False) -> No
         return
     if ranks:
         _publish(ranks)
+    for one in said:
+        warn_once(one)
     try:
         _emit(packed, asked)
     except Exception as error:  # a report must never stop a compiled program from running
