@@ -14,6 +14,7 @@ from inductor_passes.engine import (
     agreeing,
     alike,
     dynamic_plans,
+    first_saved,
     following,
     garbage,
     gloo,
@@ -93,6 +94,10 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     compilation.participants = _participants(agreed, settings)
     if phase != "backward" and (text := dynamic_plans.statement(graph)):
         agreeing.leave(graph, text)
+    if phase == "forward":
+        with guarded("writing down what the first variant saves", "a warm cache does not know it", settings):
+            if text := first_saved.statement(settings):
+                agreeing.leave(graph, text)
     report = compilation.report
     report.notes.extend(() if step is None else step.notes)
     report.notes.extend([idle] if idle else ())

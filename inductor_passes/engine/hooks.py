@@ -128,15 +128,17 @@ class StepPartitioner(identity.Configured, _torch.partitioner_base()):  # type: 
     def uuid(self) -> Any:
         """Cache key; None keeps Inductor from caching.
 
-        A further variant gathers what the function's first graph gathers: after another first graph, its code is other
-        code.
+        A further variant saves and gathers what the function's first graph does: after another first graph, its code is
+        other code.
         """
-        key, theirs = super().uuid(), None
+        key, theirs, saved = super().uuid(), None, None
         with guarded("reading what the first variant gathers", "it is cached as a first one", lambda: self.settings):
-            from inductor_passes.engine import saved_alike
+            from inductor_passes.engine import first_saved, saved_alike
 
-            theirs = saved_alike.wanted(self.settings)
-        return key if key is None or theirs is None else (key, *sorted(theirs.items()))
+            theirs, saved = saved_alike.wanted(self.settings), first_saved.known(self.settings)
+        if key is None or theirs is None:
+            return key
+        return (key, *sorted(theirs.items()), "" if saved is None else saved.text())
 
     def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Split:
         """Forward and backward graph of a joint one."""

@@ -21,6 +21,7 @@ from inductor_passes.engine import (
     checkpointing,
     dynamic_plans,
     entry_values,
+    first_saved,
     forecast,
     garbage,
     identity,
@@ -63,6 +64,15 @@ class Separation:
 
     def run(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward graph of a joint one."""
+        names: dict[str, str] = {}
+        with guarded("noting the operators of the joint graph", _APART, lambda: self.settings):
+            names = first_saved.operators(gm.graph)
+        both = self._run(gm, joint_inputs, kwargs)
+        with guarded("noting what is saved", _APART, lambda: self.settings):
+            first_saved.note(names, both, kwargs["num_fwd_outputs"], self.settings)
+        return both
+
+    def _run(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         naming.note(gm.graph, lambda: self.settings)
         with guarded("reading the settings", "one plan is made for all sizes", lambda: self.settings):
             dynamic_plans.divide(gm.graph, self.settings, inference=False)
@@ -112,7 +122,11 @@ class Separation:
 
     def _shrunk(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """Forward and backward within a budget that may be below what they need as they come."""
-        base = self._split(shrinking.copied(gm), joint_inputs, kwargs)
+        alike = self._alike(gm, joint_inputs, kwargs)
+        came = base = self._split_once(shrinking.copied(gm), joint_inputs, kwargs)
+        if alike is not None:
+            with guarded("gathering what the first variant gathers", _APART, lambda: self.settings):
+                base = alike.made(came)
         if self.inner is not None:
             said = PassReport(recompute.NAME, rolled_back=Reason.UNSUPPORTED, detail=_OWN_PARTITIONER)
             done = shrinking.Shrunk(base, said)
@@ -130,7 +144,8 @@ class Separation:
                     return self._split(another, joint_inputs, kwargs)
 
                 try:
-                    done = shrinking.Shrinking(gm, split, kwargs["num_fwd_outputs"], settings, profile).run(base)
+                    job = shrinking.Shrinking(gm, split, kwargs["num_fwd_outputs"], settings, profile, alike)
+                    done = job.run(base, came)
                 except NoHintError as error:
                     said = PassReport(recompute.NAME, rolled_back=Reason.NO_HINT, detail=str(error))
                     done = shrinking.Shrunk(base, said)
@@ -139,20 +154,28 @@ class Separation:
 
     def _split(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         """What the inner partitioner makes of a joint graph; a further variant gathers what the first one gathers."""
-        theirs = None
+        alike = self._alike(gm, joint_inputs, kwargs)
+        both = self._split_once(gm, joint_inputs, kwargs)
+        if alike is not None:
+            with guarded("gathering what the first variant gathers", _APART, lambda: self.settings):
+                both = alike.made(both)
+        return both
+
+    def _alike(
+        self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
+    ) -> saved_alike.Alike | None:
+        """How to separate a further variant as the function's first graph; None where it is the first."""
         with guarded("reading what the first variant gathers", _APART, lambda: self.settings):
             theirs = saved_alike.wanted(self.settings)
-        if theirs is None:
-            return self._split_once(gm, joint_inputs, kwargs)
-        spare = shrinking.copied(gm)
-        both = self._split_once(gm, joint_inputs, kwargs)
-        with guarded("gathering what the first variant gathers", _APART, lambda: self.settings):
+            if theirs is not None:
+                spare = shrinking.copied(gm)
 
-            def again(another: torch.fx.GraphModule) -> Split:
-                return self._split_once(another, joint_inputs, kwargs)
+                def again(another: torch.fx.GraphModule) -> Split:
+                    return self._split_once(another, joint_inputs, kwargs)
 
-            both = saved_alike.split_alike(spare, both, theirs, again)
-        return both
+                first = first_saved.known(self.settings)
+                return saved_alike.Alike(lambda: shrinking.copied(spare), again, theirs, first)
+        return None
 
     def _split_once(self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]) -> Split:
         with guarded("evening out what ranks pad", "ranks may save different values", lambda: self.settings):

@@ -3,24 +3,29 @@
 What torch's partitioner saves depends on sizes. For a batch of one row it computes operators again that it saves the
 results of for other batches, and gathers their parameters for that. One rank alone may have such a batch: the others go
 on with a graph whose backward gathers less, and the job hangs. So a further variant is made to gather what the
-function's first one gathers: what torch would compute again with another parameter is saved, or the other way round.
+function's first one gathers: it saves and computes again what that one does (``first_saved``), where this is known;
+else what torch would compute again with another parameter is saved, or the other way round.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.config import PassConfig
-from inductor_passes.engine import agreeing, identity, variants
+from inductor_passes.engine import agreeing, first_saved, identity, variants
+from inductor_passes.engine.first_saved import Saved
 from inductor_passes.ir.ops import Role, role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.rewriting.messages import gather_of_parameters, messages
+
+log = logging.getLogger(__name__)
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 
@@ -50,25 +55,55 @@ def not_gathered(graph: torch.fx.Graph, nodes: Iterable[torch.fx.Node], theirs: 
     return frozenset(one.start.name for one, text in sent if one.start in among and text not in theirs)
 
 
-def split_alike(
-    gm: torch.fx.GraphModule, both: Split, theirs: Counter[str], split: Callable[[torch.fx.GraphModule], Split]
-) -> Split:
-    """Forward and backward that gather in backward what the first variant gathers; as they are where none are found.
+@dataclass(frozen=True)
+class Alike:
+    """How a further variant is separated.
 
-    Args:
-        gm: the joint graph; gets marks.
-        both: what it was separated into.
+    Attributes:
+        copy: the joint graph, anew each time.
+        split: separates a joint graph, which it may change.
         theirs: see :func:`wanted`.
-        split: separates a joint graph.
+        first: what the first variant saves; None where it is not known.
     """
-    ours = gathers(both[1].graph)
-    if ours == theirs:
-        return both
-    marked = _mark(gm.graph, set(ours - theirs), set(theirs - ours))
-    if not marked:
-        return both
-    found = split(gm)
-    return found if gathers(found[1].graph) == theirs else both
+
+    copy: Callable[[], torch.fx.GraphModule]
+    split: Callable[[torch.fx.GraphModule], Split]
+    theirs: Counter[str]
+    first: Saved | None
+
+    def fits(self, both: Split) -> bool:
+        """Whether backward gathers what the first variant's gathers."""
+        return gathers(both[1].graph) == self.theirs
+
+    def as_first(self) -> Split | None:
+        """Forward and backward that save what the first variant saves; None where they then gather something else."""
+        if self.first is None:
+            return None
+        gm = self.copy()
+        try:
+            both = self.split(gm) if first_saved.mark(gm.graph, self.first) else None
+        except RuntimeError:
+            # torch's partitioner was told to save and to compute again what cannot be had together in this graph.
+            log.debug("a variant cannot be separated as its function's first graph", exc_info=True)
+            return None
+        return both if both is not None and self.fits(both) else None
+
+    def made(self, both: Split) -> Split:
+        """Forward and backward that gather in backward what the first variant gathers; as they are where none do.
+
+        Args:
+            both: what the joint graph was separated into.
+        """
+        ours = gathers(both[1].graph)
+        if ours == self.theirs:
+            return both
+        if (found := self.as_first()) is not None:
+            return found
+        gm = self.copy()
+        if not _mark(gm.graph, set(ours - self.theirs), set(self.theirs - ours)):
+            return both
+        found = self.split(gm)
+        return found if self.fits(found) else both
 
 
 def _mark(graph: torch.fx.Graph, more: set[str], fewer: set[str]) -> int:

@@ -4,6 +4,9 @@ The joint graph is separated once as Inductor would. On the two problems of that
 saved activations backward computes again and which gathered parameters it keeps. The choice is made real by torch's own
 tags on a fresh copy of the joint graph. What then comes out is held against the budget: torch's partitioner has the
 last word on what is saved. Where that is above the budget the next state that needs less is taken.
+
+A further variant of a function saves what the first one saves, if that is within the budget: one rank alone may compile
+it, and need not wait for the others then.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, checkpointing, forecast, publish
 from inductor_passes.engine.complain import warn_of_graph
+from inductor_passes.engine.saved_alike import Alike
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
@@ -129,6 +133,7 @@ class Shrinking:
         gm: the joint graph, which is not changed.
         split: separates a joint graph, which it may change.
         outputs: how many results of forward are not saved values.
+        alike: how a further variant is separated as the function's first graph.
     """
 
     gm: torch.fx.GraphModule
@@ -136,12 +141,15 @@ class Shrinking:
     outputs: int
     settings: PassConfig
     profile: CostProfile
+    alike: Alike | None = None
 
-    def run(self, base: Split) -> Shrunk:
+    def run(self, base: Split, came: Split | None = None) -> Shrunk:
         """Choose and separate again.
 
         Args:
-            base: forward and backward as Inductor would have them.
+            base: forward and backward with all saved that Inductor would save; of a further variant, such that
+                backward gathers what the first one's gathers, where that can be had.
+            came: as Inductor would have them, where that is something else.
 
         Raises:
             NoHintError: a size is not known.
@@ -150,7 +158,14 @@ class Shrinking:
         if not any(view.collectives for view in views):
             return Shrunk(base)
         fx = problems(views, self.settings, self.profile)
+        as_came = fx if came in (None, base) else problems(views_of(came), self.settings, self.profile)
+        peak = self._peak(as_came)
+        like_first = self._like_first(peak, _FIRST)
+        if like_first is not None and not like_first.reached_bytes:
+            return like_first
         if why := apart(views, fx, self.settings, self.profile):
+            if like_first is not None:
+                return like_first
             detail = f"{_DIFFER}: {why}"
             warn_of_graph(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {detail}")
             return Shrunk(base, PassReport(recompute.NAME, rolled_back=Reason.RANKS_DIFFER, detail=detail))
@@ -168,15 +183,44 @@ class Shrinking:
             files[0].write()
         merging = Merging(found.step.forward, found.step.backward, parts)
         possible = recompute.points(found.step, gathered, merging=merging)
-        return replace(self._best(base, found, gathered, possible), files=files)
+        done = replace(self._best(base, found, gathered, possible, peak), files=files)
+        if like_first is not None and self.alike is not None and not self.alike.fits(done.both):
+            return like_first
+        return done
 
-    def _best(
-        self, base: Split, found: saved.Saved, gathered: Sequence[keep.Gathered], possible: Sequence[Point]
-    ) -> Shrunk:
-        """The fastest state that is within the budget when it has become two graphs."""
-        peak = recompute.peak_of(found.step)
+    def _peak(self, fx: tuple[FxProblem, FxProblem]) -> int:
+        """Of the step as it came: what a budget is relative to."""
+        return max(peak_bytes(one.problem) for one in fx)
+
+    def _limit(self, peak: int) -> int:
         limit = self.settings.budget.limit_bytes(peak)
         assert limit is not None
+        return limit
+
+    def _like_first(self, peak: int, detail: str) -> Shrunk | None:
+        """A further variant as the function's first graph; None where it is none, or that cannot be had."""
+        both = None if self.alike is None else self.alike.as_first()
+        if both is None:
+            return None
+        limit = self._limit(peak)
+        needs = self._least(problems(views_of(both), self.settings, self.profile), limit)
+        return Shrunk(
+            both,
+            PassReport(recompute.NAME, changed=True, detail=detail),
+            step_peak_bytes=peak,
+            reached_bytes=needs if needs > limit else 0,
+        )
+
+    def _best(
+        self,
+        base: Split,
+        found: saved.Saved,
+        gathered: Sequence[keep.Gathered],
+        possible: Sequence[Point],
+        peak: int,
+    ) -> Shrunk:
+        """The fastest state that is within the budget when it has become two graphs."""
+        limit = self._limit(peak)
         wanted, reached = limit, 0
         tried: list[_Tried] = []
         fits = False
@@ -272,6 +316,7 @@ def more_buys(point: Point, curve: Sequence[Point], reached_bytes: int = 0) -> s
     return f"A first, simple schedule of its step takes {now}, and {then} with {size(first.peak_bytes)}. "
 
 
+_FIRST = "saved and computed again as in the function's first graph"
 _DIFFER = (
     "what a rank saves and computes again has to be the same on all ranks, and here it might not be (a rank whose "
     "memory_budget asks for no such choice does not answer)"
