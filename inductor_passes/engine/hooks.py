@@ -19,7 +19,7 @@ from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import garbage, identity, in_tree
 from inductor_passes.engine.barrier import guarded, unharmed
-from inductor_passes.engine.complain import complain
+from inductor_passes.engine.complain import complain, take_said
 from inductor_passes.records.errors import MeantError
 from inductor_passes.report import PassReport, Reason
 
@@ -101,6 +101,8 @@ class DynamoPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool | None = None) -> None:
         """Annotate one graph in place."""
+        # A compilation begins: what was said in an earlier one of this name never reached its code.
+        take_said()
         for one in self.others:
             one(graph)
 
