@@ -704,7 +704,7 @@ def test_the_warning_of_unlike_variants_says_what_helps(
 ) -> None:
     """Found: an evaluation was told to pad its inputs."""
     said: list[str] = []
-    monkeypatch.setattr(alike, "warn_once", said.append)
+    monkeypatch.setattr(alike, "warn_of_graph", said.append)
     with fake_world(2):
         torch._dynamo.reset()
         (captured,) = capture_graphs(lambda x: WorldGather.apply(x).relu(), [torch.randn(4, 4)]).inference
