@@ -72,7 +72,7 @@ class Alike:
     first: Saved | None
 
     def fits(self, both: Split) -> bool:
-        """Whether backward gathers what the first variant's gathers."""
+        """Whether backward gathers what that of the first variant gathers."""
         return gathers(both[1].graph) == self.theirs
 
     def as_first(self) -> Split | None:

@@ -160,7 +160,7 @@ class Shrinking:
         fx = problems(views, self.settings, self.profile)
         as_came = fx if came in (None, base) else problems(views_of(came), self.settings, self.profile)
         peak = self._peak(as_came)
-        like_first = self._like_first(peak, _FIRST)
+        like_first = self._like_first(peak)
         if like_first is not None and not like_first.reached_bytes:
             return like_first
         if why := apart(views, fx, self.settings, self.profile):
@@ -197,7 +197,7 @@ class Shrinking:
         assert limit is not None
         return limit
 
-    def _like_first(self, peak: int, detail: str) -> Shrunk | None:
+    def _like_first(self, peak: int) -> Shrunk | None:
         """A further variant as the function's first graph; None where it is none, or that cannot be had."""
         both = None if self.alike is None else self.alike.as_first()
         if both is None:
@@ -206,7 +206,7 @@ class Shrinking:
         needs = self._least(problems(views_of(both), self.settings, self.profile), limit)
         return Shrunk(
             both,
-            PassReport(recompute.NAME, changed=True, detail=detail),
+            PassReport(recompute.NAME, changed=True, detail=_FIRST),
             step_peak_bytes=peak,
             reached_bytes=needs if needs > limit else 0,
         )
