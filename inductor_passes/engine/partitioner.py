@@ -144,8 +144,8 @@ class Separation:
                     return self._split(another, joint_inputs, kwargs)
 
                 try:
-                    job = shrinking.Shrinking(gm, split, kwargs["num_fwd_outputs"], settings, profile, alike)
-                    done = job.run(base, came)
+                    outputs = kwargs["num_fwd_outputs"]
+                    done = shrinking.Shrinking(gm, split, outputs, settings, profile, alike, came).run(base)
                 except NoHintError as error:
                     said = PassReport(recompute.NAME, rolled_back=Reason.NO_HINT, detail=str(error))
                     done = shrinking.Shrunk(base, said)

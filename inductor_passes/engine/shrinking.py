@@ -134,6 +134,7 @@ class Shrinking:
         split: separates a joint graph, which it may change.
         outputs: how many results of forward are not saved values.
         alike: how a further variant is separated as the function's first graph.
+        came: forward and backward as Inductor would have them, where it gathers something else then.
     """
 
     gm: torch.fx.GraphModule
@@ -142,14 +143,14 @@ class Shrinking:
     settings: PassConfig
     profile: CostProfile
     alike: Alike | None = None
+    came: Split | None = None
 
-    def run(self, base: Split, came: Split | None = None) -> Shrunk:
+    def run(self, base: Split) -> Shrunk:
         """Choose and separate again.
 
         Args:
-            base: forward and backward with all saved that Inductor would save; of a further variant, such that
-                backward gathers what the first one's gathers, where that can be had.
-            came: as Inductor would have them, where that is something else.
+            base: forward and backward as Inductor would have them; of a further variant, such that backward gathers
+                what the first one's gathers, where that can be had.
 
         Raises:
             NoHintError: a size is not known.
@@ -158,7 +159,8 @@ class Shrinking:
         if not any(view.collectives for view in views):
             return Shrunk(base)
         fx = problems(views, self.settings, self.profile)
-        as_came = fx if came in (None, base) else problems(views_of(came), self.settings, self.profile)
+        came = base if self.came is None else self.came
+        as_came = fx if came is base else problems(views_of(came), self.settings, self.profile)
         peak = self._peak(as_came)
         like_first = self._like_first(peak)
         if like_first is not None and not like_first.reached_bytes:
