@@ -45,9 +45,9 @@ COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
 ATOL = 1e-13
 
 
-def fast_link(ranks: int, alpha_ns: float = 0.0) -> CostProfile:
-    """A link without latency, and memory that is slow beside it."""
-    costs = tuple(CollectiveCost(kind, alpha_ns, 1.0, 10.0, 0.0) for kind in KINDS)
+def fast_link(ranks: int, alpha_ns: float = 0.0, issue_ns: float = 10.0, per_byte: float = 0.0) -> CostProfile:
+    """A link without latency, and memory that is slow beside it; what a host loses to issue a collective."""
+    costs = tuple(CollectiveCost(kind, alpha_ns, 1.0, issue_ns, per_byte) for kind in KINDS)
     group = GroupCost(GroupLayout(ranks, 1, ranks), "test", "wire", costs)
     return CostProfile("test", "cpu", True, ranks, memory_bytes_per_s=1e9, kernel_ns=10.0, groups=(group,))
 
@@ -260,6 +260,9 @@ def test_what_is_left_alone() -> None:
         assert refusal(block(), config=settings("proven")) == (Reason.DATA_DEPENDENCY, 'replicas="implied"')
         assert refusal(block(rows=6)) == (Reason.UNSUPPORTED, "")
         assert refusal(block(), profile=fast_link(4, alpha_ns=1e6)) == (Reason.NOT_PROFITABLE, "")
+        # Found on gloo: the link was no busier, and the host issued twice as many messages.
+        assert refusal(block(), profile=fast_link(4, issue_ns=1e6)) == (Reason.NOT_PROFITABLE, "")
+        assert refusal(block(), profile=fast_link(4, per_byte=10.0)) == (Reason.NOT_PROFITABLE, "")
         # The norm is behind an operator that mixes tokens: nothing reduces a row before that.
         assert rewritten(block(tokens=True), 4).decisions == []
 
