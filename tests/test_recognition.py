@@ -173,7 +173,7 @@ def test_it_stays_whole_when_its_members_gain_less_than_a_message_costs() -> Non
 
 
 def test_of_large_tensors_one_member_may_leave_and_the_others_stay_together() -> None:
-    shapes = [(4096, 512), (64, 3), (64, 5)]
+    shapes = [(8192, 512), (64, 3), (64, 5)]
     with programs.world() as groups:
         program = Program(*shapes)
         a, b, c = communicate(program, "coalesced", "all_gather_into_tensor", program.inputs, 4, groups[(1,)])
