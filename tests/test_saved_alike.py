@@ -132,9 +132,13 @@ def test_a_further_variant_gathers_what_the_first_one_gathers(
 
 
 def trained(
-    rank: int, world_size: int, rows: list[tuple[int, int]], given: dict[str, str], kept: object
+    rank: int, world_size: int, rows: list[tuple[int, int]], given: dict[str, str], kept: object, reset: int = -1
 ) -> tuple[float, list[Counter[int]]]:
-    """How far losses and parameters are off those of eager steps; the sizes that each backward gathers."""
+    """How far losses and parameters are off those of eager steps; the sizes that each backward gathers.
+
+    Args:
+        reset: the step before which all that was compiled is thrown away.
+    """
     torch.manual_seed(0)
     torch._dynamo.reset()
     mesh, plain = init_device_mesh("cpu", (world_size,)), Normed()
@@ -142,6 +146,8 @@ def trained(
 
     def batches() -> Iterator[torch.Tensor]:
         for step, of_rank in enumerate(rows):
+            if step == reset:
+                torch._dynamo.reset()
             yield torch.randn(of_rank[rank], WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
     expected = wrapped.losses_on(reference, reference, batches())
@@ -172,5 +178,15 @@ def test_one_rank_alone_has_a_batch_for_which_torch_saves_something_else(
 ) -> None:
     """Found: the last batch of an epoch has one row on one rank, and the job ends; under plain torch.compile, too."""
     for off, gathers in two_ranks.run(trained, rows, given, kept):
+        assert off <= 1e-6, off
+        assert len(gathers) > 1 and all(one == gathers[0] for one in gathers)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("given", "kept"), [({"memory_budget": "+25%"}, "auto"), ({"memory_budget": "-20%"}, True)])
+def test_after_a_reset_one_rank_has_another_batch(two_ranks: Ranks, given: dict[str, str], kept: object) -> None:
+    """Found: the rank that compiled the graph that it had went on as before, the other one kept nothing."""
+    rows = [(4, 4), (2, 4), (4, 4)]
+    for off, gathers in two_ranks.run(trained, rows, given, kept, 1):
         assert off <= 1e-6, off
         assert len(gathers) > 1 and all(one == gathers[0] for one in gathers)

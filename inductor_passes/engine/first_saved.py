@@ -119,11 +119,15 @@ def note(names: Mapping[str, str], both: Split, outputs: int, settings: PassConf
     _remember(about, Saved(saved, frozenset(again)))
 
 
-def known(settings: PassConfig) -> Saved | None:
-    """What the function's first graph saves; None where this graph is the first, or it is not known."""
+def known(settings: PassConfig, *, reset: bool = False) -> Saved | None:
+    """What the function's first graph saves; None where this graph is the first, or it is not known.
+
+    Args:
+        reset: for a first one, too: what that of the function of this name saved before ``torch._dynamo.reset()``.
+    """
     about = _about(settings)
     with _lock:
-        return _known.get(about.function) if about.number else None
+        return _known.get(about.function) if about.number or reset else None
 
 
 def mark(graph: torch.fx.Graph, like: Saved) -> bool:

@@ -114,6 +114,9 @@ class Separation:
         if done:
             # Where nothing is kept the graphs of the copy are those that are wanted.
             again = self._split(gm, joint_inputs, kwargs)
+        elif decided is not None and decided.apart:
+            with guarded("gathering what was gathered before a reset", _APART, lambda: self.settings):
+                again = self._as_before(gm, again, joint_inputs, kwargs)
         if decided is None:
             self._attach(again, None, None)
         else:
@@ -145,7 +148,8 @@ class Separation:
 
                 try:
                     outputs = kwargs["num_fwd_outputs"]
-                    done = shrinking.Shrinking(gm, split, outputs, settings, profile, alike, came).run(base)
+                    before = None if alike is not None else self._alike(gm, joint_inputs, kwargs, reset=True)
+                    done = shrinking.Shrinking(gm, split, outputs, settings, profile, alike, came, before).run(base)
                 except NoHintError as error:
                     said = PassReport(recompute.NAME, rolled_back=Reason.NO_HINT, detail=str(error))
                     done = shrinking.Shrunk(base, said)
@@ -162,18 +166,22 @@ class Separation:
         return both
 
     def _alike(
-        self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any]
+        self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], kwargs: dict[str, Any], *, reset: bool = False
     ) -> saved_alike.Alike | None:
-        """How to separate a further variant as the function's first graph; None where it is the first."""
+        """How to separate a further variant as the function's first graph; None where it is the first.
+
+        Args:
+            reset: see :func:`saved_alike.wanted`.
+        """
         with guarded("reading what the first variant gathers", _APART, lambda: self.settings):
-            theirs = saved_alike.wanted(self.settings)
+            theirs = saved_alike.wanted(self.settings, reset=reset)
             if theirs is not None:
                 spare = shrinking.copied(gm)
 
                 def again(another: torch.fx.GraphModule) -> Split:
                     return self._split_once(another, joint_inputs, kwargs)
 
-                first = first_saved.known(self.settings)
+                first = first_saved.known(self.settings, reset=reset)
                 return saved_alike.Alike(lambda: shrinking.copied(spare), again, theirs, first)
         return None
 
@@ -215,7 +223,7 @@ class Separation:
         if not found:
             return _Decided(None, step_peak)
         if shrinking.apart(views, (forward, backward), settings, profile):
-            return _Decided(keep.refused(found))
+            return _Decided(keep.refused(found), apart=True)
         names = naming.names(again[0].graph, settings)
         choice = self._pinned(forward, backward, found, names, step_peak)
         if choice is None:
@@ -227,6 +235,22 @@ class Separation:
                 planned = forecast.Forecast(views, both, lines, merging, settings, step_peak)
             choice = keep.choose_kept(forward.problem, backward.problem, found, settings.budget, step_peak, planned)
         return _Decided(choice.report, step_peak, choice.kept)
+
+    def _as_before(
+        self, gm: torch.fx.GraphModule, both: Split, joint_inputs: Sequence[object], kwargs: dict[str, Any]
+    ) -> Split:
+        """A graph that this rank has alone, with what the function of its name kept before ``torch._dynamo.reset()``.
+
+        Other ranks may go on with that. As it is where there was none, or that cannot be had.
+        """
+        theirs = saved_alike.wanted(self.settings, reset=True)
+        if theirs is None or saved_alike.gathers(both[1].graph) == theirs:
+            return both
+        other = shrinking.copied(gm)
+        marked = keep.marked(other.graph)
+        keep.keep(marked, saved_alike.not_gathered(other.graph, marked, theirs))
+        found = self._split_once(other, joint_inputs, kwargs)
+        return found if saved_alike.gathers(found[1].graph) == theirs else both
 
     def _settle(self, graph: torch.fx.Graph) -> PassReport | None:
         """Leave no gather of a further variant open: each is kept for backward, or not, as in the first one.
@@ -329,11 +353,13 @@ class _Decided:
         report: None where there was nothing to choose.
         step_peak_bytes: the higher peak of both graphs when everything is gathered again; None where it is not known.
         kept: names of the gathers that backward reuses.
+        apart: nothing was chosen because ranks are not known to have this graph.
     """
 
     report: PassReport | None = None
     step_peak_bytes: int | None = None
     kept: frozenset[str] = frozenset()
+    apart: bool = False
 
 
 _APART = "ranks with batches of other sizes may gather others"

@@ -30,17 +30,20 @@ log = logging.getLogger(__name__)
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 
 
-def wanted(settings: PassConfig) -> Counter[str] | None:
+def wanted(settings: PassConfig, *, reset: bool = False) -> Counter[str] | None:
     """The gathers of parameters in backward of the function's first graph, as messages.
 
     None where this graph is the first, or it is not known what that one gathers.
+
+    Args:
+        reset: see :func:`variants.first_gathers`.
     """
     about = variants.About(_torch.compile_id(), "backward", "")
-    if not about.number:
+    if not about.number and not reset:
         return None
     profile = identity.load_profile(settings)
     key = identity.cache_key(agreeing.deciding(settings), profile) or ""
-    return variants.first_gathers(replace(about, settings=key))
+    return variants.first_gathers(replace(about, settings=key), reset=reset)
 
 
 def gathers(graph: torch.fx.Graph) -> Counter[str]:

@@ -135,6 +135,7 @@ class Shrinking:
         outputs: how many results of forward are not saved values.
         alike: how a further variant is separated as the function's first graph.
         came: forward and backward as Inductor would have them, where it gathers something else then.
+        before: as ``alike``, of the function before ``torch._dynamo.reset()``: other ranks may go on with that.
     """
 
     gm: torch.fx.GraphModule
@@ -144,6 +145,7 @@ class Shrinking:
     profile: CostProfile
     alike: Alike | None = None
     came: Split | None = None
+    before: Alike | None = None
 
     def run(self, base: Split) -> Shrunk:
         """Choose and separate again.
@@ -162,10 +164,11 @@ class Shrinking:
         came = base if self.came is None else self.came
         as_came = fx if came is base else problems(views_of(came), self.settings, self.profile)
         peak = self._peak(as_came)
-        like_first = self._like_first(peak)
+        like_first = self._like_first(self.alike, peak)
         if like_first is not None and not like_first.reached_bytes:
             return like_first
         if why := apart(views, fx, self.settings, self.profile):
+            like_first = like_first or self._like_first(self.before, peak)
             if like_first is not None:
                 return like_first
             detail = f"{_DIFFER}: {why}"
@@ -199,9 +202,9 @@ class Shrinking:
         assert limit is not None
         return limit
 
-    def _like_first(self, peak: int) -> Shrunk | None:
-        """A further variant as the function's first graph; None where it is none, or that cannot be had."""
-        both = None if self.alike is None else self.alike.as_first()
+    def _like_first(self, alike: Alike | None, peak: int) -> Shrunk | None:
+        """A graph as the function's first one; None where none is known, or that cannot be had."""
+        both = None if alike is None else alike.as_first()
         if both is None:
             return None
         limit = self._limit(peak)

@@ -151,10 +151,14 @@ def note(about: About, kinds: Mapping[str, Kind], module: dict[str, Any] | None 
             del _graphs[next(iter(_graphs))]
 
 
-def first_gathers(about: About) -> Counter[str] | None:
-    """The gathers of parameters of a function's first graph as it came; None for that one, or where it is not known."""
+def first_gathers(about: About, *, reset: bool = False) -> Counter[str] | None:
+    """The gathers of parameters of a function's first graph as it came; None for that one, or where it is not known.
+
+    Args:
+        reset: for a first one, too: that of the function of this name before ``torch._dynamo.reset()``.
+    """
     with _lock:
-        came = _first.get(about.function) if about.number else None
+        came = _first.get(about.function) if about.number or reset else None
     return None if came is None else Counter(text for kind in came for text in kind if gather_of_parameters(text))
 
 
