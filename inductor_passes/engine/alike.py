@@ -33,7 +33,7 @@ from inductor_passes.trace.units import size
 _FIRST = "this variant of a function sends what the function's first graph sends"
 #: What to do about a variant that is above its memory budget; where it is an evaluation.
 _INSTEAD = (
-    "Batches of one size, or dynamic=True, have one plan",
+    "With batches of one size, or dynamic=True, there is one graph and no such need",
     "A function of its own, compiled beside this one (def evaluate(x): return model(x)), keeps to the budget",
 )
 UNLIKE = (
@@ -41,7 +41,8 @@ UNLIKE = (
     "at the same time may hang: {instead}"
 )
 _TOGETHER = (
-    "pad inputs to equal sizes on all ranks, or compile with dynamic=True",
+    "let all ranks change sizes, dtypes and settings at the same step (pad inputs to equal sizes), or compile with "
+    "dynamic=True if it is sizes alone",
     "evaluate on all ranks at the same time, or compile a function of its own for it "
     "(def evaluate(x): return model(x))",
 )

@@ -323,8 +323,8 @@ def more_buys(point: Point, curve: Sequence[Point], reached_bytes: int = 0) -> s
 
 _FIRST = "saved and computed again as in the function's first graph"
 _DIFFER = (
-    "what a rank saves and computes again has to be the same on all ranks, and here it might not be (a rank whose "
-    "memory_budget asks for no such choice does not answer)"
+    "the budget is not kept, and everything is saved as by default. What a rank saves and computes again has to be the "
+    "same on all ranks, and here it might not be (a rank whose memory_budget asks for no such choice does not answer)"
 )
 
 
