@@ -78,7 +78,9 @@ def test_who_stops_reading_still_gets_the_files(problem_file: Path, tmp_path: Pa
     arguments = ["simulate", problem_file, "--svg", chart, "--perfetto", timeline]
     for extra in ((), ("--json",)):
         done = in_a_process(*arguments, *extra, stdout=write)
-        assert done.returncode == 141 and not done.stderr
+        assert done.returncode == 141
+        # Where output is buffered, the pipe is found closed after the files are named.
+        assert all(line.startswith("wrote ") for line in done.stderr.splitlines())
         chart.unlink()
         timeline.unlink()
     os.close(write)
