@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from inductor_passes import _torch, adopt, agreement
 from inductor_passes.agreement import Agreement
 from inductor_passes.config import PassConfig
-from inductor_passes.engine import agreeing, first_saved, saved_alike
+from inductor_passes.engine import agreeing, first_saved, saved_alike, shrinking
 from inductor_passes.engine import graph as engine_graph
 from inductor_passes.engine.first_saved import Saved
 from inductor_passes.ir.view import GraphView
@@ -177,6 +177,19 @@ def test_so_it_does_after_a_reset(budget: str, kept: object) -> None:
         assert first == other
 
 
+def test_a_budget_that_this_does_not_keep_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row nearly all is parameters: what the first graph computes again frees too little."""
+    told: list[str] = []
+    monkeypatch.setattr(shrinking, "warn_of_graph", told.append)
+    with alone():
+        step = compiled(Words, True, memory_budget="-35%")
+        step(torch.randint(VOCAB, (4, 17))).backward()
+        told.clear()
+        step(torch.randint(VOCAB, (1, 5))).backward()
+    (said,) = told
+    assert "this variant of a function needs" in said and "as in the function's first graph" in said
+
+
 def test_operators_have_the_same_names_with_symbolic_sizes() -> None:
     graphs: list[dict[str, str]] = []
     note = first_saved.note
@@ -213,7 +226,7 @@ def test_it_is_remembered_out_of_a_warm_cache(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_torch_refuses_leaves_the_variant_to_the_other_way() -> None:
-    """Attention cannot be kept as a whole while its results are to be computed again."""
+    """It raises for what cannot be saved and whose results are to be computed again."""
     b = GraphBuilder()
     b.graph.output(b.call(aten.relu.default, b.placeholder("x", 4)))
     like, asked = Saved(frozenset(), frozenset({"aten.relu.default 0"})), []
@@ -224,7 +237,7 @@ def test_what_torch_refuses_leaves_the_variant_to_the_other_way() -> None:
 
     for first in (like, None):
         way = saved_alike.Alike(lambda: torch.fx.GraphModule({}, b.graph), refuse, Counter(), first)
-        assert way.as_first() is None
+        assert way.as_first is None
     assert len(asked) == 1
 
 

@@ -4,9 +4,6 @@ loaded from a cache, by processes that do not have the graph.
 
 from __future__ import annotations
 
-import json
-import zlib
-from base64 import b85decode, b85encode
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +11,7 @@ from typing import Any
 from inductor_passes.agreement import difference
 from inductor_passes.agreement.consensus import Ballot
 from inductor_passes.agreement.literals import Literals
+from inductor_passes.records.packed import pack, unpack
 
 #: Lines travel in generated code to show a difference; a beginning of this many characters, compressed, will do.
 _MAX_LINES = 1 << 15
@@ -73,7 +71,7 @@ class Claim:
 
     def text(self) -> str:
         """For a statement in generated code; equal for equal claims."""
-        return b85encode(zlib.compress(json.dumps(asdict(self), separators=(",", ":")).encode(), 6)).decode()
+        return pack(asdict(self))
 
     @staticmethod
     def parse(text: str) -> Claim:
@@ -83,12 +81,8 @@ class Claim:
             ValueError: it is not one.
         """
         try:
-            stream = zlib.decompressobj()
-            data = stream.decompress(b85decode(text), _MAX_CLAIM)
-            if stream.unconsumed_tail:
-                raise ValueError(f"it is larger than {_MAX_CLAIM} bytes")
-            return _checked(json.loads(data))
-        except (zlib.error, json.JSONDecodeError, TypeError, KeyError, RecursionError) as error:
+            return _checked(unpack(text, _MAX_CLAIM))
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"no claim: {type(error).__name__}: {error}") from None
 
 

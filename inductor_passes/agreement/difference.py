@@ -5,10 +5,9 @@ Lines of another rank come out of the store. They are data of limited size, and 
 
 from __future__ import annotations
 
-import json
-import zlib
-from base64 import b85decode, b85encode
 from collections.abc import Sequence
+
+from inductor_passes.records.packed import pack, unpack
 
 _MAX_PACKED = 1 << 20
 _MAX_UNPACKED = 1 << 24
@@ -26,7 +25,7 @@ def packed(lines: Sequence[str], limit: int = _MAX_PACKED) -> str:
     """Lines as text of at most ``limit`` characters; as many of the first ones as that admits."""
     kept = list(lines)
     while True:
-        text = b85encode(zlib.compress(json.dumps(kept).encode(), 6)).decode()
+        text = pack(kept)
         if len(text) <= limit or not kept:
             return text
         kept = kept[: len(kept) // 2]
@@ -37,10 +36,8 @@ def unpacked(text: bytes) -> list[str] | None:
     if len(text) > _MAX_PACKED:
         return None
     try:
-        stream = zlib.decompressobj()
-        data = stream.decompress(b85decode(text), _MAX_UNPACKED)
-        lines = None if stream.unconsumed_tail else json.loads(data)
-    except (ValueError, zlib.error, RecursionError):
+        lines = unpack(text, _MAX_UNPACKED)
+    except ValueError:
         return None
     return lines if isinstance(lines, list) and all(isinstance(line, str) for line in lines) else None
 

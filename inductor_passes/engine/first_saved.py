@@ -8,11 +8,8 @@ n-th.
 
 from __future__ import annotations
 
-import json
 import operator
 import threading
-import zlib
-from base64 import b85decode, b85encode
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,12 +21,12 @@ from inductor_passes import _torch, agreement
 from inductor_passes.config import PassConfig
 from inductor_passes.engine import agreeing, identity
 from inductor_passes.engine.variants import About
+from inductor_passes.records.packed import pack, unpack
 
 Split = tuple[torch.fx.GraphModule, torch.fx.GraphModule]
 #: Functions of which it is remembered.
 _MOST = 4096
 _NUMBERS = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
-_UNREADABLE = (ValueError, KeyError, TypeError, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -46,17 +43,16 @@ class Saved:
 
     def text(self) -> str:
         """For a cache key, and for :meth:`of_text`."""
-        data = json.dumps([sorted(self.saved), sorted(self.again)], separators=(",", ":"))
-        return b85encode(zlib.compress(data.encode(), 6)).decode()
+        return pack([sorted(self.saved), sorted(self.again)])
 
     @staticmethod
     def of_text(text: str) -> Saved:
         """The inverse of :meth:`text`.
 
         Raises:
-            ValueError, TypeError, zlib.error: it is none.
+            ValueError, TypeError: it is none.
         """
-        saved, again = json.loads(zlib.decompress(b85decode(text)))
+        saved, again = unpack(text)
         return Saved(frozenset(map(str, saved)), frozenset(map(str, again)))
 
 
@@ -73,23 +69,26 @@ def _forget() -> None:
 agreement.when_forgotten(_forget)
 
 
+def of_backward(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Nodes of a joint graph that depend on a gradient that comes in, and these; O(nodes + edges)."""
+    found = set[torch.fx.Node]()
+    for node in graph.nodes:
+        comes_in = node.op == "placeholder" and "tangent" in node.name
+        if comes_in or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def operators(graph: torch.fx.Graph) -> dict[str, str]:
     """By the names of forward's nodes in a joint graph: which operator that is; O(nodes + edges).
 
-    What depends on a gradient that comes in is backward's. Numbers, such as symbolic sizes, are left out.
+    Numbers, such as symbolic sizes, are left out.
     """
     found: dict[str, str] = {}
     counts: Counter[str] = Counter()
-    backward = set[torch.fx.Node]()
+    backward = of_backward(graph)
     for node in graph.nodes:
-        if node.op == "placeholder":
-            if "tangent" in node.name:
-                backward.add(node)
-            continue
-        if not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
-            continue
-        if node.op != "call_function" or isinstance(node.meta.get("val"), _NUMBERS):
+        if node.op != "call_function" or node in backward or isinstance(node.meta.get("val"), _NUMBERS):
             continue
         if node.target is operator.getitem:
             if (whole := found.get(node.args[0].name)) is not None:
@@ -165,7 +164,7 @@ def loaded(settings: str, text: str) -> None:
     if about.number == 0:
         try:
             _remember(about, Saved.of_text(text))
-        except _UNREADABLE:
+        except (ValueError, TypeError):
             return  # a variant is then made to gather the same in another way
 
 

@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch.fx
 
@@ -78,6 +79,7 @@ class Alike:
         """Whether backward gathers what that of the first variant gathers."""
         return gathers(both[1].graph) == self.theirs
 
+    @cached_property
     def as_first(self) -> Split | None:
         """Forward and backward that save what the first variant saves; None where they then gather something else."""
         if self.first is None:
@@ -100,8 +102,8 @@ class Alike:
         ours = gathers(both[1].graph)
         if ours == self.theirs:
             return both
-        if (found := self.as_first()) is not None:
-            return found
+        if self.as_first is not None:
+            return self.as_first
         gm = self.copy()
         if not _mark(gm.graph, set(ours - self.theirs), set(self.theirs - ours)):
             return both
@@ -120,7 +122,7 @@ def _mark(graph: torch.fx.Graph, more: set[str], fewer: set[str]) -> int:
         How many nodes were marked.
     """
     view = GraphView(graph)
-    backward = _behind(node for node in graph.nodes if node.op == "placeholder" and "tangent" in node.name)
+    backward = first_saved.of_backward(graph)
     count = 0
     for one, message in zip(view.collectives, messages(view), strict=True):
         if one.start in backward or message not in more | fewer:
@@ -132,17 +134,6 @@ def _mark(graph: torch.fx.Graph, more: set[str], fewer: set[str]) -> int:
                 _torch.compute_again(node, again=True)
             count += 1
     return count
-
-
-def _behind(nodes: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
-    """All that depends on some nodes, and these."""
-    found, stack = set[torch.fx.Node](), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.users)
-    return found
 
 
 def _computed_with(start: torch.fx.Node, backward: set[torch.fx.Node]) -> Iterator[torch.fx.Node]:

@@ -170,7 +170,7 @@ class Shrinking:
         if why := apart(views, fx, self.settings, self.profile):
             like_first = like_first or self._like_first(self.before, peak)
             if like_first is not None:
-                return like_first
+                return self._told(like_first)
             detail = f"{_DIFFER}: {why}"
             warn_of_graph(f"inductor_passes: memory_budget={self.settings.memory_budget!r}: {detail}")
             return Shrunk(base, PassReport(recompute.NAME, rolled_back=Reason.RANKS_DIFFER, detail=detail))
@@ -190,7 +190,7 @@ class Shrinking:
         possible = recompute.points(found.step, gathered, merging=merging)
         done = replace(self._best(base, found, gathered, possible, peak), files=files)
         if like_first is not None and self.alike is not None and not self.alike.fits(done.both):
-            return like_first
+            return self._told(like_first)
         return done
 
     def _peak(self, fx: tuple[FxProblem, FxProblem]) -> int:
@@ -202,9 +202,20 @@ class Shrinking:
         assert limit is not None
         return limit
 
+    def _told(self, like_first: Shrunk) -> Shrunk:
+        """A graph that is like the function's first one, with a warning where it is above the budget."""
+        if like_first.reached_bytes:
+            assert like_first.step_peak_bytes is not None
+            warn_of_graph(
+                f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph "
+                f"{size(self._limit(like_first.step_peak_bytes))}, and this variant of a function needs "
+                f"{size(like_first.reached_bytes)}: it is {_FIRST}, which other ranks may go on with"
+            )
+        return like_first
+
     def _like_first(self, alike: Alike | None, peak: int) -> Shrunk | None:
         """A graph as the function's first one; None where none is known, or that cannot be had."""
-        both = None if alike is None else alike.as_first()
+        both = None if alike is None else alike.as_first
         if both is None:
             return None
         limit = self._limit(peak)

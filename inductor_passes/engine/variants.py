@@ -10,10 +10,7 @@ Generated code from a cache says when it is loaded which variant it is, as if th
 
 from __future__ import annotations
 
-import json
 import threading
-import zlib
-from base64 import b85decode, b85encode
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from typing import Any
 
 from inductor_passes import _torch, agreement
 from inductor_passes.engine.following import Earlier, Kind, Part, Variant, as_places
+from inductor_passes.records.packed import pack, unpack
 from inductor_passes.rewriting.messages import gather_of_parameters
 from inductor_passes.tuning.callers import nobody_calls
 
@@ -28,7 +26,7 @@ from inductor_passes.tuning.callers import nobody_calls
 _MOST_VARIANTS, _MOST_KINDS = 16, 4096
 #: Variable of a generated module; why code is not used of which this variable is no text of ours, and what that raises.
 _TEXT, _UNKNOWN = "inductor_passes_variant", "it cannot be told what it sends"
-_UNREADABLE = (ValueError, KeyError, TypeError, zlib.error)
+_UNREADABLE = (ValueError, KeyError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ def statements(
         "alone": sorted(alone),
         "agreed": agreed,
     }
-    text = b85encode(zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 6)).decode()
+    text = pack(data)
     ours = "__import__('inductor_passes.engine.variants', fromlist=['loaded'])"
     return f"{_TEXT} = {ours}.fitting({text!r})", f"{ours}.loaded(globals(), {_TEXT})"
 
@@ -285,7 +283,7 @@ def loaded(module: dict[str, Any], text: str) -> None:
 
 def _of_text(text: str) -> tuple[About, Variant, frozenset[str], bool]:
     """What :func:`statements` wrote: the last two are its ``alone`` and ``agreed``."""
-    data = json.loads(zlib.decompress(b85decode(text)))
+    data = unpack(text)
     about = About(_torch.compile_id(), data["phase"], data["settings"])
     came, sent, buckets = tuple(data["came"]), tuple(data["sent"]), as_places(data["buckets"])
     any_order, left_out = tuple(data["any_order"]), tuple(data["left_out"])

@@ -7,14 +7,13 @@ from the cache, wherever the cache entry came from.
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inductor_passes.records.once import warn_once
+from inductor_passes.records.packed import pack, unpack
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import Problem
 from inductor_passes.trace import nothing
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 #: Reports that this process has just compiled: their first load is not a cache hit.
 _compiled_here: set[str] = set()
-_MAX_BYTES = 1 << 28
 
 
 def statement(
@@ -48,8 +46,7 @@ def statement(
     content = {"report": timeless, "problem": problem.to_json(), "order": list(order)}
     if files:
         content["files"] = [one.to_json() for one in files]
-    packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
-    text = base64.b85encode(packed).decode()
+    text = pack(content)
     _compiled_here.add(report.digest)
     steps = {group: one.to_json() for group, one in (rank_steps or {}).items()}
     more = f", ranks={json.dumps([report.phase, steps])!r}" if steps else ""
@@ -101,7 +98,7 @@ def _emit(packed: str, asked: bool) -> None:
     looked_at = _torch.trace_enabled() or listening()
     if not (looked_at or asked):
         return
-    content = unpack(packed)
+    content = stored(packed)
     report = GraphReport.from_json(content["report"])
     for one in (files.plan_of(report), *map(files.from_json, content.get("files", ()))):
         if one is not None:
@@ -116,17 +113,13 @@ def _emit(packed: str, asked: bool) -> None:
     emit(report, problem=problem, order_before=problem.input_order, order_after=content["order"])
 
 
-def unpack(packed: str) -> dict[str, Any]:
-    """Inverse of the packing in :func:`statement`.
+def stored(packed: str) -> dict[str, Any]:
+    """The report and what belongs to it, as :func:`statement` wrote it.
 
     Raises:
         ValueError: the content is larger than a report can be, or is no report.
     """
-    stream = zlib.decompressobj()
-    data = stream.decompress(base64.b85decode(packed), _MAX_BYTES)
-    if stream.unconsumed_tail:
-        raise ValueError(f"stored report is larger than {_MAX_BYTES} bytes")
-    content = json.loads(data)
+    content = unpack(packed)
     if not isinstance(content, dict):
         raise ValueError("stored report is no JSON object")
     return content

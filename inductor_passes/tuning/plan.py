@@ -6,20 +6,17 @@ code with the tasks that each of them carries out.
 
 from __future__ import annotations
 
-import base64
 import functools
-import json
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from inductor_passes.records.convert import convert, plain
 from inductor_passes.records.limits import AtLeastOne, Count
+from inductor_passes.records.packed import pack, unpack
 from inductor_passes.schedule.problem import Kind, Problem
 from inductor_passes.schedule.simulate import Timeline, simulate
 
-_MAX_BYTES = 1 << 28
 #: The class of kernels that Inductor generates and that hold no library operator.
 FUSED = "fused kernels"
 
@@ -178,7 +175,7 @@ def packed(planned: Planned) -> str:
         "problem": planned.problem.to_json(),
         "order": list(planned.order),
     }
-    return base64.b85encode(zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)).decode()
+    return pack(content)
 
 
 def unpacked(text: str) -> Planned:
@@ -187,11 +184,7 @@ def unpacked(text: str) -> Planned:
     Raises:
         ValueError: it is none.
     """
-    stream = zlib.decompressobj()
-    data = stream.decompress(base64.b85decode(text), _MAX_BYTES)
-    if stream.unconsumed_tail:
-        raise ValueError(f"a plan is larger than {_MAX_BYTES} bytes")
-    content: Mapping[str, Any] = json.loads(data)
+    content: Mapping[str, Any] = unpack(text)
     return Planned.of(
         convert(content["about"], About, "a plan"),
         convert(content["calls"], list[Call], "a plan"),
