@@ -14,7 +14,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.engine import judge, kernels, shrinking
 from inductor_passes.rewriting.step_facts import StepFacts
 from inductor_passes.schedule.memory import peak_bytes
-from inductor_passes.step import recompute
+from inductor_passes.step import derived, recompute
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import without_kernels
 from tests.support.measured import build
@@ -34,7 +34,7 @@ class Seen:
 
         def tried(choice: shrinking.Shrinking, base: Any, found: Any, gathered: Any, point: Any, limit: int) -> Any:
             result = original(choice, base, found, gathered, point, limit)
-            both = recompute.derived(found.step, point.recomputed)
+            both = derived.derived(found.step, point.recomputed)
             assert both is not None
             self.planned.append(max(map(peak_bytes, both)))
             self.made.append(max(peak_bytes(one.problem) for one in result.made))

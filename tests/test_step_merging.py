@@ -17,7 +17,7 @@ from inductor_passes.records.json_text import RecordError
 from inductor_passes.schedule.partition import Costs
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
 from inductor_passes.simple_fsdp import simple_fsdp
-from inductor_passes.step import recompute
+from inductor_passes.step import derived, recompute
 from inductor_passes.step.keep import without_gathers
 from inductor_passes.step.merging import Mergeable, Merging, Travels, rescaled
 from inductor_passes.step.stored import StoredStep
@@ -179,7 +179,7 @@ def test_what_is_kept_leaves_room_for_merged_messages() -> None:
 ])
 def test_a_file_with_impossible_messages_is_refused(change: dict[str, object]) -> None:
     problem = gathers([100, 100])
-    data = StoredStep(recompute.Step(problem, problem, ())).to_json()
+    data = StoredStep(derived.Step(problem, problem, ())).to_json()
     assert StoredStep.from_json(data).mergeable == (Mergeable(), Mergeable())
     with pytest.raises(RecordError, match="mergeable"):
         StoredStep.from_json({**data, **change})

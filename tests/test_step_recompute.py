@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 import re
+import statistics
 from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 from unittest import mock
 
@@ -24,9 +27,9 @@ from inductor_passes.schedule.memory import peak_bytes, profile
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.simple_fsdp import simple_fsdp
-from inductor_passes.step import recompute
+from inductor_passes.step import derived, recompute, states
+from inductor_passes.step.derived import Candidate, Step
 from inductor_passes.step.merging import Way
-from inductor_passes.step.recompute import Candidate, Step
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import compiled_reports, dotted, save_profile
 from tests.support.device import DEVICE, on_device
@@ -95,7 +98,7 @@ def layers(costs: list[tuple[int, int]], gather_ns: int = 0) -> Step:
 
 def test_a_value_is_made_again_before_its_first_reader() -> None:
     step = layers([(5, 100), (5, 100), (5, 100)])
-    both = recompute.derived(step, (0, 1))
+    both = derived.derived(step, (0, 1))
     assert both is not None
     forward, backward = both
     assert [t.name for t in backward.tasks] == ["b2", "f0.again", "f1.again", "b1", "b0"]
@@ -104,18 +107,18 @@ def test_a_value_is_made_again_before_its_first_reader() -> None:
     assert profile(backward) == [100, 100, 200, 200, 100]
     assert profile(step.backward) == [300, 200, 100]
     assert simulate(backward).makespan_ns == simulate(step.backward).makespan_ns + 10
-    assert recompute.derived(step, ()) == (step.forward, step.backward)
+    assert derived.derived(step, ()) == (step.forward, step.backward)
 
 
 def test_gathers_come_before_what_is_made_again() -> None:
     step = layers([(50, 100), (50, 100)], gather_ns=20)
-    both = recompute.derived(step, (0,))
+    both = derived.derived(step, (0,))
     assert both is not None
     names = [t.name for t in both[1].tasks]
     assert names == ["gather1", "wait1", "b1", "gather0", "wait0", "f0.again", "b0"]
     both[1].check_order(both[1].input_order)
     # f0 and f1 again for b1: the gather for f0 moves in front of b1 and its result stays for b0.
-    both = recompute.derived(step, (0, 1))
+    both = derived.derived(step, (0, 1))
     assert both is not None
     names = [t.name for t in both[1].tasks]
     assert names == ["gather1", "wait1", "gather0", "wait0", "f0.again", "f1.again", "b1", "b0"]
@@ -127,7 +130,7 @@ def test_what_no_order_can_do_is_no_state() -> None:
     step = layers([(5, 100), (5, 100)])
     # What f1 needs comes out of b1 itself.
     impossible = Step(step.forward, step.backward, step.candidates, {1: (0,)}, step.reads)
-    assert recompute.derived(impossible, (1,)) is None
+    assert derived.derived(impossible, (1,)) is None
     assert {p.recomputed for p in recompute.points(impossible)} <= {(), (0,)}
 
 
@@ -136,7 +139,7 @@ def test_work_that_hides_behind_the_link_costs_nothing() -> None:
         whole = layers([(10, 1000)] * 4, gather_ns)
         # Behind the last gather there is nothing to hide the first layer's chain behind.
         step = dataclasses.replace(whole, candidates=whole.candidates[1:3])
-        both = recompute.derived(step, (0, 1))
+        both = derived.derived(step, (0, 1))
         assert both is not None
         # The peak is elsewhere, so among all points this state would not be looked at.
         ones = recompute._within(recompute.Point((0, 1), 0, 0, 0), Way(both), [])
@@ -146,9 +149,9 @@ def test_work_that_hides_behind_the_link_costs_nothing() -> None:
 
 def test_first_layers_go_first_among_equal_ones() -> None:
     step = layers([(10, 100)] * 6)
-    assert recompute.rankings(step) == ((0, 1, 2, 3, 4, 5),) * 2
+    assert states.rankings(step) == ((0, 1, 2, 3, 4, 5),) * 2
     dear = layers([(1000, 100), (10, 100), (10, 100)])
-    assert recompute.rankings(dear)[0] == (1, 2, 0)
+    assert states.rankings(dear)[0] == (1, 2, 0)
 
 
 def test_the_third_series_leaves_values_to_start_from() -> None:
@@ -156,17 +159,49 @@ def test_the_third_series_leaves_values_to_start_from() -> None:
     step = layers([(10, 100)] * 9)
 
     def peak(again: Sequence[int]) -> int:
-        both = recompute.derived(step, again)
+        both = derived.derived(step, again)
         assert both is not None
         return max(peak_bytes(one) for one in both)
 
-    series = recompute.from_peak_to_peak(step, 16)
+    series = states.from_peak_to_peak(step, 16)
     peaks = [peak(again) for again in series]
     assert peaks == sorted(set(peaks), reverse=True) and peaks[0] < peak(())
     assert peaks[-1] < min(peak(range(k)) for k in range(10))
     # With fewer sets they are further apart, and the last one stays.
-    fewer = recompute.from_peak_to_peak(step, 3)
+    fewer = states.from_peak_to_peak(step, 3)
     assert len(fewer) <= 3 and peak(fewer[-1]) < peak(())
+
+
+def _peak(step: Step, again: Sequence[int]) -> int:
+    both = derived.derived(step, again)
+    assert both is not None
+    return max(peak_bytes(one) for one in both)
+
+
+def test_the_least_memory_is_close_to_that_of_all_sets() -> None:
+    """Found: blocks that a user checkpoints needed less than any budget reached, and a state that needs less was near
+    one that had been tried. Held against all sets there are; of 300 steps the worst was 1.74 with three series.
+    """
+    ratios = []
+    for seed in range(100):
+        rng = random.Random(seed)
+        costs = [(rng.choice([1, 10, 100, 1000]), rng.choice([10, 100, 300, 1000])) for _ in range(rng.randrange(3, 8))]
+        step = layers(costs)
+        least = min(_peak(step, some) for k in range(len(costs) + 1) for some in combinations(range(len(costs)), k))
+        ratios.append(min(_peak(step, state) for state in states.states(step, 16)) / least)
+    assert min(ratios) == 1 and max(ratios) < 1.35 and statistics.mean(ratios) < 1.01
+
+
+def test_what_makes_others_run_early_is_saved() -> None:
+    """Equal layers, from whose ends everything inside can be computed again: the ends are saved, all of them together.
+    """
+    step = layers([(10, 1000), (10, 1000), (10, 1000), (7, 100)] * 6)
+    series = states.from_peak_to_peak(step, 4, everything=True)
+    assert _peak(step, series[-1]) < 0.3 * _peak(step, ())
+    saved = {i for i in range(24) if i not in series[-1]}
+    assert set(range(3, 20, 4)) <= saved and len(saved) <= 7
+    peaks = [_peak(step, again) for again in series]
+    assert peaks == sorted(set(peaks), reverse=True)
 
 
 def test_views_of_one_saved_block_are_one_block_when_made_again() -> None:
@@ -175,7 +210,7 @@ def test_views_of_one_saved_block_are_one_block_when_made_again() -> None:
     view = dataclasses.replace(step.backward.storages[block], readers=(0,))
     backward = dataclasses.replace(step.backward, storages=(*step.backward.storages, view))
     first = dataclasses.replace(step.candidates[0], backward_storages=(block, len(step.backward.storages)))
-    both = recompute.derived(Step(step.forward, backward, (first,), step.needs, step.reads), (0,))
+    both = derived.derived(Step(step.forward, backward, (first,), step.needs, step.reads), (0,))
     assert both is not None
     names = [t.name for t in both[1].tasks]
     assert names == ["f0.again", "b2", "b1", "b0"]
@@ -191,7 +226,7 @@ def test_what_is_made_again_comes_before_its_reader_and_lives_until_its_last_use
     storages[block] = dataclasses.replace(storages[block], readers=(2,))
     backward = dataclasses.replace(step.backward, storages=tuple(storages))
     one = dataclasses.replace(step.candidates[1], readers=(1,))
-    both = recompute.derived(Step(step.forward, backward, (one,), step.needs, step.reads), (0,))
+    both = derived.derived(Step(step.forward, backward, (one,), step.needs, step.reads), (0,))
     assert both is not None
     assert [t.name for t in both[1].tasks] == ["b2", "f1.again", "b1", "b0"]
     assert [s.readers for s in both[1].storages if s.producer == 1 and s.size_bytes] == [(3,)]
@@ -209,7 +244,7 @@ STEPS = st.builds(
 def test_more_memory_never_chooses_a_slower_step(step: Step, percents: list[int]) -> None:
     found = recompute.points(step)
     assert found == recompute.points(step)
-    peak = recompute.peak_of(step)
+    peak = derived.peak_of(step)
     last = None
     for percent in sorted(percents):
         limit = peak * percent // 100
@@ -229,7 +264,7 @@ def test_more_memory_never_chooses_a_slower_step(step: Step, percents: list[int]
 @given(STEPS, st.data())
 def test_every_derived_problem_is_one(step: Step, data: st.DataObject) -> None:
     again = data.draw(st.sets(st.integers(0, len(step.candidates) - 1)))
-    both = recompute.derived(step, sorted(again))
+    both = derived.derived(step, sorted(again))
     assert both is not None
     forward, backward = both
     backward.check_order(backward.input_order)

@@ -27,9 +27,9 @@ from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
 from inductor_passes.simple_fsdp import simple_fsdp
-from inductor_passes.step import recompute
+from inductor_passes.step import derived, recompute
+from inductor_passes.step.derived import Candidate, Step
 from inductor_passes.step.merging import Merging
-from inductor_passes.step.recompute import Candidate, Step
 from tests.support.async_tp_programs import Program, rs, trace
 from tests.support.bucket_graphs import narrow_then_wide
 from tests.support.compiled import compiled_reports
@@ -177,13 +177,13 @@ def test_forward_does_not_compute_what_only_backward_reads() -> None:
         name="backward",
     )
     step = Step(forward, backward, (Candidate("saved", 300, (1, 2), 2, (0,)),), reads={1: (1,)})
-    both = recompute.derived(step, (0,))
+    both = derived.derived(step, (0,))
     assert both is not None
     assert [t.duration_ns for t in both[0].tasks] == [10, 0, 0] and peak_bytes(both[0]) == 100
     assert [t.name for t in both[1].tasks] == ["f1.again", "f2.again", "b0"]
     # What something else needs stays: here the saved value's own input is a result as well.
     kept = Problem(tasks, ((), (0,), (1,)), (), (storages[0], Storage(200, 1, (2,), True, "between"), storages[2]))
-    both = recompute.derived(Step(kept, backward, step.candidates, reads=step.reads), (0,))
+    both = derived.derived(Step(kept, backward, step.candidates, reads=step.reads), (0,))
     assert both is not None and [t.duration_ns for t in both[0].tasks] == [10, 10, 0]
 
 

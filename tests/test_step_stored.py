@@ -18,7 +18,7 @@ from inductor_passes.records.json_text import RecordError
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import INPUT, Kind, Storage
 from inductor_passes.simple_fsdp import simple_fsdp
-from inductor_passes.step import recompute
+from inductor_passes.step import derived, recompute
 from inductor_passes.step.stored import StoredStep
 from inductor_passes.trace.whatif import scale_links
 from tests.support.compiled import compiled_reports, save_profile
@@ -52,7 +52,7 @@ def test_the_choice_comes_out_of_the_file_again(written: tuple[Path, list[GraphR
     found = recompute.points(one.step, one.gathered)
     curve = recompute.curve(found)
     said = next(p.metrics for r in written[1] for p in r.passes if p.name == recompute.NAME)
-    assert recompute.peak_of(one.step) == said["peak_saved_bytes"]
+    assert derived.peak_of(one.step) == said["peak_saved_bytes"]
     point = recompute.best(found, int(said["limit_bytes"]))
     assert point is not None and (point.peak_bytes, point.step_ns) in {(p.peak_bytes, p.step_ns) for p in curve}
     # The link that it was priced with gives the same prices.
@@ -67,7 +67,7 @@ def test_a_faster_link_leaves_less_to_hide_behind(written: tuple[Path, list[Grap
     # Times of parameters follow their gathers.
     taken = {t.name: t.duration_ns for t in fast.step.forward.tasks}
     assert one.gathered and all(g.link_ns == taken[g.start] for g in fast.gathered)
-    assert recompute.peak_of(fast.step) == recompute.peak_of(one.step)
+    assert derived.peak_of(fast.step) == recompute.peak_of(one.step)
 
 
 def test_more_ranks_hold_smaller_shards(written: tuple[Path, list[GraphReport], str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,31 @@ def test_effects_keep_their_channels(groups):
     plain = b.call(aten.relu.default, x)
     channels = [ops.effect_channel(n, ops.role(n)) for n in (draw, check, saved, plain)]
     assert channels == ["random", "assert", "random", ""]
+
+
+def test_attention_that_drops_nothing_out_keeps_no_order(groups):
+    """Found: computed again in backward, each layer's attention was held behind that of the layer before it."""
+    library = torch.library.Library("inductor_passes_tests", "FRAGMENT")
+    library.define("noisy(Tensor x, float dropout_p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,))
+    library.impl("noisy", lambda x, dropout_p: torch.empty_like(x), "Meta")
+    noise = torch.ops.inductor_passes_tests.noisy.default
+    flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def graph(target: Any, dropped: float) -> tuple[torch.fx.Graph, torch.fx.Node, torch.fx.Node]:
+        b = Builder(groups)
+        x = b.input(1, 2, 8, 8)
+        draw = b.call(aten.rand_like.default, x)
+        late = b.call(flash, x, x, x, 0.0) if target is flash else b.call(noise, x, 0.0)
+        late.update_arg(3 if target is flash else 1, dropped)
+        b.outputs = [draw, b.call(operator.getitem, late, 0) if target is flash else late]
+        return b.finish().graph, draw, late
+
+    for target, dropped, held in ((flash, 0.0, False), (flash, 0.5, True), (noise, 0.0, True)):
+        legal, draw, late = graph(target, dropped)
+        assert ((draw, late) in GraphView(legal).ordering_edges()) == held
+        reference = verify.snapshot(legal)
+        draw.prepend(late)
+        assert {f.rule for f in verify.check(legal, reference=reference)} == ({"rng-order"} if held else set())
 
 
 @needs_transfers

@@ -49,14 +49,14 @@ class Answer:
 
 def answer(path: Path, data: object, links: Sequence[Link], wanted: Wanted, *, as_json: bool) -> None:
     """Choose again for every link, and print it."""
-    from inductor_passes.step import recompute
+    from inductor_passes.step import derived, recompute
 
     stored = _moved(_load(path, data), wanted)
     answers = []
     for label, change in links:
         there = stored.changed(change)
         found = recompute.points(there.step, there.gathered, merging=there.merging)
-        answers.append(Answer(label, recompute.peak_of(there.step), found))
+        answers.append(Answer(label, derived.peak_of(there.step), found))
     if as_json:
         from inductor_passes.trace.payload import dumps
 

@@ -28,7 +28,7 @@ from inductor_passes.problems.fx import FxProblem, build
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
-from inductor_passes.step import keep, picture, recompute, saved, stored
+from inductor_passes.step import derived, keep, picture, recompute, saved, stored
 from inductor_passes.step.merging import Merging, Proposal
 from inductor_passes.step.recompute import Point
 from inductor_passes.trace.files import AskedFile
@@ -176,7 +176,7 @@ class Shrinking:
             return Shrunk(base, PassReport(recompute.NAME, rolled_back=Reason.RANKS_DIFFER, detail=detail))
         tagged = {n.name for n in self.gm.graph.nodes if _torch.is_tagged(n)}
         found = saved.read(views, fx, self.outputs, tagged)
-        recompute.check(found.step)
+        derived.check(found.step)
         gathered = keep.candidates(*views, self.profile)
         parts = forecast.mergeable(forecast.lines_of(views, fx, self.settings, self.profile))
         files: tuple[AskedFile, ...] = ()

@@ -148,13 +148,14 @@ class GraphView:
           collective or a transfer lasts until its waits, and its result is written until its wait;
         - around what Inductor may do in place, as if it were a write, towards collectives;
         - what Inductor writes to memory for one reader is not computed anew for another one in front of it;
-        - random operators keep their order; so do asserts, and fences among each other (what crosses a fence is the
-          schedule's business). What a fence does is not known: it may draw as well, so draws do not cross it.
+        - random operators keep their order, but for attention that drops nothing out; so do asserts, and fences among
+          each other (what crosses a fence is the schedule's business). What a fence does is not known: it may draw as
+          well, so draws do not cross it.
         """
         edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         last: dict[str, torch.fx.Node] = {}
         for node in self.nodes:
-            channel = ops.effect_channel(node, self.roles[node])
+            channel = "" if ops.draws_nothing(node) else ops.effect_channel(node, self.roles[node])
             if channel and not (move_transfers and node in self.transfers):
                 edges.extend((last[before], node) for before in ops.NOT_CROSSED[channel] if before in last)
                 last[channel] = node

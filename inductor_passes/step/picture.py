@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage
-from inductor_passes.step.recompute import Point, Step
+from inductor_passes.step.derived import Step
+from inductor_passes.step.recompute import Point
 
 #: Blocks that are named per kind, and points of the curve that are said.
 _NAMED, _POINTS = 3, 8

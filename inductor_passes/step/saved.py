@@ -1,4 +1,4 @@
-"""What forward saves for backward and backward could compute again: from two FX graphs to a ``recompute.Step``.
+"""What forward saves for backward and backward could compute again: from two FX graphs to a ``derived.Step``.
 
 A saved value is computed again by a *chain*: the nodes that make it, back to what backward has anyway (inputs, other
 saved values, gathered parameters). A parameter that backward does not need otherwise is gathered again where it is
@@ -23,7 +23,7 @@ from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem
 from inductor_passes.schedule.problem import Kind, Storage
-from inductor_passes.step.recompute import Candidate, Step
+from inductor_passes.step.derived import Candidate, Step
 
 #: Values below this share of all that is saved are not worth a decision each.
 _SMALLEST_SHARE = 2000

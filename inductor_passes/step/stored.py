@@ -23,10 +23,10 @@ from inductor_passes.records.json_text import RecordError
 from inductor_passes.records.limits import Count
 from inductor_passes.schedule.partition import Costs
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage
-from inductor_passes.step import merging, recompute
+from inductor_passes.step import derived, merging
+from inductor_passes.step.derived import Candidate, Step
 from inductor_passes.step.keep import Gathered
 from inductor_passes.step.merging import Mergeable, Merging
-from inductor_passes.step.recompute import Candidate, Step
 
 SCHEMA_VERSION = 1
 #: In the file's object: what tells it from a problem of one graph.
@@ -113,7 +113,7 @@ class StoredStep:
         _check(record, forward, backward)
         linked = dict(record.needs), dict(record.reads), tuple(record.callers), dict(record.latent)
         step = Step(forward, backward, tuple(record.candidates), *linked)
-        recompute.check(step)
+        derived.check(step)
         messages, computed = (tuple(map(tuple, both)) for both in (record.messages, record.computed))
         mergeable = record.mergeable[0], record.mergeable[1]
         return StoredStep(step, tuple(record.gathered), messages, computed, mergeable)  # type: ignore[arg-type]

@@ -121,8 +121,8 @@ class ReferenceSnapshot:
         return {group: tuple(names) for group, names in order.items()}
 
     def channel(self, *channels: str) -> tuple[str, ...]:
-        """Names of the nodes of effect channels, in order."""
-        return tuple(n.name for n in self.nodes.values() if n.channel in channels)
+        """Names of the nodes of effect channels, in order; without draws that draw nothing."""
+        return tuple(n.name for n in self.nodes.values() if n.channel in channels and not n.certain)
 
     @property
     def fences(self) -> tuple[str, ...]:

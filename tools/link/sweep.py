@@ -61,7 +61,7 @@ def _sweep() -> Iterator[Contender]:
 
 def _budgets() -> Iterator[Contender]:
     """Ours with one setting, the memory budget; parameters are left to it."""
-    for less in (10, 20, 30, 40, 50):
+    for less in (10, 20, 30, 40, 50, 60):
         budget = f"-{less}%"
         yield Contender(
             f"ours-less-{less}", f'ours, "{budget}"', "ours", None, {"memory_budget": budget}, reshard="auto"

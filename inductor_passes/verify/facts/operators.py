@@ -256,7 +256,12 @@ def _signature(target: Any, args: Any, kwargs: Any, values: Values) -> Signature
 
 
 def _drops_nothing(target: Any, filled: dict[str, Any]) -> bool:
-    """Whether an operator is random by its dropout alone, and has none here: attention while nobody trains."""
+    """Whether an operator is random by its dropout alone, and has none here: attention while nobody trains.
+
+    Of an operator that torch does not own its name for an argument says nothing.
+    """
+    if not operator_of(target).name.startswith("aten::"):
+        return False
     defaults = {a.name: a.default_value for a in _torch.op_schema(target).arguments if a.has_default_value()}
     return {**defaults, **filled}.get("dropout_p") == 0
 
