@@ -278,6 +278,8 @@ def budgets(
     kept: Annotated[
         Path, typer.Option(help="Links and cost profiles stay here: with them the next run finds its code in caches.")
     ] = Path("out/budgets"),
+    name: Annotated[str, typer.Option(help="Of the page and its files.")] = "budgets",
+    title: Annotated[str, typer.Option(help="Of the page.")] = "Memory budgets: step over peak",
     timeout_s: Timeout = 14_400,
     out: Out = RESULTS,
 ) -> None:
@@ -302,8 +304,8 @@ def budgets(
             wrong += errors(results)
         # After every model: a run that is cut short leaves what it has.
         written = write(
-            "budgets",
-            "Memory budgets: step over peak",
+            name,
+            title,
             page(everything),
             everything,
             lambda path: _draw(everything, path),
