@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from inductor_passes import _torch, verify
@@ -18,12 +19,13 @@ from inductor_passes.engine.compilation import Compilation
 from inductor_passes.engine.complain import complain, take_said, warn_of_graph
 from inductor_passes.engine.publish import publish, somebody_looks
 from inductor_passes.ir.parameters import reported
+from inductor_passes.pin.pins import Pins
 from inductor_passes.problems.kernel_memory import donated_inputs, saved_together
 from inductor_passes.problems.kernels import build
 from inductor_passes.problems.record import plan_digest, schedule_report
 from inductor_passes.replay import order_check
 from inductor_passes.replay.ordering import Ordered, order
-from inductor_passes.report import PassReport, Reason
+from inductor_passes.report import Finding, PassReport, Reason
 from inductor_passes.schedule.curve import with_curve
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.trace import cached
@@ -43,17 +45,14 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     """
     began = time.perf_counter_ns()
     config, graph = compilation.config, compilation.report
-    built = build(
-        nodes,
-        compilation.profile,
-        backward=compilation.backward,
-        name=f"{graph.phase}_{graph.graph_index}",
-        estimator=config.estimator,
-    )
-    before = simulate(built.problem)
-    pins = compilation.pins if compilation.pins is not None and not compilation.pins.given_up else None
-    ordered = order(built, before, lambda least: judge.fused_limit_bytes(compilation, least), pins, config.effort)
-    limit = ordered.plan.budget_bytes
+    ordered, findings = _order(nodes, compilation, keep_overwrites=False)
+    if ordered.above_bytes or _of_memory(findings):
+        # Where every order counts, a kernel may not rely on the one that lets it write over its operand.
+        kept, its_findings = _order(nodes, compilation, keep_overwrites=True)
+        if (bool(its_findings), kept.above_bytes) < (bool(findings), ordered.above_bytes):
+            ordered, findings = kept, its_findings
+    built, before, limit = ordered.built, ordered.before, ordered.plan.budget_bytes
+    pins = _pins(compilation)
     if pins is not None and (foreign := pins.foreign(ordered.names)):
         graph.notes.append(f"kernels planned here, {pins.path}: {foreign}")
     if ordered.given_up:
@@ -61,7 +60,9 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
         warn_of_graph(f"inductor_passes: planning kernels anew, {ordered.given_up}")
     if ordered.above_bytes * ABOVE > before.peak_bytes:
         graph.notes.append(f"the kernels need {ordered.above_bytes} bytes more than the memory budget allows")
-    ordered = _checked(ordered, nodes, limit, compilation, report)
+    report.changed = ordered.changed
+    if findings:
+        ordered = _undone(ordered, findings, compilation, report)
     graph.notes += _raised(ordered.least_bytes, compilation)
     _say_missed(ordered.after.peak_bytes, compilation)
     _record(ordered, limit, compilation, report)
@@ -108,27 +109,59 @@ def _say_missed(peak_bytes: int, compilation: Compilation) -> None:
         )
 
 
-def _checked(
-    ordered: Ordered, nodes: list[Any], limit: int | None, compilation: Compilation, report: PassReport
-) -> Ordered:
-    """The order if the verifier has nothing against it, else Inductor's."""
-    report.changed = ordered.changed
-    if not ordered.changed:
-        return ordered
+def _pins(compilation: Compilation) -> Pins | None:
+    pins = compilation.pins
+    return None if pins is None or pins.given_up else pins
+
+
+def _order(
+    nodes: list[Any], compilation: Compilation, *, keep_overwrites: bool
+) -> tuple[Ordered, list[Finding]]:
+    """An order, and what the verifier has against it.
+
+    Args:
+        keep_overwrites: see :func:`build`.
+    """
+    config, graph = compilation.config, compilation.report
+    built = build(
+        nodes,
+        compilation.profile,
+        backward=compilation.backward,
+        name=f"{graph.phase}_{graph.graph_index}",
+        estimator=config.estimator,
+        keep_overwrites=keep_overwrites,
+    )
+    allowed = partial(judge.fused_limit_bytes, compilation)
+    ordered = order(built, simulate(built.problem), allowed, _pins(compilation), config.effort)
+    return ordered, _findings(ordered, nodes, compilation) if ordered.changed else []
+
+
+def _findings(ordered: Ordered, nodes: list[Any], compilation: Compilation) -> list[Finding]:
+    """What the verifier has against an order."""
     donated, together = donated_inputs(compilation.backward), saved_together(compilation.backward)
-    allowed = None
+    limit, allowed = ordered.plan.budget_bytes, None
     if limit is not None:
         # Memory by the verifier's own replay, relative to its own idea of Inductor's order.
         allowed = verify.snodes_peak_bytes(nodes, donated, together) + max(0, limit - ordered.before.peak_bytes)
         if compilation.cap.absolute:
             allowed = max(allowed, limit)
     planned = [nodes[i] for i in ordered.plan.order]
-    findings = verify.check_snodes(planned, nodes, memory_budget=allowed, donated=donated, together=together)
-    if not findings:
-        return ordered
-    report.changed, report.findings, report.rolled_back = False, findings, Reason.VERIFIER
-    report.detail = str(findings[0])
-    complain("the order of the kernels was undone", report, compilation.config, None)
+    return verify.check_snodes(planned, nodes, memory_budget=allowed, donated=donated, together=together)
+
+
+def _of_memory(findings: list[Finding]) -> bool:
+    """Whether an order is not shown to be wrong: the verifier counts more bytes than the planner, and that is all."""
+    return {finding.rule for finding in findings} == {"memory"}
+
+
+def _undone(ordered: Ordered, findings: list[Finding], compilation: Compilation, report: PassReport) -> Ordered:
+    """Inductor's order in the place of one that the verifier has something against."""
+    report.changed, report.findings, report.detail = False, findings, str(findings[0])
+    if _of_memory(findings):
+        report.rolled_back = Reason.OVER_BUDGET
+    else:
+        report.rolled_back = Reason.VERIFIER
+        complain("the order of the kernels was undone", report, compilation.config, None)
     return ordered.left_alone()
 
 

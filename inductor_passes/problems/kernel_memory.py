@@ -10,6 +10,7 @@ part. That part brings the storage to life, so the others stay behind it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from inductor_passes import _torch
@@ -51,14 +52,56 @@ def saved_together(backward: bool) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
+class Overwrite:
+    """A buffer that a kernel writes over an operand.
+
+    Attributes:
+        before, after: names of the operand and of the result.
+        behind: other nodes that read the operand and do not come before the kernel in every order.
+    """
+
+    before: str
+    after: str
+    behind: frozenset[int] = frozenset()
+
+
+def overwritten(nodes: Sequence[Any], *, in_this_order: bool) -> list[tuple[Overwrite, ...]]:
+    """Per node what it writes over its operands; linear in nodes and reads.
+
+    Args:
+        in_this_order: also what it writes so in the order of ``nodes`` only.
+    """
+    if not in_this_order:
+        return [tuple([Overwrite(*pair) for pair in _torch.snode_overwrites(node)]) for node in nodes]
+    readers: dict[str, set[int]] = {}
+    done: set[str] = set()
+    found = []
+    for i, node in enumerate(nodes):
+        mine = []
+        for before, after in _torch.snode_overwrites(node, done):
+            others = (r for r in readers.get(before, ()) if not _torch.snode_follows(node, nodes[r]))
+            mine.append(Overwrite(before, after, frozenset(others)))
+        found.append(tuple(mine))
+        done.update(_torch.snode_operations(node))
+        for name in _torch.snode_reads(node):
+            readers.setdefault(name, set()).add(i)
+    return found
+
+
 def kernel_blocks(
-    nodes: Sequence[Any], producer: Mapping[str, int], builder: Builder, backward: bool
+    nodes: Sequence[Any],
+    producer: Mapping[str, int],
+    builder: Builder,
+    backward: bool,
+    overwrites: Sequence[Sequence[Overwrite]],
 ) -> list[Block]:
     """The memory of scheduler nodes in a legal order; near linear in buffers and reads.
 
     Args:
         producer: name of a buffer -> number of the node that defines it, which is that of its task in ``builder``.
         backward: whether inputs other than parameters and gradients are freed after their last use.
+        overwrites: per node, see :func:`overwritten`; what is to be behind others is so in ``builder``.
     """
     freed = donated_inputs(backward)
     found = _Buffers(nodes, producer)
@@ -69,7 +112,8 @@ def kernel_blocks(
         found.hold(nodes[start], builder.in_flight(start))
     found.pin(freed)
     for i, node in enumerate(nodes):
-        found.overwrite(i, node)
+        for one in overwrites[i]:
+            found.overwrite(i, node, one)
     return list(found.blocks.values())
 
 
@@ -143,17 +187,16 @@ class _Buffers:
         for name, block in self.blocks.items():
             block.pinned = name in results or (block.producer == INPUT and name not in freed)
 
-    def overwrite(self, i: int, node: Any) -> None:
-        """Join results of node ``i`` with the operands that it writes them over, where that holds in every order."""
-        for before, after in _torch.snode_overwrites(node):
-            source, target = self.blocks.get(self._find(before)), self.blocks.get(self._find(after))
-            if source is None or target is None or source is target or source.pinned or target.producer != i:
-                continue
-            if source.size_bytes != target.size_bytes:
-                continue
-            if all(r == i or _torch.snode_follows(node, self._nodes[r]) for r in source.users):
-                # Whatever the order, the kernel is the last reader and its result takes over the memory.
-                self._root[target.name] = source.name
-                source.users |= target.users
-                source.pinned = target.pinned
-                del self.blocks[target.name]
+    def overwrite(self, i: int, node: Any, one: Overwrite) -> None:
+        """Join a result of node ``i`` with the operand that it writes it over, where that holds in every order."""
+        source, target = self.blocks.get(self._find(one.before)), self.blocks.get(self._find(one.after))
+        if source is None or target is None or source is target or source.pinned or target.producer != i:
+            return
+        if source.size_bytes != target.size_bytes:
+            return
+        if all(r == i or r in one.behind or _torch.snode_follows(node, self._nodes[r]) for r in source.users):
+            # Whatever the order, the kernel is the last reader and its result takes over the memory.
+            self._root[target.name] = source.name
+            source.users |= target.users
+            source.pinned = target.pinned
+            del self.blocks[target.name]

@@ -28,7 +28,7 @@ from inductor_passes.problems.builder import Block, Builder
 from inductor_passes.problems.estimates import Estimates
 from inductor_passes.problems.inside import inside_blocks
 from inductor_passes.problems.kernel_calls import effect_channel, is_call, origin_of
-from inductor_passes.problems.kernel_memory import kernel_blocks
+from inductor_passes.problems.kernel_memory import kernel_blocks, overwritten
 from inductor_passes.problems.kernel_waits import is_message
 from inductor_passes.problems.workspaces import workspaces
 from inductor_passes.schedule.problem import Problem
@@ -55,14 +55,17 @@ def build(
     backward: bool,
     name: str = "",
     estimator: Callable[[torch.fx.Node], float | None] | None = None,
+    keep_overwrites: bool = False,
 ) -> SchedulerProblem:
     """The scheduling problem of a list of scheduler nodes in a legal order; O(nodes + dependencies).
 
     Args:
         backward: whether inputs other than parameters and gradients are freed after their last use.
         estimator: own durations for FX nodes; what it says of the nodes of a fused kernel, see ``estimates``.
+        keep_overwrites: what a kernel writes over an operand because the operand's other readers come before it stays
+            so: they stay before it. Less memory, and less freedom.
     """
-    return _Reader(nodes, profile, backward, name, estimator).read()
+    return _Reader(nodes, profile, backward, name, estimator, keep_overwrites).read()
 
 
 class _Reader:
@@ -75,6 +78,7 @@ class _Reader:
         backward: bool,
         name: str,
         estimator: Callable[[torch.fx.Node], float | None] | None,
+        keep_overwrites: bool,
     ) -> None:
         self.nodes = nodes
         self.profile = profile
@@ -100,6 +104,7 @@ class _Reader:
         if any(map(is_message, nodes)):
             self.taken_from = {b: shared for node in nodes for b, _, shared, _ in _torch.snode_buffers(node)}
             self.awaited = self._awaited()
+        self.overwrites = overwritten(nodes, in_this_order=keep_overwrites)
         #: Buffer -> the one whose memory it is a new version of; memory -> the last task that changed it.
         self.version_of: dict[str, str] = {}
         self.changed_by: dict[str, int] = {}
@@ -111,7 +116,7 @@ class _Reader:
             self._enter(i)
         sends = {i for i, c in self.collectives.items() if c.input_bytes and is_message(self.nodes[i])}
         self.builder.keep_sends_early(sends)
-        self.builder.add_memory(kernel_blocks(self.nodes, self.producer, self.builder, self.backward))
+        self.builder.add_memory(kernel_blocks(self.nodes, self.producer, self.builder, self.backward, self.overwrites))
         self.builder.add_memory(workspaces(self.collectives, self.builder))
         self.builder.add_memory(self._insides())
         batched = tuple(map(_torch.snode_is_batched, self.nodes))
@@ -129,6 +134,7 @@ class _Reader:
         found = {self.producer[name] for name, _ in _torch.snode_dependencies(self.nodes[i]) if name in self.producer}
         read = (self._memory_of(name) for name in _torch.snode_data_reads(self.nodes[i]))
         found.update(self.changed_by[memory] for memory in read if memory in self.changed_by)
+        found.update(r for one in self.overwrites[i] for r in one.behind)
         found.discard(i)
         # A write to a buffer that a collective reads must come after the collective's wait, not only after its start.
         for start in [p for p in found if p in self.builder.waits_of and self._writes_input_of(i, p)]:
