@@ -182,6 +182,7 @@ class Shards:
 def shards(view: GraphView) -> Shards:
     """See :class:`Shards`; O(nodes + edges)."""
     uneven = frozenset(c for c in view.collectives if _is_uneven(view, c))
+    uneven |= _gathered_alike(view, uneven)
     pieces, padded = _whole_pieces(view, uneven)
     owner = {**preparations(view), **trims(view, uneven | padded)}
     pieced = uneven | padded
@@ -192,6 +193,36 @@ def shards(view: GraphView) -> Shards:
         or (c in pieced and not _is_at_the_edge(view, c, owner, pieces))
     )
     return Shards(uneven, owner, padded, next(apart, None))
+
+
+def _gathered_alike(view: GraphView, uneven: Collection[Collective]) -> set[Collective]:
+    """Gathers of a shard that an uneven one gathers, too: of a result that nobody reads, nobody sees that it is cut.
+
+    Other ranks pad the shard for each gather, and torch makes one of those that are alike.
+    """
+    gathers = [c for c in uneven if c.kind is CollectiveKind.ALL_GATHER]
+    if not gathers:
+        return set()
+    movable = given(view)
+    wanted = {_gathered(c, movable) for c in gathers}
+    others = (c for c in view.collectives if c.kind is CollectiveKind.ALL_GATHER and c not in uneven)
+    return {c for c in others if (what := _gathered(c, movable)) in wanted and what[0]}
+
+
+def _gathered(gather: Collective, movable: Collection[torch.fx.Node]) -> tuple[object, ...]:
+    """Which graph inputs are gathered, and into how much: the same on ranks that pad them."""
+    found, seen, todo = set[torch.fx.Node](), set(gather.inputs), list(gather.inputs)
+    while todo:
+        node = todo.pop()
+        if node.op in ("placeholder", "get_attr"):
+            found.add(node)
+        elif node not in movable:
+            return (frozenset(),)
+        for before in node.all_input_nodes:
+            if before not in seen:
+                seen.add(before)
+                todo.append(before)
+    return frozenset(found), gather.group.name, gather.dtypes, gather.output_bytes
 
 
 def _whole_pieces(
