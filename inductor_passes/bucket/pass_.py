@@ -30,6 +30,7 @@ from inductor_passes.bucket.handed import handed
 from inductor_passes.bucket.lines import coalesces
 from inductor_passes.bucket.question import Partition
 from inductor_passes.bucket.room import Capped, Room
+from inductor_passes.ir import results
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import Collective, GraphView
@@ -85,7 +86,7 @@ class BucketPass:
         given_up = self.given_up
         if not given_up and facts.pins is not None and facts.pins.buckets is not None:
             try:
-                return self._pinned(graph, facts.view, facts.pins)
+                return self._pinned(graph, facts, facts.pins)
             except GivenUp as error:
                 given_up = str(error)
         return replace(self._chosen(graph, facts), given_up=given_up)
@@ -137,7 +138,7 @@ class BucketPass:
             return Outcome(report, solved=solved)
         forms: list[Form] = ["coalesced" if b[0].key.group in coalesced else "packed" for b in choice.buckets]
         groups = [sorted((c.collective for c in b), key=lambda c: c.index) for b in choice.buckets]
-        merged = self._merge(graph, view, groups, forms)
+        merged = self._merge(graph, facts, groups, forms)
         report.changed = True
         # What is planned here is a forecast: where the merged graph keeps less of it, the other proposals are left.
         otherwise = replace(self, dropped=(*self.dropped, proposal(choice.buckets)))
@@ -146,12 +147,13 @@ class BucketPass:
     def _nothing(self, view: GraphView, reason: Reason, detail: str) -> Outcome:
         return Outcome(PassReport(self.name, decisions=[refusal(c, reason, detail) for c in view.collectives]))
 
-    def _pinned(self, graph: torch.fx.Graph, view: GraphView, pins: Pins) -> Outcome:
+    def _pinned(self, graph: torch.fx.Graph, facts: Facts, pins: Pins) -> Outcome:
         """Merge what the pinned plan says, members in its order: the graph may have them in another one.
 
         Raises:
             GivenUp, PlanFileError: it cannot be done; the graph is unchanged.
         """
+        view = facts.view
         by_name = {c.start.name: c for c in view.collectives}
         groups = []
         for number, bucket in enumerate(pins.buckets or ()):
@@ -162,7 +164,7 @@ class BucketPass:
         forms: list[Form] = ["coalesced" if self._coalesces(g[0].group.name) else "packed" for g in groups]
         origins = [(c.start.name, source_line(c.start), c.group.name) for c in view.collectives]
         try:
-            merged = self._merge(graph, view, groups, forms) if groups else []
+            merged = self._merge(graph, facts, groups, forms) if groups else []
         except MergeError as error:
             pins.refuse(f"`buckets` is not allowed: {error}")
         together = {name for m in merged for name in m.members}
@@ -181,9 +183,11 @@ class BucketPass:
         return replace(outcome, forced=True, pinned="buckets")
 
     def _merge(
-        self, graph: torch.fx.Graph, view: GraphView, groups: Sequence[Sequence[Collective]], forms: Sequence[Form]
+        self, graph: torch.fx.Graph, facts: Facts, groups: Sequence[Sequence[Collective]], forms: Sequence[Form]
     ) -> list[MergedCollective]:
-        return merge(graph, view, groups, forms=forms, keep_sums=self.exact, call_copies=self.call_copies)
+        mine = results.of_user(graph, facts.phase)
+        view, exact, calls = facts.view, self.exact, self.call_copies
+        return merge(graph, view, groups, forms=forms, keep_sums=exact, call_copies=calls, results=mine)
 
     def _coalesces(self, group: str) -> bool:
         if self.form != "auto":

@@ -32,6 +32,7 @@ from inductor_passes.engine import (
 )
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_of_graph
+from inductor_passes.ir import results
 from inductor_passes.pin import pins
 from inductor_passes.problems.fx import FxProblem, NoHintError
 from inductor_passes.problems.graph_memory import mark_saved_blocks, mark_views_of_inputs
@@ -189,6 +190,7 @@ class Separation:
         with guarded("evening out what ranks pad", "ranks may save different values", lambda: self.settings):
             stand_ins.insert(gm.graph)
         both: Split = (self.inner or _torch.default_partitioner())(gm, joint_inputs, **kwargs)
+        results.note(both[0], kwargs["num_fwd_outputs"])
         with guarded("taking away what evened out ranks", "it stays", lambda: self.settings):
             stand_ins.erase(module.graph for module in both)
         with guarded("ordering what is saved for backward", "torch's order stays", lambda: self.settings):

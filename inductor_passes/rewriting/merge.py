@@ -23,7 +23,9 @@ from typing import Literal
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes.ir.memory import is_view_op
 from inductor_passes.ir.parameters import note_merged
+from inductor_passes.ir.storages import FxStorage
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import COALESCED, SINGLE, CollectiveKind
 from inductor_passes.rewriting.emit import Emitter
@@ -80,6 +82,8 @@ class _Bucket:
     results: tuple[torch.fx.Node, ...] = ()
     added: tuple[torch.fx.Node, ...] = ()
     sizes: tuple[tuple[str, str], ...] = ()
+    #: Slots whose results get memory of their own.
+    owned: frozenset[Slot] = frozenset()
 
 
 def merge(
@@ -90,6 +94,7 @@ def merge(
     forms: Sequence[Form] | None = None,
     keep_sums: bool = False,
     call_copies: bool = False,
+    results: Collection[torch.fx.Node] = (),
 ) -> list[MergedCollective]:
     """Replace every group of collectives by one collective, in place; ``view`` is stale afterwards.
 
@@ -104,6 +109,8 @@ def merge(
         call_copies: whether members on a CPU that no loop reads, or that are small, are copied out by a call of an
             operator. Inductor would make a loop of each copy, or read the member in place; either way the code differs
             from all other code in the member's place, and layers that are alike become functions of their own.
+        results: of the graph, that the user gets. One that is a member, and no more than half of its message, is
+            copied into memory of its own: as long as somebody has it, it would hold the whole message.
 
     Raises:
         MergeError: a group is not mergeable or the merges depend on each other; the graph is unchanged.
@@ -122,6 +129,9 @@ def merge(
         raise MergeError(str(error)) from error
     read = reads(view) if keep_sums else {}
     in_loops = taken_in(view) if call_copies else None
+    held = {storage for node in results for storage in view.storages.of(node)}
+    for bucket in buckets:
+        bucket.owned = _owned(view, bucket, held) if held else frozenset()
     _rewrite(graph, view, buckets, order, lambda slot, rows: _apart(slot, rows, read, in_loops))
     return [_finish(graph, bucket) for bucket in buckets]
 
@@ -254,7 +264,32 @@ def _emit_wait(emit: Emitter, bucket: _Bucket, apart: Callable[[Slot, int], bool
     bucket.waits = (waited,)
     message = Message(first.kind, first.group.size, bucket.slots)
     copied = {slot for slot in bucket.slots if apart(slot, message.received_rows)}
-    bucket.results = tuple(message.unpack(emit, waited, copied))
+    unpacked = message.unpack(emit, waited, copied)
+    found = zip(bucket.slots, unpacked)
+    bucket.results = tuple(_own(emit, s, one, waited) if s in bucket.owned else one for s, one in found)
+
+
+def _own(emit: Emitter, slot: Slot, result: torch.fx.Node, message: torch.fx.Node) -> torch.fx.Node:
+    """A member in memory of its own: copied, unless it was copied out of the message."""
+    origin = result
+    while origin is not message:
+        if not is_view_op(origin.target):
+            return result
+        origin = origin.all_input_nodes[0]
+    with emit.standing_for(slot.waits[0]):
+        return emit.call(aten.clone.default, result)
+
+
+def _owned(view: GraphView, bucket: _Bucket, held: Collection[FxStorage]) -> frozenset[Slot]:
+    """Slots of a message that are in ``held``, and are no more than half of it."""
+    if bucket.form == "coalesced":
+        return frozenset()
+    sizes = {slot: _torch.tensor_bytes(slot.received) for slot in bucket.slots}
+    if any(size is None for size in sizes.values()):
+        return frozenset()
+    whole = sum(size or 0 for size in sizes.values())
+    kept = (s for s in bucket.slots if any(one in held for wait in s.waits for one in view.storages.of(wait)))
+    return frozenset(s for s in kept if 2 * (sizes[s] or 0) <= whole)
 
 
 def _apart(
