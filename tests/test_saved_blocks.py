@@ -101,6 +101,32 @@ def test_attention_saves_its_result_once() -> None:
     assert counted == real == alone - ATTENTION.layers * 8 * 64 * 64 * 4
 
 
+class Unrolled(nn.Module):
+    """A recurrent cell: its weight's gradient needs each step's part of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for step in range(x.shape[1]):
+            h = torch.tanh(self.cell(x[:, step]) + h)
+        return h.sum()
+
+
+def test_views_of_an_input_are_the_input() -> None:
+    """Found: each saved view of an input counted as all of it; the peak grew with the square of the number of steps."""
+    steps = 24
+    x = torch.randn(64, steps, 64)
+    with fake_world(2), without_kernels():
+        model = simple_fsdp(Unrolled(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        _, backward = compiled_reports(model, x, memory_budget="unlimited", bucket="off")
+    # The input, what each step made, and less than three more of these for what is at hand.
+    (peak,) = {s.peak_before_bytes for s in backward.schedules if s.level == "fx"}
+    assert 2 * x.nbytes <= peak < 2 * x.nbytes * (1 + 3 / steps) + 3 * 4 * 64 * 64
+
+
 class Products(nn.Module):
     """Three products of one size are saved."""
 

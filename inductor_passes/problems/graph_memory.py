@@ -8,7 +8,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.ir.canonical import PADS, Shards
+from inductor_passes.ir.canonical import COPIES, PADS, Shards
 from inductor_passes.ir.ops import SAVED_BLOCK, Role, role
 from inductor_passes.ir.storages import FxStorage, Storages
 from inductor_passes.ir.view import Collective, GraphView
@@ -49,19 +49,33 @@ def mark_views_of_inputs(forward: torch.fx.Graph, backward: torch.fx.Graph) -> N
 def mark_saved_blocks(forward: torch.fx.Graph, backward: torch.fx.Graph) -> None:
     """Note in a backward's graph which of its inputs are one block of memory: only forward's graph shows it.
 
-    That is so for several saved views of one value. Values that may be memory of several blocks are left apart.
+    That is so for several saved views of one value, or of an input of forward. Values that may be memory of several
+    blocks are left apart, and so are shards: those of other ranks may have another size, which what sends them shows.
     """
     storages = Storages(forward)
-    saved = {node.name: node for node in forward.output_node().all_input_nodes if node.op == "call_function"}
+    saved = {node.name: node for node in forward.output_node().all_input_nodes}
     together: dict[FxStorage, list[torch.fx.Node]] = {}
     for node in backward.find_nodes(op="placeholder"):
         blocks = storages.of(saved[str(node.target)]) if str(node.target) in saved else ()
-        if len(blocks) == 1 and not kept_by_caller(node, True):
+        if len(blocks) == 1:
             together.setdefault(blocks[0], []).append(node)
     for block, nodes in together.items():
-        if len(nodes) > 1 and block.size_bytes:
+        if len(nodes) > 1 and block.size_bytes and not (kept_by_caller(nodes[0], True) and _is_sent(block)):
             for node in nodes:
                 node.meta[SAVED_BLOCK] = (nodes[0].name, block.size_bytes)
+
+
+def _is_sent(block: FxStorage) -> bool:
+    """Whether a block is what is sent, perhaps padded or converted before."""
+    todo, seen = list(block.members), set(block.members)
+    while todo:
+        for user in todo.pop().users:
+            if role(user) is Role.START:
+                return True
+            if user not in seen and _torch.op_name(user.target) in PADS | COPIES:
+                seen.add(user)
+                todo.append(user)
+    return False
 
 
 def _is_unread(storage: FxStorage) -> bool:

@@ -31,10 +31,17 @@ def donated_inputs(backward: bool) -> dict[str, int]:
     inputs = [] if module is None else module.graph.find_nodes(op="placeholder")
     views = {str(node.target) for node in inputs if OF_CALLER in node.meta}
     found = _torch.lowered_inputs().items()
-    whole = {str(node.target): node.meta[SAVED_BLOCK][1] for node in inputs if SAVED_BLOCK in node.meta}
+    whole = _whole_sizes()
     return {
         name: whole.get(name, size) for name, size in found if not name.startswith(CALLERS) and name not in views
     }
+
+
+def _whole_sizes() -> dict[str, int]:
+    """Inputs of the graph being lowered that are part of a block -> the block's bytes."""
+    module = _torch.current_graph_module()
+    inputs = [] if module is None else module.graph.find_nodes(op="placeholder")
+    return {str(node.target): node.meta[SAVED_BLOCK][1] for node in inputs if SAVED_BLOCK in node.meta}
 
 
 def saved_together(backward: bool) -> dict[str, str]:
@@ -105,7 +112,7 @@ def kernel_blocks(
     """
     freed = donated_inputs(backward)
     found = _Buffers(nodes, producer)
-    found.join(saved_together(backward), freed)
+    found.join(saved_together(backward))
     for i, node in enumerate(nodes):
         found.define(i, node)
     for start in builder.waits_of:
@@ -128,8 +135,9 @@ class _Buffers:
         self._early: set[str] = set()
         self.blocks = {name: Block(name, size, INPUT) for name, size in _torch.lowered_inputs().items()}
 
-    def join(self, together: Mapping[str, str], sizes: Mapping[str, int]) -> None:
+    def join(self, together: Mapping[str, str]) -> None:
         """Make one block of inputs that are memory of another one."""
+        sizes = _whole_sizes() if together else {}
         for name, first in together.items():
             if name in self.blocks and first in self.blocks:
                 del self.blocks[name]

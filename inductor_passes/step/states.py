@@ -17,9 +17,11 @@ from inductor_passes.schedule.problem import Problem
 from inductor_passes.step.derived import Step, derived
 
 #: Sets that the descent may look at, per set of a series; and tasks in them, where that is more than one set per set.
-_TRIALS, _LOOKED_AT_TASKS = 4, 60_000
+_TRIALS, _LOOKED_AT_TASKS = 8, 120_000
 #: How many values are tried before one is saved again.
 _AHEAD = 4
+#: Of equal values every so many are saved where all of them are too many.
+_EVERY = (2, 4, 8, 16)
 #: Sets of candidates, ascending within, with what :func:`derived` gives for them.
 Made: TypeAlias = dict[tuple[int, ...], tuple[Problem, Problem]]
 
@@ -110,6 +112,8 @@ class _Descent:
         self.left = max(most, min(_TRIALS * most, trials))
         self.whole = self.several = -(-len(step.candidates) // max(1, most))
         self.taken, self.left_out = frozenset[int](), set[int]()
+        #: The set from which saving something again was tried in vain.
+        self.stuck: frozenset[int] | None = None
         self.problems: Made = {}
         self.found: list[tuple[int, ...]] = []
         self.at_peak = _at_peak(step, (step.forward, step.backward))
@@ -164,17 +168,23 @@ class _Descent:
         """Whether a lower peak was found with less computed again.
 
         A value that is computed again at the peak may have needed others that are only read after the peak. They run
-        later once it is saved. Those of equal layers are saved together if that helps, or one alone.
+        later once it is saved. Those of equal layers are saved together if that helps, or every second or fourth of
+        them, or one alone.
         """
+        if self.stuck == self.taken:
+            return False
         early = self._early()
         kinds = list(dict.fromkeys(self.kinds[one] for one in early))[:_AHEAD]
-        alike = [frozenset(i for i in self.taken if self.kinds[i] == kind) for kind in kinds]
-        for ones in (alike, [frozenset({one}) for one in early[:_AHEAD]]):
-            tried = [self._looked_at(self.taken - some) for some in ones[: max(0, self.left)]]
+        alike = [sorted(i for i in self.taken if self.kinds[i] == kind) for kind in kinds]
+        spaced = [ones[every - 1 :: every] for ones in alike for every in _EVERY if every < len(ones)]
+        alone = [[one] for one in early[:_AHEAD]]
+        for ones in (alike + spaced, alone):
+            tried = [self._looked_at(self.taken.difference(some)) for some in ones[: max(0, self.left)]]
             if self._go_to(min((t for t in tried if t), key=lambda t: t.at_peak.bytes, default=None)):
                 # What was too much before may be enough now.
                 self.left_out = set()
                 return True
+        self.stuck = self.taken
         return False
 
     def _early(self) -> list[int]:

@@ -43,9 +43,11 @@ def peak_of(view: View, donated: Collection[str] = ()) -> int | None:
     for storage in view.storages.all:
         if storage.size_bytes is None:
             return None
-        if (noted := storage.producer.meta.get(SAVED_BLOCK)) is not None and storage.producer.name in donated:
+        if (noted := storage.producer.meta.get(SAVED_BLOCK)) is not None:
             first, size_bytes = noted
-            together.setdefault(first, (size_bytes, []))[1].append(_last_touch(view, storage))
+            # A block that is not given away stays, as if the output read it.
+            end = _last_touch(view, storage) if storage.producer.name in donated else last
+            together.setdefault(first, (size_bytes, []))[1].append(end)
             continue
         if storage.producer.op in ("placeholder", "get_attr"):
             live += storage.size_bytes
