@@ -149,6 +149,12 @@ def test_simulate_prints_a_table_and_writes_chart_and_timeline(problem_file: Pat
     assert len(json.loads(perfetto.read_text())["traceEvents"]) > 20
 
 
+def test_simulate_says_which_budget_no_order_keeps(problem_file: Path) -> None:
+    done = run(app, ["simulate", str(problem_file), "--budget", "0,=1KiB"])
+    kept, above = (line for line in done.output.splitlines() if " us" in line or " ms" in line)
+    assert "above the budget" in above and "above the budget" not in kept
+
+
 def test_simulate_compute_and_latency_scales(problem_file: Path) -> None:
     done = run(app, ["simulate", str(problem_file), "--compute-scale", "2", "--latency-scale", "0", "--json"])
     (case,) = json.loads(done.output)["cases"]

@@ -295,7 +295,7 @@ def _print_table(problem: Problem, answers: list[Answer]) -> None:
             size(plan.input_peak_bytes),
             size(plan.peak_bytes),
             percent(plan.gap),
-            plan.method,
+            plan.method if plan.feasible else f"{plan.method}, above the budget",
         )
     terminal.console(150).print(table)
 

@@ -135,8 +135,13 @@ class Job:
                 backup.restore()
                 return None
             found, budget = less
-            why = f"{why}. {self._above(found, budget)}"
-            warn_of_graph(f"inductor_passes: {why}")
+            if self._fits(found):
+                # It had to be looked for with more, on the way to a graph that needs no more.
+                asked = self.settings.memory_budget
+                why = f"{why}. It was planned within {budget!r}, and keeps memory_budget={asked!r}"
+            else:
+                why = f"{why}. {self._above(found, budget)}"
+                warn_of_graph(f"inductor_passes: {why}")
             self._enter(found, budget)
         found.config, found.pins = self.settings, None
         found.report.config = self.settings.to_json()
@@ -196,6 +201,11 @@ class Job:
         """What the graph's own memory budget allows, in bytes."""
         least, generated = found.cap.least_peak_bytes, found.cap.generated_least_peak_bytes
         return None if least is None else graph_limits(least, generated, self.known.step, self.settings)[0]
+
+    def _fits(self, found: Compilation) -> bool:
+        """Whether a graph needs no more than its own memory budget allows."""
+        allowed, scheduled = self._allowed(found), found.scheduled
+        return allowed is not None and scheduled is not None and scheduled.plan.peak_bytes <= allowed
 
     def _above(self, found: Compilation, budget: str) -> str:
         """How far a graph is above its memory budget, and what to do about it."""

@@ -273,7 +273,7 @@ def _own(emit: Emitter, slot: Slot, result: torch.fx.Node, message: torch.fx.Nod
     """A member in memory of its own: copied, unless it was copied out of the message."""
     origin = result
     while origin is not message:
-        if not is_view_op(origin.target):
+        if not (_torch.is_op(origin.target) and is_view_op(origin.target)):
             return result
         origin = origin.all_input_nodes[0]
     with emit.standing_for(slot.waits[0]):
