@@ -20,7 +20,7 @@ from inductor_passes.engine.complain import complain, take_said, warn_of_graph
 from inductor_passes.engine.publish import publish, somebody_looks
 from inductor_passes.ir.parameters import reported
 from inductor_passes.pin.pins import Pins
-from inductor_passes.problems.kernel_memory import donated_inputs, saved_together
+from inductor_passes.problems.kernel_memory import donated_inputs, rely_on_order, saved_together
 from inductor_passes.problems.kernels import build
 from inductor_passes.problems.record import plan_digest, schedule_report
 from inductor_passes.replay import order_check
@@ -46,7 +46,7 @@ def order_kernels(nodes: list[Any], compilation: Compilation, report: PassReport
     began = time.perf_counter_ns()
     config, graph = compilation.config, compilation.report
     ordered, findings = _order(nodes, compilation, keep_overwrites=False)
-    if ordered.above_bytes or _of_memory(findings):
+    if (ordered.above_bytes or _of_memory(findings)) and rely_on_order(nodes):
         # Where every order counts, a kernel may not rely on the one that lets it write over its operand.
         kept, its_findings = _order(nodes, compilation, keep_overwrites=True)
         if (bool(its_findings), kept.above_bytes) < (bool(findings), ordered.above_bytes):

@@ -72,7 +72,7 @@ def _is_sent(block: FxStorage) -> bool:
         for user in todo.pop().users:
             if role(user) is Role.START:
                 return True
-            if user not in seen and _torch.op_name(user.target) in PADS | COPIES:
+            if user not in seen and (role(user) is Role.FREE or _torch.op_name(user.target) in PADS | COPIES):
                 seen.add(user)
                 todo.append(user)
     return False

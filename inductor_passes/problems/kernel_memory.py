@@ -96,6 +96,11 @@ def overwritten(nodes: Sequence[Any], *, in_this_order: bool) -> list[tuple[Over
     return found
 
 
+def rely_on_order(nodes: Sequence[Any]) -> bool:
+    """Whether a kernel writes over an operand in the order of ``nodes`` that it might not write over in another one."""
+    return any(one.behind for mine in overwritten(nodes, in_this_order=True) for one in mine)
+
+
 def kernel_blocks(
     nodes: Sequence[Any],
     producer: Mapping[str, int],
