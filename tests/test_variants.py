@@ -405,6 +405,15 @@ def test_a_variant_with_other_sizes_sends_the_same_in_the_same_order() -> None:
                 alone = alike.run_as_before(jobs[1], Earlier.of(earlier))
                 assert alone is not None and messages(GraphView(second)) == earlier.sent, budget
                 above.append(any("for that, memory_budget=" in note for note in alone.report.notes))
+                if above[-1]:
+                    # Where what it needs in the end is allowed, it is not said to be above, and nothing is warned of.
+                    fits = copy.deepcopy(captured[rows][phase]).graph
+                    job = replace(jobs[1], graph=fits)
+                    allowed = mock.patch.object(alike.Job, "_allowed", lambda *_: 1 << 40)
+                    with allowed, mock.patch.object(alike, "warn_of_graph") as warned:
+                        told = alike.run_as_before(job, Earlier.of(earlier))
+                    assert told is not None and not warned.called and told.larger_budget
+                    assert any(f"keeps memory_budget={budget!r}" in note for note in told.report.notes)
             # With so few rows parameters are most of the memory, and the buckets of the larger graph do not fit.
             assert any(above) == (budget in ("0", "+5%")), budget
 

@@ -20,6 +20,7 @@ from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.engine.waiting import Waiting
 from inductor_passes.groups import availability
+from inductor_passes.ir import results
 from inductor_passes.ir.groups import Group
 from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import CollectiveKind
@@ -72,7 +73,12 @@ def reach(
 
         found = agreement.reach(
             view,
-            {**facts_of(settings, profile, phase, _told(step, view)), **_sizes(view, settings)},
+            {
+                **facts_of(settings, profile, phase, _told(step, view)),
+                **_sizes(view, settings),
+                # Of these some get memory of their own when messages are merged.
+                "results of the user": str(len(results.of_user(view.graph, phase))),
+            },
             timeout_s=timeout_s,
             name=phase,
             describe_group=describe,

@@ -257,6 +257,12 @@ def effect_channel(node: torch.fx.Node, its_role: Role) -> str:
     return "fence" if its_role is Role.FENCE else ""
 
 
+def order_channel(node: torch.fx.Node, its_role: Role) -> str:
+    """:func:`effect_channel` of a node that keeps its order in it; "" for attention that draws nothing."""
+    channel = effect_channel(node, its_role)
+    return "" if channel == "random" and draws_nothing(node) else channel
+
+
 def op_channel(target: object, its_role: Role) -> str:
     """:func:`effect_channel` of a call of which only the operator and its role (:func:`op_role`) are known."""
     return _channel_of_target(target) or ("fence" if its_role is Role.FENCE else "")

@@ -155,7 +155,7 @@ class GraphView:
         edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         last: dict[str, torch.fx.Node] = {}
         for node in self.nodes:
-            channel = "" if ops.draws_nothing(node) else ops.effect_channel(node, self.roles[node])
+            channel = ops.order_channel(node, self.roles[node])
             if channel and not (move_transfers and node in self.transfers):
                 edges.extend((last[before], node) for before in ops.NOT_CROSSED[channel] if before in last)
                 last[channel] = node

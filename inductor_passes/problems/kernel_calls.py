@@ -26,13 +26,10 @@ def is_call(node: Any) -> bool:
 
 
 def effect_channel(node: Any) -> str:
-    """The effect channel (``ops.effect_channel``) of a call; "" where nothing says what it calls.
-
-    Attention without dropout draws nothing: it is free.
-    """
+    """The effect channel (``ops.order_channel``) of a call; "" where nothing says what it calls."""
     origin, called = origin_of(node), _torch.snode_op(node)
     if origin is not None:
-        return "" if ops.draws_nothing(origin) else ops.effect_channel(origin, ops.role(origin))
+        return ops.order_channel(origin, ops.role(origin))
     return "" if called is None else ops.op_channel(called, ops.op_role(called))
 
 

@@ -113,7 +113,7 @@ class _Reader:
     def refusal(self, node: torch.fx.Node) -> str:
         """Why a node may not run again, "" where it may."""
         role, name = self.view.role(node), _torch.op_name(node.target)
-        channel = "" if ops.draws_nothing(node) else ops.effect_channel(node, role)
+        channel = ops.order_channel(node, role)
         if channel == "random":
             return f"{node.name} draws random numbers"
         if role in (Role.START, Role.WAIT):
