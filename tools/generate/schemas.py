@@ -8,12 +8,14 @@ readers ignore keys that they do not know.
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import msgspec.inspect
 
 from inductor_passes.pin.file import GraphPlan
 from inductor_passes.report import GraphReport
@@ -87,19 +89,44 @@ OPTIONAL: dict[str, Sequence[str]] = {
 }
 
 
-def strict(definition: Schema, without: Sequence[str] = ()) -> Schema:
-    """An object as it is written: fields with a default are there too, and no others."""
+def strict(definition: Schema, without: Sequence[str] = (), unset: Sequence[str] = ()) -> Schema:
+    """An object as it is written: fields with a default are there too, those that stay ``unset`` are not."""
     if "properties" not in definition:
         return definition
     fields = {name: field for name, field in definition["properties"].items() if name not in without}
-    required = {name for name in fields if name in definition["required"] or "default" in fields[name]}
     kept = {key: value for key, value in definition.items() if key not in ("properties", "required")}
+    if "description" in kept:  # as of msgspec 0.23; versions before keep the indentation
+        kept["description"] = inspect.cleandoc(kept["description"])
     return {
         **kept,
         "properties": {name: nullable(field) for name, field in fields.items()},
-        "required": sorted(required),
+        "required": sorted({*fields} - {*unset}),
         "additionalProperties": False,
     }
+
+
+def left_unset(parts: Sequence[type]) -> dict[str, list[str]]:
+    """Record -> its fields that are not written unless they are set.
+
+    msgspec's schemas do not tell: whether a default that a function makes is in them depends on the version.
+    """
+    found: dict[str, list[str]] = {}
+    waiting: list[Any] = [*msgspec.inspect.multi_type_info(parts)]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, msgspec.inspect.StructType | msgspec.inspect.DataclassType):
+            if one.cls.__name__ not in found:
+                found[one.cls.__name__] = [
+                    f.encode_name
+                    for f in one.fields
+                    if not f.required and f.default is f.default_factory is msgspec.NODEFAULT  # it is UNSET
+                ]
+                waiting += [f.type for f in one.fields]
+        elif isinstance(one, msgspec.inspect.Type):
+            held = (getattr(one, name) for name in one.__struct_fields__)
+            for value in held:
+                waiting += value if isinstance(value, tuple) else [value]
+    return found
 
 
 def nullable(field: Any) -> Any:
@@ -117,7 +144,8 @@ def schema_of(kind: str) -> Schema:
     parts, about = PARTS[kind]
     _, definitions = msgspec.json.schema_components(parts)
     without = WITHOUT.get(kind, {})
-    known = {name: strict(one, without.get(name, ())) for name, one in definitions.items()}
+    unset = left_unset(parts)
+    known = {name: strict(one, without.get(name, ()), unset.get(name, ())) for name, one in definitions.items()}
     whole: Schema = {"type": "object", "properties": {}, "required": [], "additionalProperties": False}
     for part in parts:
         own = known.pop(part.__name__)
