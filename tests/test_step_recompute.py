@@ -515,8 +515,8 @@ def test_a_bias_does_not_keep_an_activation(slow_link: str, reshard: Any) -> Non
         choice = again(reports)
         kept.append(sum("communicates" in d.detail for d in choice.decisions))
         least.append(choice.metrics["peak_bytes"] / choice.metrics["peak_saved_bytes"])
-    # The first layer's weight is large, and backward has no gradient to compute with it.
-    assert kept == [1, 1]
+    # Backward has no gradient to compute with the first layer's weight, which is large: it gathers that again, too.
+    assert kept == [0, 0]
     assert least[1] == pytest.approx(least[0], rel=0.02) and least[0] < 0.8
 
 

@@ -23,7 +23,8 @@ class Candidate:
     Attributes:
         name: of the saved value.
         size_bytes: what it holds from forward to its last reader in backward.
-        chain: forward's tasks that would run again, in order; where they read another saved value they end.
+        chain: forward's tasks that would run again, in order; where they read another saved value they end. Gathers of
+            parameters that backward does not gather otherwise are among them, starts and waits.
         forward_storage: index of the block among forward's storages.
         backward_storages: indices of backward's inputs that are the block.
         nodes: names of the FX nodes of ``chain``.
@@ -69,6 +70,12 @@ class Step:
     reads: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     callers: tuple[int, ...] = ()
     latent: Mapping[int, int] = field(default_factory=dict)
+
+    def added_ns(self, again: Collection[int]) -> tuple[int, int]:
+        """What candidates add to backward when they are computed again: time of compute, and of communication."""
+        tasks = [self.forward.tasks[t] for t in {t for i in again for t in self.candidates[i].chain}]
+        computed = sum(t.duration_ns for t in tasks if t.kind is Kind.COMPUTE)
+        return computed, sum(t.duration_ns for t in tasks) - computed
 
 
 def derived(step: Step, again: Sequence[int]) -> tuple[Problem, Problem] | None:
@@ -139,6 +146,15 @@ class _Backward:
         # Where nobody noted that several inputs are one block they count for themselves. Made again they are one.
         self.whole = {b: c.backward_storages[0] for c in chosen for b in c.backward_storages[1:]}
         self.twin = {c.forward_storage for c in chosen}
+        self.lanes = list(step.backward.lanes)
+        known = {lane.name: i for i, lane in enumerate(self.lanes)}
+        #: Forward's lane -> backward's lane of its name.
+        self.lane: dict[int, int] = {}
+        for i, lane in enumerate(step.forward.lanes):
+            if lane.name not in known:
+                known[lane.name] = len(self.lanes)
+                self.lanes.append(lane)
+            self.lane[i] = known[lane.name]
         self.preds = step.backward.edges() + [self._preds(t) for t in self.again]
         for c in chosen:
             users = [r for b in c.backward_storages for r in step.backward.storages[b].readers]
@@ -157,6 +173,8 @@ class _Backward:
     def _preds(self, task: int) -> list[int]:
         forward = self.step.forward
         before = {self.number[p] for p in forward.preds[task] if p in self.number}
+        if (start := forward.tasks[task].start) >= 0:
+            before.add(self.number[start])
         return sorted({*before, *self.step.needs.get(task, ())})
 
     def order(self) -> list[int] | None:
@@ -192,8 +210,7 @@ class _Backward:
         tasks = []
         for one in order:
             if one >= self.first:
-                task = forward.tasks[self.again[one - self.first]]
-                tasks.append(Task(task.name + AGAIN, task.kind, task.duration_ns, label=task.label, source=task.source))
+                tasks.append(self._run_again(forward.tasks[self.again[one - self.first]], place))
             else:
                 task = backward.tasks[one]
                 tasks.append(task if task.start < 0 else dataclasses.replace(task, start=place[task.start]))
@@ -202,8 +219,16 @@ class _Backward:
             backward,
             tasks=tuple(tasks),
             preds=tuple([_places(place, preds[one]) for one in order]),
+            lanes=tuple(self.lanes),
             storages=(*self._moved(place), *self._inside(place)),
         )
+
+    def _run_again(self, task: Task, place: Sequence[int]) -> Task:
+        """A task of forward as it is in backward."""
+        if task.kind is Kind.COMPUTE:
+            return Task(task.name + AGAIN, task.kind, task.duration_ns, label=task.label, source=task.source)
+        start = place[self.number[task.start]] if task.start >= 0 else -1
+        return dataclasses.replace(task, name=task.name + AGAIN, lane=self.lane[task.lane], start=start, fence=False)
 
     def _moved(self, place: Sequence[int]) -> list[Storage]:
         """Backward's own memory, with its tasks renumbered."""
@@ -240,7 +265,7 @@ class _Backward:
             made = place[self.number[s.producer]]
             # Who comes before reads what was saved of it: a value that may share this memory, as dropout's result may.
             readers = tuple(sorted(p for r in s.readers if r in self.number and (p := place[self.number[r]]) > made))
-            found.append(Storage(s.size_bytes, made, readers, False, s.name + AGAIN))
+            found.append(Storage(s.size_bytes, made, readers, False, s.name + AGAIN, s.workspace))
         return found
 
 
@@ -262,6 +287,8 @@ def check(step: Step) -> None:
         producer = step.forward.storages[one.forward_storage].producer
         if producer not in one.chain:
             raise ProblemError(f"{step.forward.name}: the chain of {one.name} does not make it")
+        if any((start := step.forward.tasks[t].start) >= 0 and start not in one.chain for t in one.chain):
+            raise ProblemError(f"{step.forward.name}: the chain of {one.name} waits for what it does not send")
         for b in one.backward_storages:
             if step.backward.storages[b].producer != INPUT:
                 raise ProblemError(f"{step.backward.name}: {step.backward.storages[b].name} is not saved")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage
 from inductor_passes.step.derived import Step
-from inductor_passes.step.recompute import Point
+from inductor_passes.step.recompute import Point, added
 
 #: Blocks that are named per kind, and points of the curve that are said.
 _NAMED, _POINTS = 3, 8
@@ -22,11 +22,10 @@ def made(step: Step, point: Point, fastest_ns: int) -> list[str]:
     if not point.recomputed:
         return ["memory: nothing is computed again but what Inductor does by itself"]
     chosen = [step.candidates[i] for i in point.recomputed]
-    spent = sum(step.forward.tasks[t].duration_ns for t in sorted({t for c in chosen for t in c.chain}))
-    added = max(0, point.step_ns - fastest_ns)
+    longer_ns = max(0, point.step_ns - fastest_ns)
     return [
         f"memory: {len(chosen)} of {len(step.candidates)} saved values ({sum(c.size_bytes for c in chosen)} bytes) are "
-        f"computed again: {spent} ns of compute, of which the planned step shows {added} ns "
+        f"computed again: {added(step, point.recomputed)}, of which the planned step shows {longer_ns} ns "
         f"({fastest_ns} -> {point.step_ns} ns)"
     ]
 

@@ -16,7 +16,7 @@ curve of the step over the budget as well.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
@@ -54,7 +54,7 @@ class Point:
         recomputed: numbers of the candidates that are computed again, ascending.
         kept: how many of the gathered parameters are kept, best first.
         peak_bytes, step_ns: of both graphs in a simple schedule; the passes plan them again.
-        spent_ns: of compute that is added.
+        spent_ns: of compute and communication that is added.
         proposed: the messages that travel together in that schedule, by graph.
     """
 
@@ -96,7 +96,7 @@ def points(
         both = made.pop(state, None) or derived(step, state)
         if both is None:
             continue
-        spent = sum(step.forward.tasks[t].duration_ns for t in {t for i in state for t in step.candidates[i].chain})
+        spent = sum(step.added_ns(state))
         for count in counts:
             for way in merging.ways(_keeping(both, gathered, count)):
                 found += _within(Point(state, count, 0, 0, spent, way.proposed), way, found)
@@ -214,6 +214,12 @@ def curve(found: Sequence[Point]) -> list[Point]:
     return result
 
 
+def added(step: Step, again: Collection[int]) -> str:
+    """What candidates add to backward, in words."""
+    computed_ns, sent_ns = step.added_ns(again)
+    return f"{computed_ns} ns of compute" + (f" and {sent_ns} ns of gathers" if sent_ns else "")
+
+
 def report(step: Step, point: Point, fastest_ns: int, limit: int | None, refused: Mapping[str, str]) -> PassReport:
     """What is computed again, and what is not.
 
@@ -224,8 +230,7 @@ def report(step: Step, point: Point, fastest_ns: int, limit: int | None, refused
     chosen = set(point.recomputed)
     decisions = []
     for i, one in enumerate(step.candidates):
-        spent = sum(step.forward.tasks[t].duration_ns for t in one.chain)
-        detail = f"{one.size_bytes} bytes from forward to backward, or {spent} ns of compute in backward"
+        detail = f"{one.size_bytes} bytes from forward to backward, or {added(step, [i])} in backward"
         applied = i in chosen
         decisions.append(
             Decision(
@@ -241,16 +246,18 @@ def report(step: Step, point: Point, fastest_ns: int, limit: int | None, refused
     decisions += [
         Decision(NAME, name, Verdict.REFUSED, Reason.UNSUPPORTED, why) for name, why in sorted(refused.items())
     ]
-    again = {t for i in chosen for t in step.candidates[i].chain}
+    computed_ns, sent_ns = step.added_ns(chosen)
     metrics: dict[str, float] = {
         "recomputed": len(chosen),
         "recomputed_bytes": sum(step.candidates[i].size_bytes for i in chosen),
-        "recomputed_ns": sum(step.forward.tasks[t].duration_ns for t in again),
+        "recomputed_ns": computed_ns,
         "step_saved_ns": fastest_ns,
         "step_ns": point.step_ns,
         "peak_saved_bytes": peak_of(step),
         "peak_bytes": point.peak_bytes,
     }
+    if sent_ns:
+        metrics["gathered_again_ns"] = sent_ns
     if limit is not None:
         metrics["limit_bytes"] = limit
     return PassReport(NAME, changed=bool(chosen), decisions=decisions, metrics=metrics)

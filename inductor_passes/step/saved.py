@@ -1,11 +1,11 @@
 """What forward saves for backward and backward could compute again: from two FX graphs to a ``derived.Step``.
 
 A saved value is computed again by a *chain*: the nodes that make it, back to what backward has anyway (inputs, other
-saved values, gathered parameters). A parameter that backward does not need otherwise is gathered again where it is
-small, as the bias of a linear layer is: else one bias would keep an activation thousands of times its size. Apart from
-that, a chain may not draw random numbers, communicate, or read or write memory that
-somebody writes to: it would not give the same bits, or do something twice. What activation checkpointing has tagged is
-the user's to decide.
+saved values, gathered parameters). A parameter that backward does not need otherwise is gathered again: the chain
+sends its message once more, unless the parameter is as small as the bias of a linear layer, which is not worth a
+decision. Apart from that, a chain may not draw random numbers, communicate, or read or write memory that somebody
+writes to: it would not give the same bits, or do something twice. What activation checkpointing has tagged is the
+user's to decide.
 """
 
 from __future__ import annotations
@@ -96,6 +96,15 @@ class _Reader:
         self.blocks = [s for s in self.view.storages.all if any(m.name in self.saved for m in s.members)]
         self.total_bytes = sum(s.size_bytes or 0 for s in self.blocks)
         self.written = {m for s in self.view.storages.all if s.writers for m in s.members}
+        #: Tasks that bring a parameter which backward does not gather, and chains may.
+        self.gathers = {
+            task
+            for node, task in self.task.items()
+            if self.view.role(node) in (Role.START, Role.WAIT)
+            and _torch.is_gathered_again(node)
+            and not self.in_backward(node)
+            and not self.brought_again(node)
+        }
 
     def in_backward(self, node: torch.fx.Node) -> bool:
         """Whether backward has the value of a forward node anyway."""
@@ -116,12 +125,17 @@ class _Reader:
         channel = ops.order_channel(node, role)
         if channel == "random":
             return f"{node.name} draws random numbers"
+        of_gather = _torch.is_gathered_again(node)
         if role in (Role.START, Role.WAIT):
-            return f"{node.name} communicates"
-        if role not in (Role.COMPUTE, Role.FREE) or name.startswith("higher_order::") or channel:
+            if not of_gather:
+                return f"{node.name} communicates"
+        elif role not in (Role.COMPUTE, Role.FREE) or name.startswith("higher_order::") or channel:
             return f"it is not known whether {node.name} can run twice"
         if node in self.written or any(i in self.written for i in node.all_input_nodes) or ops.mutated_inputs(node):
             return f"{node.name} uses memory that is written to"
+        if of_gather:
+            # Pads of the rank's own shard are among them, which other ranks do not see.
+            return ""
         task = self.task.get(node)
         if role is Role.COMPUTE and task is not None and self.forward.problem.tasks[task].kind is not Kind.COMPUTE:
             return f"{node.name} runs with what communicates"
@@ -147,7 +161,7 @@ class _Reader:
         callers = tuple(
             i
             for s in self.view.storages.all
-            if s.producer.op in ("placeholder", "get_attr") and s.producer.name not in self.inputs
+            if s.producer.op in ("placeholder", "get_attr") and not self._is_held(s.producer.name)
             for i in self.storage.get(s, ())
         )
         storages = (*self.backward.problem.storages, *(block for block, _ in latent))
@@ -156,6 +170,11 @@ class _Reader:
         sizes = {first + k: size for k, (_, size) in enumerate(latent)}
         step = Step(self.forward.problem, backward, tuple(found), needs, reads, callers, sizes)
         return Saved(step, refused, frozenset(self.saved))
+
+    def _is_held(self, name: str) -> bool:
+        """Whether backward's memory has an input of forward. It has no place for one that nobody reads there."""
+        twin = self.inputs.get(name)
+        return twin is not None and any(self.back_storage.get(s) for s in self.back.storages.of(twin))
 
     def _candidate(self, block: FxStorage) -> tuple[Candidate, _Chain] | str:
         mine = self.storage.get(block, ())
@@ -201,9 +220,11 @@ class _Reader:
         return found
 
     def _runs(self, node: torch.fx.Node) -> set[int]:
-        """The task that runs again with a node; none where it is a view of what a collective brings."""
+        """The task that runs again with a node; none where it is a view of what backward gathers anyway."""
         task = self.task.get(node)
-        return set() if task is None or self.forward.problem.tasks[task].kind is not Kind.COMPUTE else {task}
+        if task is None or (self.forward.problem.tasks[task].kind is not Kind.COMPUTE and task not in self.gathers):
+            return set()
+        return {task}
 
     def _readers(self, node: torch.fx.Node, nodes: set[torch.fx.Node]) -> set[int]:
         """The tasks of chains that read what a node reads: its own, or those that read the view that it is."""
