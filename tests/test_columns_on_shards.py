@@ -128,6 +128,8 @@ def rewritten(
         (Head(each, ranks=2), 2, 1),
         (Head(smoothed, ranks=3), 3, 1),
         (Head(shifted, ranks=2, dtype=torch.bfloat16), 2, 1),
+        (Head(mean, ranks=2, dtype=torch.bfloat16), 2, 1),
+        (Head(each, ranks=3, dtype=torch.float16), 2, 1),
         (Head(capped), 4, 1),
         (Head(penalised), 3, 1),
         (Head(entropy), 3, 0),
@@ -200,9 +202,39 @@ def test_all_columns_are_read(loss: Loss, reader: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_would_be_added_up_in_a_narrow_type(dtype: torch.dtype) -> None:
-    """A loss of logits that are not converted takes its element per row in their type."""
-    assert decision(Head(mean, dtype=dtype)) == (Reason.NUMERICS, "")
-    assert decision(Head(lambda logits, targets: logits.amax(-1), dtype=dtype)) == (Reason.NUMERICS, "")
+    """An extreme and an element that one rank has are no sums that round."""
+    assert decision(Head(lambda logits, targets: logits.sum(-1), dtype=dtype)) == (Reason.NUMERICS, "")
+    assert decision(Head(lambda logits, targets: logits.mean(-1), dtype=dtype)) == (Reason.NUMERICS, "")
+    with fake_world(4) as group:
+        largest = Head(lambda logits, targets: logits.amax(-1), dtype=dtype)
+        assert rewritten(largest.traced(0, group), 4).changed
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_sums_of_a_narrow_type_are_not_proven(twice: bool) -> None:
+    """Of numbers that are picked one is not 0; of two that are picked and added, both are not."""
+    with fake_world(2) as group:
+
+        def both(picked: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+            return picked + whole.sum(-1, keepdim=True) if twice else whole.sum(-1, keepdim=True)
+
+        def of_all(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            whole = funcol.all_gather_tensor(x, 1, group)
+            return both(whole.gather(-1, index), whole)
+
+        def of_each(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            picked = PICK(x, torch.arange(4), index.unsqueeze(0)).squeeze(0)
+            return funcol.wait_tensor(funcol.all_reduce(both(picked, x), "sum", group))
+
+        x, index = torch.randn(3, 4, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
+        was, now = (make_fx(f, tracing_mode="fake")(x, index) for f in (of_all, of_each))
+        before = verify.snapshot(was.graph)
+        names = [tuple(n.name for n in gm.graph.nodes if n.op == "call_function") for gm in (was, now)]
+        found = verify.check(
+            now.graph, reference=before, numerics="reassociate", group_order="any",
+            certificates=(verify.Certificate("R18", *names),),
+        )  # fmt: skip
+        assert any(f.rule.startswith("value") for f in found), found
 
 
 def test_columns_that_do_not_divide() -> None:
@@ -240,10 +272,11 @@ def not_shifted(gm: torch.fx.GraphModule) -> None:
     pick.args = (pick.args[0].args[0], *pick.args[1:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("forge", [another_piece, missing_gather, own_sum, smallest, next_column, not_shifted])
-def test_forgeries_are_found(forge: Callable[[torch.fx.GraphModule], None]) -> None:
+def test_forgeries_are_found(forge: Callable[[torch.fx.GraphModule], None], dtype: torch.dtype) -> None:
     with fake_world(4, 1) as group:
-        gm = Head(mean).traced(1, group)
+        gm = Head(mean, dtype=dtype).traced(1, group)
         before = verify.snapshot(gm.graph)
         rewritten(gm, 4)
         inner = [n.name for n in gm.graph.nodes if n.op == "call_function"]

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import inductor_passes
 from inductor_passes.models import LlamaConfig, language_batch, language_model, tensor_parallel
@@ -88,6 +91,34 @@ def of_any_size(rank: int, world: int, profile: str, counts: tuple[int, ...]) ->
     return found(reports)
 
 
+class Narrow(nn.Module):
+    """A tensor-parallel model in a narrow type, whose loss converts nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(64, 32, dtype=dtype), nn.Linear(32, 64, bias=False, dtype=dtype)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(tokens)).flatten(0, -2), targets.flatten())
+
+
+def trained_narrow(rank: int, world: int, profile: str, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """Loss and gradients beside those of ``torch.compile``, which rounds where Inductor does."""
+    mesh = init_device_mesh("cpu", (world,))
+    batch = language_batch(LlamaConfig(layers=1), seed=3)
+    results = []
+    for options in ({}, inductor_passes.options(**SETTINGS, cost_profile=profile)):
+        torch._dynamo.reset()
+        model = Narrow(dtype)
+        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+        with collect(what_if=False) as reports:
+            results.append(gradients(model, batch, torch.compile(model, options=options, fullgraph=True)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=0.02, atol=5e-4)
+    return found(reports)
+
+
 def profile_in(folder: Path, ranks: int = 2) -> str:
     return save_profile(folder / "costs.json", 0.0, 1000.0, 10.0, 0.0, ranks=ranks)
 
@@ -99,6 +130,13 @@ def test_training(two_ranks: Ranks, tmp_path: Path, sequence_parallel: bool) -> 
         assert [undone for _, undone in results] == [[], []]
         for applied, _ in results:
             assert applied == ["64 columns on 2 ranks: 2 reductions, 1 elements per row"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_training_in_a_narrow_type(two_ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
+    for applied, undone in two_ranks.run(trained_narrow, profile_in(tmp_path), dtype):
+        assert (applied, undone) == (["64 columns on 2 ranks: 2 reductions, 1 elements per row"], [])
 
 
 @pytest.mark.slow

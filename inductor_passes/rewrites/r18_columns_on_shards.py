@@ -13,8 +13,9 @@ after::
 The region grows from a gather along the last dimension through operators that treat columns alike: pointwise ones,
 views and slices of other dimensions, sums over other dimensions. It ends where a value of all columns is no longer
 needed: at a sum, a maximum or a minimum over the columns (the rank's own, then an all_reduce), at one element per row
-(the rank that has it gives it, the others give 0; each rank has targets of its own, so these are gathered and the
-elements scattered), and at the rank's own columns. If anything else reads all columns the gather stays.
+(the rank that has it gives it, the others give 0, which rounds in no type; each rank has targets of its own, so these
+are gathered and the elements scattered), and at the rank's own columns. If anything else reads all columns the gather
+stays.
 
 Right because every operator of the region computes a column from that column of its operands, and a sum or an extreme
 of all columns is that of the ranks' own. Values that other ranks' columns depend on have to be equal on the ranks

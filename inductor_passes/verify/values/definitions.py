@@ -222,6 +222,27 @@ def _gathered_elements(record: Record, path: tuple[int, ...]) -> Record | None:
     return _sum_of_one(s, values, columns, index)
 
 
+def adds_one(record: Record) -> bool:
+    """Whether a sum adds up what :func:`_sum_of_one` does over the columns of a whole row.
+
+    Columns are numbered differently, so at most one of its terms is not 0: it rounds nothing, and neither does any
+    other sum of the same terms, in whatever order.
+    """
+    if record.called != "aten::sum" or record.first.called != "aten::where":
+        return False
+    chosen = record.first
+    here, zero = (chosen.arguments[name] for name in ("condition", "other"))
+    if not isinstance(here, Record) or here.called != "aten::eq" or not isinstance(zero, Record):
+        return False
+    columns, index = here.arguments["self"], here.arguments["other"]
+    if zero.called != "aten::scalar_tensor" or zero.arguments["s"] != 0 or not isinstance(index, Record):
+        return False
+    numbered = isinstance(columns, Record) and columns.called == "prims::iota" and columns.arguments.get("step", 1) != 0
+    last = len(chosen.shape()) - 1
+    along = list(record.arguments["dim"] or ()) in ([last], [-1]) and record.dtype() == chosen.dtype()
+    return numbered and along and columns.shape() == chosen.shape()[last:] and index.shape()[-1] == 1
+
+
 def _picked(record: Record, path: tuple[int, ...]) -> Record:
     """inductor_passes::pick: a gather by a rank that holds some columns, 0 where the index names another one."""
     s = Steps(record)

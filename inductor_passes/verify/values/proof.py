@@ -20,7 +20,7 @@ from inductor_passes.verify.values.access import Access, Constant
 from inductor_passes.verify.values.affine import ZERO, Affine, NeedsCut, Space, TooManyPiecesError
 from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.communication import Groups, NewCoordinateError, Reduction
-from inductor_passes.verify.values.definitions import ROUND_FREELY
+from inductor_passes.verify.values.definitions import ROUND_FREELY, adds_one
 from inductor_passes.verify.values.differences import Unequal, changed, different, value
 from inductor_passes.verify.values.heads import Cast, Head, Resolver, position_of
 from inductor_passes.verify.values.implied import alike, computed, implied
@@ -426,7 +426,8 @@ class Proof:
         free = isinstance(old, Reduction) and sent_rounded
         if self.exact and not free and not in_any_order(self.space, was, now):
             raise changed(old, new, "the terms are added up in other steps, which the exact tier does not allow")
-        if now.is_coarser_than(was):
+        one = isinstance(old, Access) and adds_one(old.record)
+        if now.is_coarser_than(was) and not one:
             raise changed(old, new, f"it adds in {now.dtype} where the reference adds in a wider type")
         try:
             return matched(self.space, (was, self._apart[0]), (now, self._apart[1]))

@@ -250,11 +250,12 @@ class Flattener:
         if op != into.op or head.dtype != into.dtype or head.byte is not None:
             return None
         into.steps.add("rank")
-        if narrow(head.dtype):
+        rounded = narrow(head.dtype) and op not in IDEMPOTENT
+        if rounded:
             into.roundings.add("rank")
         digits = self.space.box(n for n, _ in head.group.sorted_digits())
         scale = term.scale / head.group.size if head.op == "avg" else term.scale
-        return [Term((head.on(digits),), (*term.bound, *_variables(digits)), scale, rounded=narrow(head.dtype))]
+        return [Term((head.on(digits),), (*term.bound, *_variables(digits)), scale, rounded=rounded)]
 
     def _rounded_once(self, head: Cast, term: Term, into: Sum) -> list[Term] | None:
         """``cast(cast(x) + cast(y))`` with casts to a wider type and back is the sum of ``x`` and ``y``."""
