@@ -27,7 +27,7 @@ from tests.support.graphs import GraphBuilder
 from tests.support.ranks import Ranks
 from tests.support.world import fake_world
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 WIDTH = wrapped.WIDTH
 
 
@@ -64,6 +64,22 @@ class Gated(nn.Module):
         return x
 
 
+class Converted(nn.Module):
+    """Two layers read the input alone; under ``torch.autocast`` weights are converted after they were gathered."""
+
+    def __init__(self, converts: bool = True) -> None:
+        super().__init__()
+        self.converts = converts
+        self.first, self.square = nn.Linear(WIDTH, 200), nn.Linear(200, 200)
+        self.gate, self.out = nn.Linear(WIDTH, 200), nn.Linear(200, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.converts):
+            y = functional.gelu(self.first(x))
+            z = (self.gate(x) * torch.tanh(self.square(y))).sigmoid()
+            return self.out(functional.gelu(self.square(z * y))).float()
+
+
 def test_what_is_saved_is_one_value_and_no_view() -> None:
     """Nothing else can be: of an operator with several results, what is computed with them; never a view."""
     with fake_world(2):
@@ -78,8 +94,22 @@ def test_what_is_saved_is_one_value_and_no_view() -> None:
         small = b.call(aten.sum.dim_IntList, part, [1])
         b.graph.output((small,))
     assert list(saved_alike._computed_with(start, set())) == [wide]
-    assert saved_alike._smallest(wide, set()) is small
-    assert saved_alike._smallest(wide, {small}) is wide
+    assert saved_alike._to_smallest(wide, set()) == [wide, part, small]
+    assert saved_alike._to_smallest(wide, {small}) == [wide]
+
+
+def test_what_is_made_of_a_parameter_alone_is_computed_again_with_what_reads_it() -> None:
+    """Found: a bias with a factor of 1, of a row alone, ran again, and its sum was saved: nothing needed the gather."""
+    with fake_world(2):
+        b = GraphBuilder()
+        start = b.call(c10d.all_gather_into_tensor.default, b.placeholder("p", 4), 2, GROUP)
+        wait = b.call(c10d.wait_tensor.default, start)
+        scaled = b.call(aten.mul.Tensor, wait, 1)
+        narrow = b.call(prims.convert_element_type.default, scaled, torch.bfloat16)
+        read = b.call(aten.add.Tensor, b.placeholder("x", 1, 8), narrow)
+        b.graph.output((b.call(aten.sin.default, read),))
+    assert list(saved_alike._computed_with(start, set())) == [scaled]
+    assert list(saved_alike._computed_with(start, set(), converts=True)) == [scaled, narrow, read]
 
 
 def gathered(
@@ -114,12 +144,16 @@ def gathered(
     [
         (Normed, 1, {}, True),
         (lambda: Normed(nn.LayerNorm), 1, {}, True),
-        (lambda: Normed(nn.LayerNorm, 200), 400, {"memory_budget": "-20%"}, True),
+        (lambda: Normed(nn.LayerNorm, 60), 400, {"memory_budget": "-50%"}, True),
+        (lambda: Converted(False), 400, {"memory_budget": "-20%"}, True),
         (Normed, 1, {"memory_budget": "+25%"}, "auto"),
         (Gated, 400, {"memory_budget": "+0%"}, "auto"),
         (Normed, 400, {"memory_budget": "-20%"}, "auto"),
     ],
-    ids=["rms", "layer", "computed-again", "kept-less", "kept-more", "kept-and-computed-again"],
+    ids=[
+        *("rms", "layer", "computed-again", "gathered-for-it"),
+        *("kept-less", "kept-more", "kept-and-computed-again"),
+    ],
 )
 def test_a_further_variant_gathers_what_the_first_one_gathers(
     make: Callable[[], nn.Module], rows: int, given: dict[str, str], kept: object
@@ -132,7 +166,13 @@ def test_a_further_variant_gathers_what_the_first_one_gathers(
 
 
 def trained(
-    rank: int, world_size: int, rows: list[tuple[int, int]], given: dict[str, str], kept: object, reset: int = -1
+    rank: int,
+    world_size: int,
+    rows: list[tuple[int, int]],
+    given: dict[str, str],
+    kept: object,
+    reset: int = -1,
+    make: Callable[[], nn.Module] = Normed,
 ) -> tuple[float, list[Counter[int]]]:
     """How far losses and parameters are off those of eager steps; the sizes that each backward gathers.
 
@@ -141,7 +181,7 @@ def trained(
     """
     torch.manual_seed(0)
     torch._dynamo.reset()
-    mesh, plain = init_device_mesh("cpu", (world_size,)), Normed()
+    mesh, plain = init_device_mesh("cpu", (world_size,)), make()
     reference, ours = (simple_fsdp(copy.deepcopy(plain), mesh, reshard_after_forward=kept) for _ in range(2))
 
     def batches() -> Iterator[torch.Tensor]:
@@ -180,6 +220,15 @@ def test_one_rank_alone_has_a_batch_for_which_torch_saves_something_else(
     for off, gathers in two_ranks.run(trained, rows, given, kept):
         assert off <= 1e-6, off
         assert len(gathers) > 1 and all(one == gathers[0] for one in gathers)
+
+
+@pytest.mark.ranks
+def test_one_rank_alone_gathers_what_others_chose_to_gather(two_ranks: Ranks) -> None:
+    """A budget chooses which weights are gathered again, and by the rows of the first batch."""
+    rows = [(400, 400), (4, 400), (400, 1), (4, 4), (800, 400)]
+    for off, gathers in two_ranks.run(trained, rows, {"memory_budget": "-40%"}, True, -1, Converted):
+        assert off <= 0.02, off
+        assert len(gathers) > 1 and gathers[0] and all(one == gathers[0] for one in gathers)
 
 
 @pytest.mark.ranks

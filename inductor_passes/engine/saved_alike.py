@@ -127,17 +127,26 @@ def _mark(graph: torch.fx.Graph, more: set[str], fewer: set[str]) -> int:
     for one, message in zip(view.collectives, messages(view), strict=True):
         if one.start in backward or message not in more | fewer:
             continue
-        for node in _computed_with(one.start, backward):
+        for node in _computed_with(one.start, backward, converts=message in fewer):
+            way = _to_smallest(node, backward)
             if message in more:
-                _torch.compute_again(_smallest(node, backward), again=False)
+                _torch.compute_again(way[-1], again=False)
             else:
-                _torch.compute_again(node, again=True)
+                for one_more in way:
+                    _torch.compute_again(one_more, again=True)
             count += 1
     return count
 
 
-def _computed_with(start: torch.fx.Node, backward: set[torch.fx.Node]) -> Iterator[torch.fx.Node]:
-    """The first operators of forward that compute with what a gather brings."""
+def _computed_with(
+    start: torch.fx.Node, backward: set[torch.fx.Node], *, converts: bool = False
+) -> Iterator[torch.fx.Node]:
+    """The first operators of forward that compute with what a gather brings.
+
+    Args:
+        converts: what is made of it alone, too (``torch.autocast`` converts a weight, a bias may come with a factor of
+            1), and the first ones that compute with that.
+    """
     stack, seen = [start], {start}
     while stack:
         for user in stack.pop().users:
@@ -150,22 +159,25 @@ def _computed_with(start: torch.fx.Node, backward: set[torch.fx.Node]) -> Iterat
                 stack.append(user)
             else:
                 yield user
+                if converts and len(user.all_input_nodes) == 1:
+                    stack.append(user)
 
 
-def _smallest(node: torch.fx.Node, backward: set[torch.fx.Node]) -> torch.fx.Node:
-    """Of a node and what is computed from it alone, the one that takes least to save.
+def _to_smallest(node: torch.fx.Node, backward: set[torch.fx.Node]) -> list[torch.fx.Node]:
+    """A node and what is computed from it alone, up to the one that takes least to save.
 
     A product of a row is a sum of products in Inductor's graphs: saving those would take as much as the matrix.
     """
-    best, least = node, _bytes(node)
+    way, best, least = [node], 1, _bytes(node)
     while len(node.users) == 1:
         (node,) = node.users
         if node in backward or node.op != "call_function":
             break
+        way.append(node)
         # torch computes a view again whatever is asked.
         if role(node) is not Role.FREE and (size := _bytes(node)) < least:
-            best, least = node, size
-    return best
+            best, least = len(way), size
+    return way[:best]
 
 
 def _bytes(node: torch.fx.Node) -> float:
