@@ -194,6 +194,28 @@ def test_the_least_is_that_of_checkpoints_by_hand(
     assert model.again not in gathered(compiled(model(), torch.randn(shape)))
 
 
+class Blocks(nn.Module):
+    """Residual blocks whose inside is wider than their ends."""
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(31), nn.Linear(31, 67), nn.SiLU(), nn.Linear(67, 31)) for _ in range(3)
+        )
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
+        return x
+
+
+def test_the_end_of_a_block_takes_the_place_of_what_is_wide_inside() -> None:
+    """Found from outside: neither computing one more value again nor saving one helped, and 10% more was needed."""
+    by_hand = peak_of(compiled(Blocks(checkpoints=True), torch.randn(177, 31), memory_budget="0"))
+    assert peak_of(compiled(Blocks(), torch.randn(177, 31), memory_budget="=1B")) <= by_hand * 1.03
+
+
 class Drawn(nn.Module):
     """Layers of odd sizes, in an order that is drawn; many read the input alone."""
 

@@ -78,7 +78,8 @@ def from_peak_to_peak(
     if everything and not descent.begins_with(range(len(step.candidates))):
         return []
     ways = (descent.taken_more, descent.saved_again)
-    while descent.left > 0 and any(way() for way in (reversed(ways) if everything else ways)):
+    ways = (*(reversed(ways) if everything else ways), descent.exchanged)
+    while descent.left > 0 and any(way() for way in ways):
         pass
     # Each set costs schedules. Where sets had to be small there are more than that.
     result = descent.found
@@ -112,8 +113,9 @@ class _Descent:
         self.left = max(most, min(_TRIALS * most, trials))
         self.whole = self.several = -(-len(step.candidates) // max(1, most))
         self.taken, self.left_out = frozenset[int](), set[int]()
-        #: The set from which saving something again was tried in vain.
+        #: The sets from which saving something again, and exchanging it, was tried in vain.
         self.stuck: frozenset[int] | None = None
+        self.kept: frozenset[int] | None = None
         self.problems: Made = {}
         self.found: list[tuple[int, ...]] = []
         self.at_peak = _at_peak(step, (step.forward, step.backward))
@@ -185,6 +187,29 @@ class _Descent:
                 self.left_out = set()
                 return True
         self.stuck = self.taken
+        return False
+
+    def exchanged(self) -> bool:
+        """Whether a lower peak was found with a value saved at the peak computed again, and what that reads saved.
+
+        Alone neither helps: computed again, a value makes what it reads live as early as itself, and saved, that is one
+        more value there. The end of a block takes the place of what is wide inside of it.
+        """
+        if self.kept == self.taken:
+            return False
+        candidates, reads = self.step.candidates, self.step.reads
+        owner = {b: i for i in self.taken for b in candidates[i].backward_storages}
+        tried = []
+        for one in _cheapest(self.step, self.taken, self.at_peak.saved)[:_AHEAD]:
+            alike = [i for i in self.at_peak.saved if self.kinds[i] == self.kinds[one]]
+            for ones in ([one], alike) if len(alike) > 1 else ([one],):
+                read = {owner[b] for i in ones for t in candidates[i].chain for b in reads.get(t, ()) if b in owner}
+                if read and self.left > 0:
+                    tried.append(self._looked_at(self.taken.union(ones) - read))
+        if self._go_to(min((t for t in tried if t), key=lambda t: t.at_peak.bytes, default=None)):
+            self.left_out = set()
+            return True
+        self.kept = self.taken
         return False
 
     def _early(self) -> list[int]:
