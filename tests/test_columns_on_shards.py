@@ -21,6 +21,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewrites.pass_ import RewriteCollectives
+from inductor_passes.verify.messages import OWN_KEY
 from tests.support.redistribute_graphs import duplicate, group_ranks, ops_of, run_in_lockstep
 from tests.support.symbolic_graphs import SymbolicProgram
 from tests.support.world import fake_world
@@ -208,6 +209,52 @@ def test_what_would_be_added_up_in_a_narrow_type(dtype: torch.dtype) -> None:
     with fake_world(4) as group:
         largest = Head(lambda logits, targets: logits.amax(-1), dtype=dtype)
         assert rewritten(largest.traced(0, group), 4).changed
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda logits, targets: logits.to(torch.float8_e4m3fn).gather(-1, targets[..., None]),
+        lambda logits, targets: logits.to(torch.float8_e4m3fn).amax(-1),
+        lambda logits, targets: (logits > 0).gather(-1, targets[..., None]),
+    ],
+    ids=["picked", "largest", "conditions"],
+)
+def test_what_not_every_library_reduces(loss: Loss) -> None:
+    """Types of a byte."""
+    assert decision(Head(loss)) == (Reason.NUMERICS, "")
+
+
+def test_columns_of_one_number_are_no_element() -> None:
+    """In eight bits the 256 columns after the first 256 have their numbers again: two are added."""
+    with fake_world(2) as group:
+
+        def numbers(dtype: torch.dtype) -> torch.Tensor:
+            return torch.ops.prims.iota(512, start=0, step=1, dtype=dtype, device="cpu", requires_grad=False)
+
+        def of_all(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            whole = funcol.all_gather_tensor(x, 1, group)
+            here = numbers(dtype) == torch.full((3, 1), 3, dtype=dtype)
+            return torch.where(here, whole, torch.scalar_tensor(0, dtype=x.dtype)).sum(-1)
+
+        def of_each(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            own = numbers(dtype).split([256, 256])[0]
+            here = own == torch.full((3, 1), 3, dtype=dtype)
+            part = torch.where(here, x, torch.scalar_tensor(0, dtype=x.dtype)).sum(-1)
+            return funcol.wait_tensor(funcol.all_reduce(part, "sum", group))
+
+        for dtype in (torch.int64, torch.int8):
+            x = torch.randn(3, 256, dtype=torch.bfloat16)
+            graphs = [make_fx(functools.partial(f, dtype=dtype), tracing_mode="fake")(x) for f in (of_all, of_each)]
+            split = next(n for n in graphs[1].graph.nodes if "split" in str(n.target))
+            split.meta[OWN_KEY] = (0, 1)
+            before = verify.snapshot(graphs[0].graph)
+            names = [tuple(n.name for n in gm.graph.nodes if n.op == "call_function") for gm in graphs]
+            found = verify.check(
+                graphs[1].graph, reference=before, numerics="reassociate", group_order="any",
+                certificates=(verify.Certificate("R18", *names),),
+            )  # fmt: skip
+            assert any(f.rule.startswith("value") for f in found) == (dtype is torch.int8), found
 
 
 @pytest.mark.parametrize("twice", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import random
 from typing import Any
 
@@ -19,6 +20,7 @@ from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Problem
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.step import derived, recompute
 from inductor_passes.step.derived import Candidate, Step
+from inductor_passes.step.stored import StoredStep
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import compiled_reports, dotted, save_profile
 from tests.support.ranks import Ranks
@@ -92,6 +94,19 @@ def test_chains_share_their_message() -> None:
     assert step.added_ns((0, 1)) == (10, 7)
     # Nobody reads what forward computed there. Its message stays.
     assert [t.duration_ns for t in both[0].tasks] == [7, 0, 0, 0]
+
+
+def test_a_file_keeps_it_and_other_links_price_it() -> None:
+    step = step_of_two()
+    stored = StoredStep.from_json(json.loads(json.dumps(StoredStep(step).to_json())))
+    assert stored.step == step
+    slower = stored.changed(
+        lambda p: dataclasses.replace(
+            p, tasks=tuple(dataclasses.replace(t, duration_ns=t.duration_ns * 3) for t in p.tasks)
+        )
+    )
+    both = derived.derived(slower.step, (0,))
+    assert both is not None and both[1].tasks[3].duration_ns == 21
 
 
 def test_what_is_waited_for_is_sent() -> None:

@@ -414,4 +414,5 @@ def test_what_generated_code_takes_is_the_same_on_all_ranks(slow: str, model: ty
     assert answers[0] == answers[1] == answers[2]
     if model is Words:
         shares = [(found.generated_least_peak_bytes or 0) / (found.least_peak_bytes or 1) for *_, found in seen[0]]
-        assert 0 < max(shares) < 0.8, shares
+        # What is computed again below the peak leaves less beside the loss.
+        assert 0 < max(shares) < (0.75 if budget == "+25%" else 0.8), shares

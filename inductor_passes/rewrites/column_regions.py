@@ -61,8 +61,9 @@ class Region:
         read_whole: nodes that need all columns.
         unequal: a member that is reduced although something in it may differ between ranks.
         unclear: a piece of a member that may be the rank's own columns, or anything else.
-        narrow: what would be added up over ranks in a type that rounds more coarsely than float32. (An extreme rounds
-            nothing, nor does an element that one rank has, to which the others add 0.)
+        narrow: what would be added up over ranks in a type that rounds more coarsely than float32, or reduced at all in
+            one of a byte, which not every library reduces. (An extreme rounds nothing, nor does an element that one
+            rank has, to which the others add 0.)
     """
 
     gather: Collective
@@ -199,9 +200,9 @@ class Sweep:
         if self._region.members[member] is not Differs.NOTHING and self._region.unequal is None:
             self._region.unequal = member
 
-    def _adds_up(self, node: torch.fx.Node) -> None:
-        rounds = REDUCED[name_of(node)] == "sum" and node.meta["val"].dtype.itemsize < 4
-        if rounds and self._region.narrow is None:
+    def _travels(self, node: torch.fx.Node) -> None:
+        least = 4 if REDUCED.get(name_of(node)) == "sum" else 2
+        if node.meta["val"].dtype.itemsize < least and self._region.narrow is None:
             self._region.narrow = node
 
     def _own(self, split: torch.fx.Node, member: torch.fx.Node) -> bool:
@@ -231,7 +232,7 @@ class Sweep:
             region.computed.add(node)
         else:
             self._needs_equal(member)
-            self._adds_up(node)
+            self._travels(node)
             region.reductions[node] = None
             region.equal.add(node)
         self._push(node)
@@ -246,6 +247,7 @@ class Sweep:
         if len(shape) < 2 or not _torch.same_sizes(rows, [*shape[:-1], 1]):
             return False
         self._needs_equal(member)
+        self._travels(node)
         self._region.picks[node] = None
         return True
 

@@ -83,7 +83,7 @@ class ColumnsOnShards:
             refuse(Reason.DATA_DEPENDENCY, said, setting)
         if region.narrow is not None:
             dtype = dtype_name(region.narrow.meta["val"].dtype)
-            said = f"{region.narrow.name} is in {dtype}: use logits.float(), sums in {dtype} are not split over ranks"
+            said = f"{region.narrow.name} is in {dtype}, in which it is not split over ranks: use logits.float()"
             refuse(Reason.NUMERICS, said)
         if region.unclear is not None:
             refuse(Reason.DIFFERENT_GROUP, f"nothing shows that {region.unclear.name} is the rank's own columns")

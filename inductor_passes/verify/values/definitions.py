@@ -237,10 +237,14 @@ def adds_one(record: Record) -> bool:
     columns, index = here.arguments["self"], here.arguments["other"]
     if zero.called != "aten::scalar_tensor" or zero.arguments["s"] != 0 or not isinstance(index, Record):
         return False
-    numbered = isinstance(columns, Record) and columns.called == "prims::iota" and columns.arguments.get("step", 1) != 0
+    if not isinstance(columns, Record) or columns.called != "prims::iota":
+        return False
+    # In a smaller type numbers would come again.
+    step = columns.arguments.get("step", 1)
+    differ = type(step) is int and step != 0 and columns.dtype() in (torch.int32, torch.int64)
     last = len(chosen.shape()) - 1
     along = list(record.arguments["dim"] or ()) in ([last], [-1]) and record.dtype() == chosen.dtype()
-    return numbered and along and columns.shape() == chosen.shape()[last:] and index.shape()[-1] == 1
+    return differ and along and columns.shape() == chosen.shape()[last:] and index.shape()[-1] == 1
 
 
 def _picked(record: Record, path: tuple[int, ...]) -> Record:
