@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 from inductor_passes import options
+from inductor_passes.engine import alike, saved_alike
 from inductor_passes.engine import graph as engine_graph
-from inductor_passes.engine import saved_alike
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from tests.support import wrapped
@@ -239,3 +239,40 @@ def test_after_a_reset_one_rank_has_another_batch(two_ranks: Ranks, given: dict[
     for off, gathers in two_ranks.run(trained, rows, given, kept, 1):
         assert off <= 1e-6, off
         assert len(gathers) > 1 and all(one == gathers[0] for one in gathers)
+
+
+class Wide(nn.Module):
+    """A residual block, wide inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.LayerNorm(31), nn.Linear(31, 67), nn.SiLU(), nn.Linear(67, 31))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inside(x)
+
+
+def planned_twice(rank: int, world_size: int) -> tuple[list[list[tuple[int, list[str]]]], list[str]]:
+    """Peaks and notes of both graphs, before and after a reset; and warnings of the second time."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = simple_fsdp(nn.Sequential(nn.Linear(31, 31), Wide(), Wide()), mesh, reshard_after_forward=True)
+    chosen = {"inductor_passes.codegen": "aot_eager", "inductor_passes.memory_budget": "=1B"}
+    found, warned = [], []
+    for _ in range(2):
+        torch._dynamo.reset()
+        with collect(what_if=False) as reports, mock.patch.object(alike, "warn_of_graph", warned.append):
+            step = torch.compile(model, backend="inductor_passes", options=chosen)
+            step(torch.randn(77, 31)).square().mean().backward()
+        found.append([(r.schedules[-1].peak_after_bytes, r.notes) for r in reports])
+    return found, warned
+
+
+@pytest.mark.ranks
+def test_after_a_reset_the_same_graph_has_the_same_plan(two_ranks: Ranks) -> None:
+    """Found from outside: it had to send what it had sent, as a variant has, and needed a quarter more than its budget.
+    A warning spoke of batches of other sizes.
+    """
+    for (first, second), warned in two_ranks.run(planned_twice):
+        assert [peak for peak, _ in first] == [peak for peak, _ in second]
+        assert not warned and not any("variant" in note for _, notes in second for note in notes)

@@ -251,8 +251,14 @@ def run_alike(
     backup, began = Backup(graph), time.perf_counter_ns()
     compilation = None
     if earlier is not None and agreed.agreed and job.known.pins is None:
+        if agreed.again:
+            # The same graph gets the same plan, with nothing given: one that has to send the same may need more memory.
+            compilation = job.run(view)
+            if not earlier.is_sent(messages(GraphView(graph))):
+                backup.restore()
+                compilation = None
         # Ranks that meet other sizes run two variants at the same time.
-        compilation = job.run_like(earlier, above=not first)
+        compilation = compilation or job.run_like(earlier, above=not first)
     compilation = compilation or job.run_pinned(view)
     if earlier is not None and not first and not earlier.is_sent(messages(GraphView(graph))):
         phases = earlier.phase or "another", job.known.phase
