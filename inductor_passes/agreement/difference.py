@@ -18,7 +18,7 @@ _NAME, _BEFORE = 24, 40
 FACT = "fact "
 SOURCE = " | "
 #: Facts that belong to one question of a compilation, or that a rank may learn in the middle of it.
-OF_ONE_QUESTION = frozenset({"phase", "sizes", "step", "groups"})
+OF_ONE_QUESTION = frozenset({"phase", "sizes", "step", "groups", "results of the user"})
 
 
 def packed(lines: Sequence[str], limit: int = _MAX_PACKED) -> str:
