@@ -23,6 +23,7 @@ from tools.link.lab import ALL_CONTENDERS, CONTENDERS, NARROWER, RATES, TUNED
 from tools.link.models import LAYOUTS, Layout
 from tools.link.report import COLUMNS, best_in_tree, errors, facts, limit_ns, lines, notes, table
 from tools.link.summary import HEADER, REFERENCE, means, standing, step_ns
+from tools.link.worker import PEAKS
 from tools.shared.launch import OUT_OF_TIME, torchrun
 from tools.shared.record import RESULTS, chosen, markdown_table, write
 
@@ -103,6 +104,9 @@ def page(everything: Sequence[dict[str, Any]]) -> list[str]:
         "",
         "`predicted` is what our plan says of its step, `disturbed` the mean of what it says for durations that are "
         f"off by {SPREAD}% (`schedule/robust.py`).",
+        "",
+        f"`peak` is the lowest of {PEAKS} steps by the allocator's events, each of the rank that needs most: the "
+        "profiler does not see what gloo's own threads free, so single steps can look higher.",
         "",
         *narrower.section(everything),
         "## Ours at its defaults",
