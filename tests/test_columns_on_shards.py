@@ -44,6 +44,11 @@ def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=0.1)
 
 
+def widened(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """What is added up are elements that were widened, and the largest of them: at one place of the logits."""
+    return smoothed(logits.float(), targets)
+
+
 def penalised(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return mean(logits, targets) + logits.square().sum()
 
@@ -128,6 +133,7 @@ def rewritten(
         (Head(mean), 2, 1),
         (Head(each, ranks=2), 2, 1),
         (Head(smoothed, ranks=3), 3, 1),
+        (Head(widened, ranks=2, dtype=torch.bfloat16), 3, 1),
         (Head(shifted, ranks=2, dtype=torch.bfloat16), 2, 1),
         (Head(mean, ranks=2, dtype=torch.bfloat16), 2, 1),
         (Head(each, ranks=3, dtype=torch.float16), 2, 1),

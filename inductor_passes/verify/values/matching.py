@@ -169,10 +169,16 @@ def _point_by_point(space: Space, old: list[Anchored], new: list[Anchored]) -> P
     """As :func:`matched`, for sums that add each value equally often; None when they do not, or have too many terms.
 
     Of all that is read at one place in one graph, everything has to be equal to the first of the other graph: so all of
-    it is equal, and the factors add up.
+    it is equal, and the factors add up. An element and what is computed with it stand at one place and are not equal:
+    so places are told apart by what is computed on the way there, as long as both graphs have the same.
     """
-    points = _points(space, old), _points(space, new)
-    if points[0] is None or points[1] is None or points[0].keys() != points[1].keys():
+    points = _points(space, old, True), _points(space, new, True)
+    if points[0] is None or points[1] is None:
+        return None
+    if points[0].keys() != points[1].keys():
+        points = _points(space, old, False), _points(space, new, False)
+    assert points[0] is not None and points[1] is not None
+    if points[0].keys() != points[1].keys():
         return None
     pairs: dict[tuple[Access, Access], None] = {}
     for place, one in points[0].items():
@@ -187,8 +193,12 @@ def _point_by_point(space: Space, old: list[Anchored], new: list[Anchored]) -> P
     return list(pairs)
 
 
-def _points(space: Space, terms: list[Anchored]) -> dict[tuple[object, ...], _Point] | None:
-    """Terms by what they are recognised by, each family term by term; None: too many, or nobody knows how many."""
+def _points(space: Space, terms: list[Anchored], trails: bool) -> dict[tuple[object, ...], _Point] | None:
+    """Terms by what they are recognised by, each family term by term; None: too many, or nobody knows how many.
+
+    Args:
+        trails: those with other trails apart.
+    """
     sizes = [space.extents[v] for one in terms for v in one.term.bound]
     if any(type(size) is not int for size in sizes) or sum(_count(space, one) for one in terms) > MAX_POINTS:
         return None
@@ -200,7 +210,8 @@ def _points(space: Space, terms: list[Anchored]) -> dict[tuple[object, ...], _Po
             v = one.term.bound[0]
             todo += [_put(one, v, Affine(i)) for i in reversed(range(space.extents[v]))]
         else:
-            found.setdefault((one.leaf, one.term.kind, one.address), _Point()).enter(one)
+            trail = one.trail if trails else ()
+            found.setdefault((one.leaf, one.term.kind, one.address, trail), _Point()).enter(one)
     return found
 
 
