@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.fx
 import torch.nn.functional as F
@@ -18,8 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from inductor_passes import verify
 from inductor_passes._torch.pick_op import OPERATOR as PICK
 from inductor_passes.config import PassConfig
+from inductor_passes.engine.complain import VerificationError
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Reason
+from inductor_passes.rewrites import column_regions
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 from inductor_passes.verify.messages import OWN_KEY
 from tests.support.redistribute_graphs import duplicate, group_ranks, ops_of, run_in_lockstep
@@ -58,10 +61,39 @@ def shifted(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].float().flatten(0, -2), targets[:, 1:].flatten())
 
 
+def in_pieces(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Rows in pieces of their own, as memory is saved without a compiler, and a position taken out and put back.
+
+    Rows at the first places, or the first stretches, could be the rank's own.
+    """
+    parts = zip(logits.split(2, 1), targets.split(2, 1), strict=True)
+    third = torch.zeros_like(logits).select_scatter(logits[:, 3].tanh(), 1, 2)
+    moved = torch.cat([logits[1:], third[2:]]).slice_scatter(logits[:, 1:3], 1, 3, 5)
+    return torch.stack([mean(*part) for part in parts]).sum() + moved.logsumexp(-1).sum()
+
+
 def capped(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """With capped logits and a penalty for the logarithm of the sum."""
     h = 3 * torch.tanh(logits / 3)
     return mean(h, targets) + 1e-2 * h.logsumexp(-1).square().mean()
+
+
+def guarded(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """With a temperature, as Inductor writes it: where a row is not finite, as without its way to compute it."""
+    scaled = logits / 0.5
+    stable, plain = (logits - logits.amax(-1, True)) / 0.5, scaled - scaled.amax(-1, True)
+    finite = (scaled == scaled) & (scaled.abs() != torch.inf)
+    shifted = torch.where((~finite).any(-1, keepdim=True), plain, stable)
+    logarithms = shifted - shifted.exp().sum(-1, keepdim=True).log()
+    return -logarithms.gather(-1, targets.unsqueeze(-1)).mean()
+
+
+def asked(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Truth over the columns of a row, over those of all rows, and over rows."""
+    high = logits > 1
+    row = torch.where(high.any(-1), 1.0, 2.0) + torch.where((logits < 2).all(-1), 0.5, 0.25)
+    some = torch.where(high.any(), 3.0, 4.0) + torch.where(torch.any(high, dim=(0, 2)), 1.0, 0.0)
+    return mean(logits, targets) + row.sum() + some.sum() + torch.where(high.any(0), logits, 0.0).sum()
 
 
 def entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -138,6 +170,9 @@ def rewritten(
         (Head(mean, ranks=2, dtype=torch.bfloat16), 2, 1),
         (Head(each, ranks=3, dtype=torch.float16), 2, 1),
         (Head(capped), 4, 1),
+        (Head(in_pieces, ranks=2), 8, 3),
+        (Head(guarded, ranks=2), 4, 1),
+        (Head(asked, ranks=3), 7, 1),
         (Head(penalised), 3, 1),
         (Head(entropy), 3, 0),
         (Head(distilled, teacher=True, ranks=3), 5, 0),
@@ -205,6 +240,54 @@ def test_all_columns_are_read(loss: Loss, reader: str) -> None:
     assert not report.changed and len(details) == bool(reader)
     assert all(d.startswith(reader) and d.endswith("needs all 32 columns") for d in details), details
     assert decision(Head(loss), tier="exact") is None
+
+
+def own_rows(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of the rank's own rows, which ranks take for one graph."""
+    rank = dist.get_rank()
+    return mean(logits[:, rank : rank + 1], targets[:, rank : rank + 1])
+
+
+def own_stretch(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    rank = dist.get_rank()
+    return logits[:, 2 * rank : 2 * rank + 2].logsumexp(-1).sum()
+
+
+def own_row(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return mean(logits[:, dist.get_rank()], targets[:, 0])
+
+
+def own_part(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return logits[:, :4].split(2, 1)[dist.get_rank()].logsumexp(-1).sum()
+
+
+def own_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Everything but the rank's own stretch is nothing."""
+    rank = dist.get_rank()
+    return logits.slice_scatter(logits[:, :2] * 0, 1, 2 * rank, 2 * rank + 2).logsumexp(-1).sum()
+
+
+OWN_ROWS = [own_rows, own_stretch, own_row, own_part, own_place]
+
+
+@pytest.mark.parametrize("loss", OWN_ROWS)
+@pytest.mark.parametrize("noticed", ["by the rewrite", "by the verifier"])
+def test_rows_that_are_the_ranks_own(loss: Loss, noticed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank reduces other rows: columns of one rank's are not reduced with those of another's."""
+    if noticed == "by the verifier":
+        if loss is own_part:
+            pytest.skip("the rewrite takes no single piece, whatever it is")
+        monkeypatch.setattr(column_regions, "_may_be_own", lambda node, size: False)
+    for rank in range(2):
+        with fake_world(2, rank) as group:
+            gm = Head(loss, ranks=2).traced(rank, group)
+            if noticed == "by the rewrite":
+                report = rewritten(gm, 2)
+                assert not report.changed, report
+                assert all(d.detail.endswith("may take other rows on every rank") for d in report.decisions), report
+            else:
+                with pytest.raises(VerificationError, match="value-"):
+                    rewritten(gm, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -313,6 +396,21 @@ def smallest(gm: torch.fx.GraphModule) -> None:
     start.args = (start.args[0], "min", *start.args[2:])
 
 
+def own_truth(gm: torch.fx.GraphModule) -> None:
+    """Whether any of the rank's own columns is not finite."""
+    start = next(n for n in gm.graph.nodes if "all_reduce" in str(n.target) and n.meta["val"].dtype is torch.int32)
+    (wait,) = start.users
+    wait.replace_all_uses_with(start.args[0])
+    gm.graph.erase_node(wait)
+    gm.graph.erase_node(start)
+
+
+def all_truth(gm: torch.fx.GraphModule) -> None:
+    """Whether any of some rank's columns is not finite on every rank."""
+    start = next(n for n in gm.graph.nodes if "all_reduce" in str(n.target) and n.meta["val"].dtype is torch.int32)
+    start.args = (start.args[0], "min", *start.args[2:])
+
+
 def next_column(gm: torch.fx.GraphModule) -> None:
     """Columns are numbered from one."""
     iota = next(n for n in gm.graph.nodes if n.target is torch.ops.prims.iota.default)
@@ -326,10 +424,13 @@ def not_shifted(gm: torch.fx.GraphModule) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("forge", [another_piece, missing_gather, own_sum, smallest, next_column, not_shifted])
+@pytest.mark.parametrize(
+    "forge", [another_piece, missing_gather, own_sum, smallest, own_truth, all_truth, next_column, not_shifted]
+)
 def test_forgeries_are_found(forge: Callable[[torch.fx.GraphModule], None], dtype: torch.dtype) -> None:
     with fake_world(4, 1) as group:
-        gm = Head(mean, dtype=dtype).traced(1, group)
+        loss = guarded if forge in (own_truth, all_truth) else mean
+        gm = Head(loss, dtype=torch.float32 if loss is guarded else dtype).traced(1, group)
         before = verify.snapshot(gm.graph)
         rewritten(gm, 4)
         inner = [n.name for n in gm.graph.nodes if n.op == "call_function"]

@@ -35,6 +35,8 @@ REDUCED: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: x.sum((0, -1), keepdim=True).expand(x.shape[0], *x.shape[1:-1], 1),
     lambda x: x.logsumexp(-1, keepdim=True),
     lambda x: torch.log_softmax(x, -1).exp().sum(-1, keepdim=True),
+    lambda x: (x > 0.5).any(-1, keepdim=True).double(),
+    lambda x: (x < 1).all(-1, keepdim=True).double(),
 )
 
 

@@ -11,9 +11,11 @@ import operator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import torch
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes.agreement.pieces import cut, opened
 from inductor_passes.ir import ops
 from inductor_passes.ir.layouts import noted
 from inductor_passes.ir.view import Collective
@@ -21,7 +23,7 @@ from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.rewrites.chain import own_group
 from inductor_passes.rewrites.movement import is_split, name_of, pieces_read, step_behind
-from inductor_passes.rewrites.packing import sizes
+from inductor_passes.rewrites.packing import Size, sizes
 from inductor_passes.rewrites.permutation import unpack_ahead
 from inductor_passes.rewrites.replicas import equal_values, tensor_operands
 from inductor_passes.rewrites.rows import reduced_dims
@@ -31,8 +33,15 @@ from inductor_passes.verify.messages import OWN_KEY
 VIEWS = frozenset(f"aten::{name}" for name in ("view", "_unsafe_view", "reshape"))
 SAME = frozenset(("aten::alias", "aten::detach"))
 _CONSTANTS = frozenset(("aten::full", "aten::scalar_tensor"))
+#: What cuts, joins or places rows where their argument ``dim`` is not that of the columns. `logits[:, :-1]` is a slice,
+#: and its gradient a slice_scatter; a loss in pieces splits rows, and its gradient is joined.
+_ALONG_A_DIM = frozenset(f"aten::{name}" for name in ("slice", "slice_scatter", "select", "select_scatter", "cat"))
 #: Reductions over columns -> over ranks.
 REDUCED = {"aten::sum": "sum", "aten::mean": "sum", "aten::amax": "max", "aten::amin": "min"}
+#: The same of truth values, which travel as numbers of :data:`COUNTED`. Inductor asks so whether a row of scaled logits
+#: is finite.
+LOGICAL = {"aten::any": "max", "aten::all": "min"}
+COUNTED = torch.int32
 
 
 class Differs(IntEnum):
@@ -59,6 +68,7 @@ class Region:
         computed: members that are more than the gathered columns in another shape.
         equal: other nodes that are known to be equal on the ranks.
         read_whole: nodes that need all columns.
+        own_rows: a node that takes rows which may be other ones on every rank.
         unequal: a member that is reduced although something in it may differ between ranks.
         unclear: a piece of a member that may be the rank's own columns, or anything else.
         narrow: what would be added up over ranks in a type that rounds more coarsely than float32, or reduced at all in
@@ -76,6 +86,7 @@ class Region:
     computed: set[torch.fx.Node] = field(default_factory=set)
     equal: set[torch.fx.Node] = field(default_factory=set)
     read_whole: list[torch.fx.Node] = field(default_factory=list)
+    own_rows: torch.fx.Node | None = None
     unequal: torch.fx.Node | None = None
     unclear: torch.fx.Node | None = None
     narrow: torch.fx.Node | None = None
@@ -164,17 +175,35 @@ class Sweep:
 
     def _is_understood(self, node: torch.fx.Node, member: torch.fx.Node, operands: list[torch.fx.Node]) -> bool:
         """Take up what reads a member; False: it needs all columns."""
-        region, name = self._region, name_of(node)
+        name = name_of(node)
+        if node.target is operator.getitem and is_split(member):
+            return self._entered(node, [member])
         if not _torch.is_op(node.target) or ops.mutated_inputs(node) or _torch.is_seeded_random(node.target):
             return False
         if is_split(node):
-            return self._own(node, member)
+            dim, last = int(_torch.op_arguments(node).get("dim", 0)), member.meta["val"].ndim - 1
+            if dim % (last + 1) == last:
+                return self._own(node, member)
+            # Of a piece alone nobody knows whether it is the rank's own: rows that differ are not reduced together.
+            if len([piece for piece in node.users if piece.users]) < len(node.meta["val"]):
+                self._region.own_rows = self._region.own_rows or node
+                return False
+            return self._entered(node, operands)
         if name in REDUCED and len(operands) == 1:
             return self._reduced(node, member)
+        if name in LOGICAL and len(operands) == 1:
+            # No dimensions at all would be none to torch, and all of them to a maximum.
+            of_truth = member.meta["val"].dtype is torch.bool and _torch.op_arguments(node).get("dim") not in ((), [])
+            return of_truth and self._reduced(node, member)
         if name == "aten::gather":
             return self._picked(node, member)
         if not self._keeps_columns(node, operands) or not _has_no_own_number(node):
             return False
+        return self._entered(node, operands)
+
+    def _entered(self, node: torch.fx.Node, operands: list[torch.fx.Node]) -> bool:
+        """Take up another member, or the pieces of one."""
+        region = self._region
         region.members[node] = max(map(self._differs, operands))
         if _torch.is_pointwise(node.target) or not region.computed.isdisjoint(operands):
             region.computed.add(node)
@@ -201,16 +230,18 @@ class Sweep:
             self._region.unequal = member
 
     def _travels(self, node: torch.fx.Node) -> None:
-        least = 4 if REDUCED.get(name_of(node)) == "sum" else 2
-        if node.meta["val"].dtype.itemsize < least and self._region.narrow is None:
+        name = name_of(node)
+        least = 4 if REDUCED.get(name) == "sum" else 2
+        dtype = COUNTED if name in LOGICAL else node.meta["val"].dtype
+        if dtype.itemsize < least and self._region.narrow is None:
             self._region.narrow = node
 
     def _own(self, split: torch.fx.Node, member: torch.fx.Node) -> bool:
         """A split of which the rank's own piece is read."""
         region = self._region
         used = [piece for piece in split.users if piece.users]
-        dim = int(_torch.op_arguments(split).get("dim", 0)) % member.meta["val"].ndim
-        if dim != member.meta["val"].ndim - 1 or len(used) != 1 or used[0].target is not operator.getitem:
+        dim = member.meta["val"].ndim - 1
+        if len(used) != 1 or used[0].target is not operator.getitem:
             return False
         if member not in region.computed:
             # Own columns of what was gathered are what was sent: nothing here is to do with that.
@@ -261,11 +292,27 @@ class Sweep:
             return False
         if name in VIEWS or name in SAME or name in ("aten::clone", "aten::expand"):
             return True
-        if name == "aten::slice":
-            return int(_torch.op_arguments(node).get("dim", 0)) % len(shape) != len(shape) - 1 or _torch.same_sizes(
-                shape, sizes(members[0]) or []
-            )
+        if name in _ALONG_A_DIM:
+            # Of a select the result has a dimension less.
+            source, dim = sizes(members[0]) or [], int(_torch.op_arguments(node).get("dim", 0))
+            last = max(len(source), len(shape)) - 1
+            if dim % (last + 1) != last:
+                own = _may_be_own(node, source[dim % (last + 1)])
+                self._region.own_rows = self._region.own_rows or (node if own else None)
+                return not own
+            return name == "aten::slice" and _torch.same_sizes(shape, source)
         return _torch.is_pointwise(node.target)
+
+
+def _may_be_own(node: torch.fx.Node, size: Size) -> bool:
+    """Whether rows that a node takes, or puts somewhere, may be other ones on every rank: its own.
+
+    Ranks leave such numbers open when they compare their graphs. A stretch is no rank's own where no second one fits.
+    """
+    arguments = _torch.op_arguments(node)
+    _, found = opened(node, name_of(node), arguments, _torch.rank_and_world_size()[1])
+    stretch = cut(node, arguments) if name_of(node) in ("aten::slice", "aten::slice_scatter") else None
+    return bool(found) and (stretch is None or 2 * stretch[2] <= size)
 
 
 def _has_no_own_number(node: torch.fx.Node) -> bool:

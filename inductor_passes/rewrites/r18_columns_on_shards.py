@@ -11,11 +11,11 @@ after::
     picked = wait(reduce_scatter(pick(z, own columns, wait(all_gather(target, a))), sum, a)); grad = exp(z) * g
 
 The region grows from a gather along the last dimension through operators that treat columns alike: pointwise ones,
-views and slices of other dimensions, sums over other dimensions. It ends where a value of all columns is no longer
-needed: at a sum, a maximum or a minimum over the columns (the rank's own, then an all_reduce), at one element per row
-(the rank that has it gives it, the others give 0, which rounds in no type; each rank has targets of its own, so these
-are gathered and the elements scattered), and at the rank's own columns. If anything else reads all columns the gather
-stays.
+views and slices of other dimensions, rows that are cut and joined, sums over other dimensions. It ends where a value of
+all columns is no longer needed: at a sum, a maximum or a minimum over the columns (the rank's own, then an all_reduce;
+`any` and `all` are these of 0 and 1), at one element per row (the rank that has it gives it, the others give 0, which
+rounds in no type; each rank has targets of its own, so these are gathered and the elements scattered), and at the
+rank's own columns. If anything else reads all columns the gather stays.
 
 Right because every operator of the region computes a column from that column of its operands, and a sum or an extreme
 of all columns is that of the ranks' own. Values that other ranks' columns depend on have to be equal on the ranks
@@ -42,11 +42,22 @@ from inductor_passes._torch.pick_op import OPERATOR as PICK
 from inductor_passes.cost.values import dtype_name
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
-from inductor_passes.rewrites.column_regions import REDUCED, SAME, VIEWS, Differs, Region, Sweep, begun
-from inductor_passes.rewrites.movement import name_of
+from inductor_passes.rewrites.column_regions import (
+    COUNTED,
+    LOGICAL,
+    REDUCED,
+    SAME,
+    VIEWS,
+    Differs,
+    Region,
+    Sweep,
+    begun,
+)
+from inductor_passes.rewrites.movement import is_split, name_of
 from inductor_passes.rewrites.packing import Size, sizes
 from inductor_passes.rewrites.replicas import tensor_operands
 from inductor_passes.rewrites.row_regions import size_bytes
+from inductor_passes.rewrites.rows import reduced_dims
 from inductor_passes.rewrites.work import Match, Work, refuse, sizes_are_known
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.exchange import dense, gathered, reduced, scattered
@@ -74,6 +85,8 @@ class ColumnsOnShards:
         if region.read_whole:
             if work.exactness != "reassociate":
                 return None
+            if region.own_rows is not None:
+                refuse(Reason.DATA_DEPENDENCY, f"{region.own_rows.name} may take other rows on every rank")
             # Somebody who returns the logits beside the loss should see what that costs.
             names = ", ".join(node.name for node in region.read_whole[:3])
             refuse(Reason.DATA_DEPENDENCY, f"{names} needs all {region.columns} columns")
@@ -109,7 +122,7 @@ def _gain_ns(work: Work, region: Region) -> int:
     ranks, group, whole = region.ranks, region.gather.group.ranks, size_bytes(region.whole)
     gain = work.price_ns(region.gather) + work.copy_ns(whole)
     for node in region.reductions:
-        size = size_bytes(node)
+        size = size_bytes(node) * (COUNTED.itemsize if name_of(node) in LOGICAL else 1)
         gain -= work.collective_ns(CollectiveKind.ALL_REDUCE, size, size, group)
     for node in region.picks:
         index, size = size_bytes(_torch.op_arguments(node)["index"]), size_bytes(node)
@@ -170,6 +183,8 @@ class _OnShards:
     def emitted(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         """A member on own columns of its operands."""
         name, source = name_of(node), node.all_input_nodes[0]
+        if node.target is operator.getitem or is_split(node):
+            return emit.call(node.target, self.new[source], *node.args[1:], **node.kwargs)
         shape: list[Size] = [*node.meta["val"].shape[:-1], self._own]
         if name in SAME:
             return self.new[source]
@@ -188,12 +203,23 @@ class _OnShards:
     def reduced(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         """A reduction of all columns."""
         (source,) = tensor_operands(node)
+        if name_of(node) in LOGICAL:
+            return self._of_truth(emit, node, self.new[source])
         args = [self.new[source] if a is source else a for a in node.args]
         part = emit.call(node.target, *args, **node.kwargs)
         whole = reduced(emit, part, REDUCED[name_of(node)], self._group)
         if name_of(node) != "aten::mean":
             return whole
         return emit.call(torch.ops.aten.div.Tensor, whole, self._region.ranks)
+
+    def _of_truth(self, emit: Emitter, node: torch.fx.Node, own: torch.fx.Node) -> torch.fx.Node:
+        """Whether any or all of a row's columns are true: not every library reduces truth values."""
+        op = LOGICAL[name_of(node)]
+        extreme = {"max": torch.ops.aten.amax.default, "min": torch.ops.aten.amin.default}[op]
+        numbers = emit.call(torch.ops.prims.convert_element_type.default, own, COUNTED)
+        kept = bool(_torch.op_arguments(node).get("keepdim", False))
+        whole = reduced(emit, emit.call(extreme, numbers, reduced_dims(node), kept), op, self._group)
+        return emit.call(torch.ops.prims.convert_element_type.default, whole, torch.bool)
 
     def picked(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         """One element per row, wherever its column is."""

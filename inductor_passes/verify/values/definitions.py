@@ -253,6 +253,20 @@ def _picked(record: Record, path: tuple[int, ...]) -> Record:
     return _sum_of_one(s, s.given["values"], s.given["columns"], s.given["index"])
 
 
+def _of_truth(record: Record, path: tuple[int, ...]) -> Record | None:
+    """aten::any and aten::all of truth values: the largest and the smallest of 0 and 1."""
+    s = Steps(record)
+    source, dims = s.given["self"], s.given.get("dim")
+    # Without any dimension torch reduces nothing, and a maximum reduces all.
+    if source.dtype() is not torch.bool or (isinstance(dims, (list, tuple)) and not dims):
+        return None
+    extreme = aten.amax.default if record.called == "aten::any" else aten.amin.default
+    over = [] if dims is None else list(dims) if isinstance(dims, (list, tuple)) else [dims]
+    kept = bool(s.given.get("keepdim", False))
+    numbers = s.cast(source, torch.int32)
+    return s.cast(s.call(extreme, record.shape(), torch.int32, numbers, over, kept), torch.bool)
+
+
 #: Operators that are documented to leave out roundings between their steps.
 ROUND_FREELY = frozenset({"inductor_passes::all_reduce_residual_rms_norm"})
 DEFINED: dict[str, Meaning] = {
@@ -264,6 +278,8 @@ DEFINED: dict[str, Meaning] = {
     "inductor_passes::unpack": _unpacked,
     "inductor_passes::pick": _picked,
     "aten::gather": _gathered_elements,
+    "aten::any": _of_truth,
+    "aten::all": _of_truth,
     "symm_mem::fused_all_gather_matmul": _fused_gather,
     "symm_mem::fused_matmul_reduce_scatter": _fused_scatter,
     "symm_mem::fused_all_gather_scaled_matmul": _fused_scaled_gather,

@@ -197,6 +197,9 @@ class Resolver:
             assert isinstance(inner, Access) and inner.record is source
             return Cast(a.dtype, self._reads(a, inner), a.byte)
         found = self._own_piece(a) if len(a.path) == 1 else None
+        if found is None and self.own.may_be_elsewhere(a):
+            # It is what it is there: equal to itself, and to nothing that is read past it.
+            return None
         return self._read_by(a, found or MOVES[called](self.space, a))
 
     def _rounded(self, a: Access) -> Access:

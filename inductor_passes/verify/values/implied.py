@@ -108,6 +108,9 @@ def _joined(cat: Record) -> Record | None:
     return split.raw_operands[0] if whole else None
 
 
+_EXTREMES = frozenset({"aten::amax", "aten::amin"})
+
+
 def alike(record: Record) -> bool:
     """Whether the operator gives equal results for equal operands on every rank: the numbers in it are no rank's own.
 
@@ -118,7 +121,8 @@ def alike(record: Record) -> bool:
     if not is_pure(record) or record.called in _PICKS:
         return _is_all(record)
     operands = tensors(record)
-    if record.called in MOVES and operands:
+    if operands and (record.called in MOVES or record.called in _EXTREMES):
+        # The only numbers in an extreme say which dimensions it is of.
         return True
     if record.called == "prims::iota":
         # What is at a position is the position, however many there are.

@@ -14,21 +14,31 @@ that the replicas are equal.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from inductor_passes import _torch
 from inductor_passes.ir.groups import resolve
 from inductor_passes.ir.layouts import COPY_KEY, noted
 from inductor_passes.verify.messages import OWN_KEY
+from inductor_passes.verify.values.access import Access, dim_of
+from inductor_passes.verify.values.affine import Affine
 from inductor_passes.verify.values.layouts import Layouts
+from inductor_passes.verify.values.movement import slice_range
 from inductor_passes.verify.values.moves import MOVES
-from inductor_passes.verify.values.program import Program, Record, operands
+from inductor_passes.verify.values.program import Program, Record, operands, whole
 from inductor_passes.verify.values.replicas import Replicas, replicas
+from inductor_passes.verify.values.sizes import NoHintError
 
 _CONVERSIONS = frozenset({"redistribute", "full_tensor", "to_local", "from_local", "distribute_tensor"})
 _SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
+_LISTS = frozenset({"aten::chunk", "aten::unbind", "aten::tensor_split"})
+_ROWS = frozenset({"aten::select", "aten::select_scatter"})
+#: Whose numbers the ranks do not compare as they stand.
+_MAYBE_OWN = _SPLITS | _LISTS | _ROWS | {"aten::slice", "aten::slice_scatter"}
 #: What passes on that ranks hold the same: everything that only moves elements, and gathers over other groups.
 _GATHERS = frozenset(
     {"_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_gather_into_tensor_coalesced"}
@@ -38,11 +48,12 @@ _GATHERS = frozenset(
 class Own:
     """The own pieces of one program.
 
-    ``layouts``: those of the program as it came.
+    ``layouts``: those of the program as it came. ``came``: its own pieces; itself where this is that program.
     """
 
-    def __init__(self, program: Program, here: int, layouts: Layouts) -> None:
+    def __init__(self, program: Program, here: int, layouts: Layouts, came: Own | None = None) -> None:
         self.program, self.here, self.layouts = program, here, layouts
+        self.came = came or self
         self._by_size: dict[int, Replicas | None] | None = None
         self._pieces: dict[str, Replicas | None] = {}
 
@@ -82,6 +93,60 @@ class Own:
             for ranks in {r for r in _torch.group_layout().values() if self.here in r}:
                 self._by_size[len(ranks)] = None if len(ranks) in self._by_size else replicas(ranks)
         return self._by_size
+
+    def may_be_elsewhere(self, a: Access) -> bool:
+        """Whether what a read takes out of a tensor may lie somewhere else on the rank that it is read on.
+
+        Ranks compile one graph but for numbers that say which piece is the rank's own. Such a number is one of the
+        program as it came; passes write down where they take own pieces, and may copy a program's.
+        """
+        if a.rank == Affine(self.here) or a.record.called not in _MAYBE_OWN or not self.came.suspects:
+            return False
+        piece = a.path[0] if len(a.path) == 1 else None
+        taken = self._taken(a.record, piece)
+        if taken is None or taken not in self.came.suspects:
+            return False
+        return piece is None or self.group(a.record, piece) is None
+
+    @cached_property
+    def suspects(self) -> frozenset[tuple[str, int, int, int]]:
+        """What the program takes out of tensors that may be the rank's own, see :meth:`_taken`."""
+        found = set()
+        for record in self.program.records.values():
+            if record.called in _MAYBE_OWN:
+                lists = isinstance(record.value, (list, tuple))
+                for piece in self.program.used_pieces(record) if lists else [None]:
+                    found.add(self._taken(record, piece))
+        return frozenset(one for one in found if one is not None)
+
+    def _taken(self, record: Record, piece: int | None) -> tuple[str, int, int, int] | None:
+        """What is taken, where ranks may take another one each: kind, place, length, size of the whole; else None.
+
+        It is the same on all ranks where no two stretches of its length fit, where more stretches are in front of it
+        than any group has ranks, and where other pieces are read, too. Of sizes that vary ranks compare the numbers
+        themselves.
+        """
+        if isinstance(record.value, (list, tuple)):
+            count = len(record.value)
+            with contextlib.suppress(KeyError, NoHintError):
+                if piece is None or count < 2 or len(self.program.pieces_in_use(record)) != 1:
+                    return None
+            return "piece", piece or 0, 1, count
+        try:
+            source, given = record.first.shape(), record.arguments
+            size = source[dim_of(given.get("dim", 0), len(source))]
+            if record.called in _ROWS:
+                start, length, step = whole(given["index"]), 1, 1
+            else:
+                _, start, end, step = slice_range(record)
+                length = max(0, end - start)
+        except NoHintError:
+            return None
+        if type(start) is not int or type(length) is not int or type(size) is not int or step != 1:
+            return None
+        largest = max(map(len, _torch.group_layout().values()), default=1)
+        regular = length > 0 and start % length == 0 and 0 <= start // length < largest and 2 * length <= size
+        return ("rows" if record.called in _ROWS else "stretch", start, length, size) if regular else None
 
     def replicated(self) -> dict[str, set[Replicas]]:
         """Names of values that the program takes to be equal along groups."""

@@ -69,7 +69,7 @@ class Proof:
         layouts = Layouts(old, here)
         self._own = Own(old, here, layouts)
         self.old = Resolver(self.space, self.groups, self.memories[0], self._own)
-        self.own_pieces = Own(new, here, layouts)
+        self.own_pieces = Own(new, here, layouts, self._own)
         self._implied = replicas == "implied"
         self.new = Resolver(self.space, self.groups, self.memories[1], self.own_pieces, rounds)
         self.new.other = self.old
