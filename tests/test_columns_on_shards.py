@@ -267,7 +267,12 @@ def own_place(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return logits.slice_scatter(logits[:, :2] * 0, 1, 2 * rank, 2 * rank + 2).logsumexp(-1).sum()
 
 
-OWN_ROWS = [own_rows, own_stretch, own_row, own_part, own_place]
+def own_factor(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Every column is as many times as large as the rank says."""
+    return (logits * torch.full(logits.shape[-1:], dist.get_rank() + 1)).logsumexp(-1).sum()
+
+
+OWN_ROWS = [own_rows, own_stretch, own_row, own_part, own_place, own_factor]
 
 
 @pytest.mark.parametrize("loss", OWN_ROWS)
@@ -278,13 +283,20 @@ def test_rows_that_are_the_ranks_own(loss: Loss, noticed: str, monkeypatch: pyte
         if loss is own_part:
             pytest.skip("the rewrite takes no single piece, whatever it is")
         monkeypatch.setattr(column_regions, "_may_be_own", lambda node, size: False)
+        monkeypatch.setattr(column_regions, "_has_no_own_number", lambda node: True)
     for rank in range(2):
         with fake_world(2, rank) as group:
             gm = Head(loss, ranks=2).traced(rank, group)
             if noticed == "by the rewrite":
                 report = rewritten(gm, 2)
                 assert not report.changed, report
-                assert all(d.detail.endswith("may take other rows on every rank") for d in report.decisions), report
+                said = "may differ between the ranks" if loss is own_factor else "may take other rows on every rank"
+                assert all(d.detail.endswith(said) for d in report.decisions), report
+            elif loss is own_factor:
+                # Not taken for another value, but not shown to be the same either.
+                report = rewritten(gm, 2)
+                assert [d.detail.partition(":")[0] for d in report.decisions] == ["value-unproven"], report
+                assert "all_reduce" not in ops_of(gm), gm
             else:
                 with pytest.raises(VerificationError, match="value-"):
                     rewritten(gm, 2)
@@ -315,7 +327,10 @@ def test_what_not_every_library_reduces(loss: Loss) -> None:
 
 
 def test_columns_of_one_number_are_no_element() -> None:
-    """In eight bits the 256 columns after the first 256 have their numbers again: two are added."""
+    """In eight bits the 256 columns after the first 256 have their numbers again: two are added.
+
+    What is picked is written as a number with a point: a whole one could be the rank's own.
+    """
     with fake_world(2) as group:
 
         def numbers(dtype: torch.dtype) -> torch.Tensor:
@@ -323,12 +338,12 @@ def test_columns_of_one_number_are_no_element() -> None:
 
         def of_all(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             whole = funcol.all_gather_tensor(x, 1, group)
-            here = numbers(dtype) == torch.full((3, 1), 3, dtype=dtype)
+            here = numbers(dtype) == torch.full((3, 1), 3.0).to(dtype)
             return torch.where(here, whole, torch.scalar_tensor(0, dtype=x.dtype)).sum(-1)
 
         def of_each(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             own = numbers(dtype).split([256, 256])[0]
-            here = own == torch.full((3, 1), 3, dtype=dtype)
+            here = own == torch.full((3, 1), 3.0).to(dtype)
             part = torch.where(here, x, torch.scalar_tensor(0, dtype=x.dtype)).sum(-1)
             return funcol.wait_tensor(funcol.all_reduce(part, "sum", group))
 

@@ -215,7 +215,7 @@ class Sweep:
         region = self._region
         if operand in region.members:
             return region.members[operand]
-        if operand in region.equal or name_of(operand) in _CONSTANTS:
+        if operand in region.equal or (name_of(operand) in _CONSTANTS and _has_no_own_number(operand)):
             return Differs.NOTHING
         if self._known is None:
             self._known = equal_values(self._work, region.gather.group.ranks, implied=self._implied)

@@ -38,7 +38,7 @@ _SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
 _LISTS = frozenset({"aten::chunk", "aten::unbind", "aten::tensor_split"})
 _ROWS = frozenset({"aten::select", "aten::select_scatter"})
 #: Whose numbers the ranks do not compare as they stand.
-_MAYBE_OWN = _SPLITS | _LISTS | _ROWS | {"aten::slice", "aten::slice_scatter"}
+_MAYBE_OWN = _SPLITS | _LISTS | _ROWS | {"aten::slice", "aten::slice_scatter", "aten::full"}
 #: What passes on that ranks hold the same: everything that only moves elements, and gathers over other groups.
 _GATHERS = frozenset(
     {"_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_gather_into_tensor_coalesced"}
@@ -95,18 +95,23 @@ class Own:
         return self._by_size
 
     def may_be_elsewhere(self, a: Access) -> bool:
-        """Whether what a read takes out of a tensor may lie somewhere else on the rank that it is read on.
+        """Whether a read takes something else out of a tensor, or is another whole number, on the rank it is read on.
 
         Ranks compile one graph but for numbers that say which piece is the rank's own. Such a number is one of the
         program as it came; passes write down where they take own pieces, and may copy a program's.
         """
-        if a.rank == Affine(self.here) or a.record.called not in _MAYBE_OWN or not self.came.suspects:
+        if a.rank == Affine(self.here) or a.record.called not in _MAYBE_OWN:
             return False
         piece = a.path[0] if len(a.path) == 1 else None
         taken = self._taken(a.record, piece)
         if taken is None or taken not in self.came.suspects:
             return False
         return piece is None or self.group(a.record, piece) is None
+
+    @cached_property
+    def _largest(self) -> int:
+        """How many ranks the largest process group has."""
+        return max(map(len, _torch.group_layout().values()), default=1)
 
     @cached_property
     def suspects(self) -> frozenset[tuple[str, int, int, int]]:
@@ -124,8 +129,12 @@ class Own:
 
         It is the same on all ranks where no two stretches of its length fit, where more stretches are in front of it
         than any group has ranks, and where other pieces are read, too. Of sizes that vary ranks compare the numbers
-        themselves.
+        themselves. Of a tensor of one whole number it is the number.
         """
+        if record.called == "aten::full":
+            filled = record.arguments.get("fill_value")
+            counts = not record.dtype().is_floating_point and not record.dtype().is_complex
+            return ("number", filled, 0, 0) if counts and type(filled) is int else None
         if isinstance(record.value, (list, tuple)):
             count = len(record.value)
             with contextlib.suppress(KeyError, NoHintError):
@@ -144,8 +153,7 @@ class Own:
             return None
         if type(start) is not int or type(length) is not int or type(size) is not int or step != 1:
             return None
-        largest = max(map(len, _torch.group_layout().values()), default=1)
-        regular = length > 0 and start % length == 0 and 0 <= start // length < largest and 2 * length <= size
+        regular = length > 0 and start % length == 0 and 0 <= start // length < self._largest and 2 * length <= size
         return ("rows" if record.called in _ROWS else "stretch", start, length, size) if regular else None
 
     def replicated(self) -> dict[str, set[Replicas]]:

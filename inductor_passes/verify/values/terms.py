@@ -306,6 +306,9 @@ class Flattener:
         found = signature(head)
         if not isinstance(factor, (int, float)) or not factor or found is None or head.dtype != into.dtype:
             return None
+        if not (head.dtype.is_floating_point or head.dtype.is_complex) and head.rank != Affine(self.resolver.own.here):
+            # Ranks do not compare such numbers, which may be a rank's own.
+            return None
         read = found.uses[0].read(head, found.binding(head))
         if read.dtype != into.dtype or sum_op(self.resolver.head(read)) != "sum":
             return None
