@@ -105,6 +105,33 @@ def test_queued_transfers_share_what_the_last_stall_shows() -> None:
     assert [one.transfer_ns for one in found] == [6 * MS, 7 * MS]
 
 
+@pytest.mark.parametrize("ask_ns", [20 * US, 200 * US])
+def test_what_asking_costs_shows_no_end(ask_ns: int) -> None:
+    """Every transfer was over long before anybody asked; on a busy host asking takes its time."""
+    planned = plan([MS] * 6, [10 * MS] * 6, ahead=3)
+    found = account(planned, World([MS] * 6, ask_ns=ask_ns).records(planned)).transfers
+    hidden = [one for k, one in enumerate(found) if planned.timeline.exposed_ns[planned.collectives[k].task] == 0]
+    assert len(hidden) == 5 and all(one.known == AT_MOST for one in hidden), found
+    assert all(one.stall_ns == 0 and one.issue_ns >= ask_ns for one in hidden), "the host's time"
+    assert found[0].known in (MEASURED, SHARED) and found[0].transfer_ns == pytest.approx(MS, rel=0.25)
+
+
+def test_an_end_is_not_seen_long_after_it_was_predicted() -> None:
+    """One of many waits takes longer than the others: it does not say that the transfer took all the time before."""
+    planned = plan([MS] * 6, [10 * MS] * 6, ahead=3)
+    for record in (records := World([MS] * 6, ask_ns=20 * US).records(planned)):
+        late = 3
+        longer = tuple(
+            tuple(
+                tuple((begin, end + 2 * MS * (k == late)) for begin, end in waits) for k, waits in enumerate(step)
+            )
+            for step in record.waits
+        )
+        records[records.index(record)] = dataclasses.replace(record, waits=longer)
+    found = account(planned, records).transfers
+    assert found[3].known == AT_MOST, found[3]
+
+
 def test_kernels_are_charged_with_what_prepares_them_and_compared_by_class() -> None:
     planned = plan([MS] * 4, [2 * MS] * 4)
     found = account(planned, World([MS] * 4, kernel_factor=3.0).records(planned))

@@ -28,9 +28,13 @@ from inductor_passes.tuning.align import Member, offsets
 from inductor_passes.tuning.plan import Planned
 from inductor_passes.tuning.record import Record, matched
 
-#: A wait up to this long, in ns, is the cost of asking; so is one up to so many times the shortest of the graph, where
-#: that is so many times shorter than the longest, and no longer than the last of these.
+#: A wait up to this long, in ns, is the cost of asking. So is one up to so many times what asking costs: half of the
+#: collectives that are hidden by the plan wait no longer, if that is no more than the last of these; else the shortest
+#: wait of the graph, if it is so many times shorter than the longest.
 _WAIT_NS, _TIMES, _SHORTER, _LONGEST_NS = 50_000, 3, 20, 300_000
+#: Who begins to wait this many times longer after the predicted end than the wait takes has not seen the end: that it
+#: came in just this moment is less likely than that only the wait cost so much.
+_AFTER = 3
 #: Of which all members need each other.
 _JOINT = tuple(kind for kind in GROUP_KINDS if kind != "broadcast")
 
@@ -230,12 +234,13 @@ def _kernels(
 
 @dataclass(frozen=True)
 class _Seen:
-    """A collective in one step: when its last member had issued it, when it ended where somebody saw that, and until
-    when it must have ended because somebody found it ended then."""
+    """A collective in one step: when its last member had issued it, when it ended where somebody saw that, until
+    when it must have ended because somebody found it ended then, and how long who saw the end stood still."""
 
     ready: int
     end: int | None
     latest: int | None
+    stood: int = 0
 
 
 class _Transfers:
@@ -249,7 +254,8 @@ class _Transfers:
         self.records = {r.rank: r for r in sorted(records, key=lambda r: r.rank)}
         self.steps = range(len(records[0].starts))
         self.collectives = range(len(planned.collectives))
-        self.waits = {r.rank: _Waits.of(r) for r in records}
+        hidden = [planned.timeline.exposed_ns[one.task] == 0 for one in planned.collectives]
+        self.waits = {r.rank: _Waits.of(r, hidden) for r in records}
         self.instances = [sorted({r.groups[k] for r in records}) for k in self.collectives]
         self.clock: Mapping[int, int] = {}
         joint = [k for k in self.collectives if planned.collectives[k].kind in _JOINT]
@@ -345,11 +351,14 @@ class _Transfers:
         by = {rank: 0 if len(members) == 1 else self.clock[rank] for rank in times}
         ends = [members[rank].ended_ns - by[rank] for rank in times if members[rank].stood]
         over = [members[rank].ended_ns - by[rank] for rank in times if not members[rank].stood]
-        return _Seen(max(times.values()), min(ends) if ends else None, min(over) if over else None)
+        lengths = [end - begin for r in times if members[r].stood for begin, end in self.records[r].waits[step][k][:1]]
+        ready = max(times.values())
+        return _Seen(ready, min(ends) if ends else None, min(over) if over else None, max(lengths, default=0))
 
     def _at_most(self, step: int, k: int, ranks: tuple[int, ...]) -> int | None:
         found = self._seen(step, k, ranks)
-        return None if found is None or found.latest is None else max(0, found.latest - found.ready)
+        over = [] if found is None else [at for at in (found.latest, found.end) if at is not None]
+        return None if found is None or not over else max(0, min(over) - found.ready)
 
     def _served(self, step: int, path: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, int]]:
         """(ns on the link, how many share the measurement) of the transfers of a step whose time can be told.
@@ -377,6 +386,9 @@ class _Transfers:
             if end is not None and later and min(later) <= end:
                 # It was over before one behind it, and waited for after that one: its own wait shows nothing.
                 end, latest = None, min(later)
+            if end is not None and self._is_chance(run, free, at):
+                latest = end if latest is None else min(end, latest)
+                end = None
             if end is None:
                 if latest is not None and all(latest <= at[other].ready for other in queue[position + 1 :]):
                     # Over before the next one was issued: the link was idle then.
@@ -391,11 +403,21 @@ class _Transfers:
             run, free = [], end
         return found
 
+    def _is_chance(self, run: Sequence[int], free: int | None, at: Mapping[int, _Seen]) -> bool:
+        """Whether what shows the end of the transfers ``run`` may only be what it costs to ask for the last of them."""
+        last, first = at[run[-1]], at[run[0]].ready
+        assert last.end is not None
+        took = last.end - (first if free is None else max(first, free))
+        return took - last.stood - sum(map(self._predicted_ns, run)) > _AFTER * last.stood
+
+    def _predicted_ns(self, k: int) -> int:
+        return self.planned.problem.tasks[self.planned.collectives[k].task].duration_ns
+
     def _shared(
         self, run: Sequence[int], begin: int, end: int, at: Mapping[int, _Seen]
     ) -> dict[int, tuple[int, int]]:
         """The time from ``begin`` to ``end``, divided as predicted; {} where one of them came after its turn."""
-        predicted = [self.planned.problem.tasks[self.planned.collectives[k].task].duration_ns for k in run]
+        predicted = list(map(self._predicted_ns, run))
         total, share = end - begin, sum(predicted)
         reached, parts = float(begin), {}
         for k, ns in zip(run, predicted):
@@ -422,9 +444,14 @@ class _Waits:
     stood: list[bool]
 
     @staticmethod
-    def of(record: Record) -> _Waits:
+    def of(record: Record, hidden: Sequence[bool]) -> _Waits:
+        """``hidden``: the collectives for which nobody waits by the plan."""
         lengths = [median(step[k][0][1] - step[k][0][0] for step in record.waits) for k in range(len(record.groups))]
         least = round(min(lengths, default=0))
-        shows = least <= _WAIT_NS or (least <= _LONGEST_NS and _SHORTER * least < max(lengths))
-        limit = max(_WAIT_NS, _TIMES * least) if shows else _WAIT_NS
-        return _Waits(least if shows else 0, limit, [length > limit for length in lengths])
+        quiet = [length for length, over in zip(lengths, hidden) if over]
+        if quiet and median(quiet) <= _LONGEST_NS:
+            asking, shows = round(median(quiet)), True
+        else:
+            asking, shows = least, least <= _WAIT_NS or (least <= _LONGEST_NS and _SHORTER * least < max(lengths))
+        limit = max(_WAIT_NS, _TIMES * asking) if shows else _WAIT_NS
+        return _Waits(asking if shows else 0, limit, [length > limit for length in lengths])
