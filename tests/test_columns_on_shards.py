@@ -374,7 +374,7 @@ def test_sums_of_a_narrow_type_are_not_proven(twice: bool) -> None:
             return both(whole.gather(-1, index), whole)
 
         def of_each(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            picked = PICK(x, torch.arange(4), index.unsqueeze(0)).squeeze(0)
+            picked = PICK(x, torch.arange(4), index.unsqueeze(0), 8).squeeze(0)
             return funcol.wait_tensor(funcol.all_reduce(both(picked, x), "sum", group))
 
         x, index = torch.randn(3, 4, dtype=torch.bfloat16), torch.zeros(3, 1, dtype=torch.int64)
@@ -490,7 +490,7 @@ def test_an_element_is_given_by_the_rank_that_has_it() -> None:
     values = torch.randn(2, 3, 12, generator=draw)
     values[0, 0, 5] = float("nan")
     index = torch.randint(0, 12, (4, 2, 3, 1), generator=draw)
-    parts = [PICK(values[..., a : a + 4], torch.arange(a, a + 4), index) for a in (0, 4, 8)]
+    parts = [PICK(values[..., a : a + 4], torch.arange(a, a + 4), index, 12) for a in (0, 4, 8)]
     wanted = values.expand(4, 2, 3, 12).gather(-1, index)
     torch.testing.assert_close(sum(parts), wanted, rtol=0, atol=0, equal_nan=True)
     for a, part in zip((0, 4, 8), parts, strict=True):

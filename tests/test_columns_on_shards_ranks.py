@@ -126,6 +126,24 @@ def trained_narrow(
     return found(reports)
 
 
+def with_a_bad_label(rank: int, world: int, profile: str, label: int) -> list[str]:
+    """What is said of a label that names no class, on one rank only: in training and in evaluation."""
+    mesh = init_device_mesh("cpu", (world,))
+    tokens, targets = language_batch(LlamaConfig(layers=1), seed=3)
+    if rank == 0:
+        targets[0, 0] = label
+    said = []
+    for training in (True, False):
+        torch._dynamo.reset()
+        model = Narrow(torch.float32)
+        parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+        step = torch.compile(model, options=inductor_passes.options(**SETTINGS, cost_profile=profile), fullgraph=True)
+        with torch.set_grad_enabled(training), pytest.raises(RuntimeError) as error:
+            step(tokens, targets)
+        said.append(str(error.value))
+    return said
+
+
 def profile_in(folder: Path, ranks: int = 2) -> str:
     return save_profile(folder / "costs.json", 0.0, 1000.0, 10.0, 0.0, ranks=ranks)
 
@@ -152,6 +170,14 @@ def test_training_with_capped_logits(two_ranks: Ranks, tmp_path: Path, dtype: to
     """Inductor asks of scaled logits whether a row is finite."""
     for applied, undone in two_ranks.run(trained_narrow, profile_in(tmp_path), dtype, 3.0):
         assert (applied, undone) == (["64 columns on 2 ranks: 4 reductions, 1 elements per row"], [])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("label", [64, pytest.param(-1, marks=pytest.mark.slow)])
+def test_a_label_that_names_no_class(two_ranks: Ranks, tmp_path: Path, label: int) -> None:
+    """An error on both ranks, although one has it: alone it would end, and the other wait for it."""
+    for said in two_ranks.run(with_a_bad_label, profile_in(tmp_path), label):
+        assert len(said) == 2 and all("index out of bounds" in one for one in said), said
 
 
 @pytest.mark.slow

@@ -10,17 +10,23 @@ from __future__ import annotations
 import torch
 
 _LIBRARY = torch.library.Library("inductor_passes", "FRAGMENT")
-_LIBRARY.define("pick(Tensor values, Tensor columns, Tensor index) -> Tensor")
+_LIBRARY.define("pick(Tensor values, Tensor columns, Tensor index, int of) -> Tensor")
 
 
-def _pick(values: torch.Tensor, columns: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _pick(values: torch.Tensor, columns: torch.Tensor, index: torch.Tensor, of: int) -> torch.Tensor:
     """``where(columns == index, values, 0).sum(-1, keepdim=True)``.
 
     Args:
         values: ``[*rows, n]``.
         columns: ``[n]`` consecutive whole numbers.
         index: ``[*more, *rows, 1]``.
+        of: how many columns the ranks have together.
+
+    Raises:
+        RuntimeError: an index is none of these: as a read of the whole tensor does (on a device, as that does there).
     """
+    within = ((index >= 0) & (index < of)).all()
+    torch._assert_async(within, f"index out of bounds: a row names none of the {of} columns that the ranks hold")
     at = index - columns[0]
     inside = (at >= 0) & (at < columns.shape[0])
     rows = values.expand(*index.shape[:-1], values.shape[-1])
@@ -28,7 +34,7 @@ def _pick(values: torch.Tensor, columns: torch.Tensor, index: torch.Tensor) -> t
     return torch.where(inside, found, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
-def _shape(values: torch.Tensor, columns: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def _shape(values: torch.Tensor, columns: torch.Tensor, index: torch.Tensor, of: int) -> torch.Tensor:
     return values.new_empty(index.shape)
 
 

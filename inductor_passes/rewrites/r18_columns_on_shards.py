@@ -39,7 +39,6 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes._torch.pick_op import OPERATOR as PICK
-from inductor_passes.cost.values import dtype_name
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.column_regions import (
@@ -95,7 +94,7 @@ class ColumnsOnShards:
             said = f"what {region.unequal.name} is made of may differ between the ranks"
             refuse(Reason.DATA_DEPENDENCY, said, setting)
         if region.narrow is not None:
-            dtype = dtype_name(region.narrow.meta["val"].dtype)
+            dtype = str(region.narrow.meta["val"].dtype).removeprefix("torch.")
             said = f"{region.narrow.name} is in {dtype}, in which it is not split over ranks: use logits.float()"
             refuse(Reason.NUMERICS, said)
         if region.unclear is not None:
@@ -228,7 +227,7 @@ class _OnShards:
         rows = list(index.meta["val"].shape)
         every = emit.view(gathered(emit, index, size, self._group), [size, *rows])
         columns = self._own_positions(emit, index)
-        found = emit.call(PICK.default, self.new[arguments["self"]], columns, every)
+        found = emit.call(PICK.default, self.new[arguments["self"]], columns, every, self._region.columns)
         return scattered(emit, emit.view(found, [size * rows[0], *rows[1:]]), "sum", size, self._group)
 
     def _brought(self, emit: Emitter, operand: torch.fx.Node) -> torch.fx.Node:
