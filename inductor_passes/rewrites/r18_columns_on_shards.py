@@ -84,6 +84,10 @@ class ColumnsOnShards:
         if region.read_whole:
             if work.exactness != "reassociate":
                 return None
+            saved = [node for node in region.read_whole if node.op == "output"]
+            if work.facts.look.phase == "forward" and work.facts.config.codegen == "inductor" and saved:
+                # The joint graph was looked at, and has said why the logits are kept for backward.
+                return None
             if region.own_rows is not None:
                 refuse(Reason.DATA_DEPENDENCY, f"{region.own_rows.name} may take other rows on every rank")
             # Somebody who returns the logits beside the loss should see what that costs.
