@@ -156,7 +156,7 @@ def take(emit: Emitter, tensor: torch.fx.Node, cut: Slab, widths: Widths, index:
     step, units, width = cut.inner, sum(widths), widths[index]
     first = sum(widths[:index])
     if cut.outer == 1:
-        return emit.call(aten.slice.Tensor, tensor, cut.dim, first * step, (first + width) * step)
+        return emit.cut(tensor, cut.dim, first * step, (first + width) * step)
     order = memory_order(tensor.meta["val"])
     if order != list(range(len(order))):
         # Some matmuls take columns that lie one after the other, and no others.
@@ -167,12 +167,12 @@ def take(emit: Emitter, tensor: torch.fx.Node, cut: Slab, widths: Widths, index:
     if all(isinstance(size, int) for size in shape):
         split = [*shape[: cut.dim], cut.outer, units, step, *shape[cut.dim + 1 :]]
         apart = emit.call(aten.view.default, tensor, split)
-        picked = emit.call(aten.slice.Tensor, apart, cut.dim + 1, first, first + width)
+        picked = emit.cut(apart, cut.dim + 1, first, first + width)
         copied = emit.call(aten.clone.default, picked, memory_format=torch.contiguous_format)
         shape[cut.dim] = cut.outer * width * step
         return emit.call(aten.view.default, copied, shape)
     rows = [(block * units + first) * step for block in range(cut.outer)]
-    pieces = [emit.call(aten.slice.Tensor, tensor, cut.dim, row, row + width * step) for row in rows]
+    pieces = [emit.cut(tensor, cut.dim, row, row + width * step) for row in rows]
     return emit.call(aten.cat.default, pieces, cut.dim)
 
 
@@ -223,7 +223,7 @@ def _interleave(
             apart.append(emit.call(aten.view.default, piece, split))
         return emit.call(aten.view.default, emit.call(aten.cat.default, apart, cut.dim + 1), shape)
     rows = [
-        emit.call(aten.slice.Tensor, piece, cut.dim, block * width * step, (block + 1) * width * step)
+        emit.cut(piece, cut.dim, block * width * step, (block + 1) * width * step)
         for block in range(cut.outer)
         for piece, width in zip(pieces, widths)
     ]

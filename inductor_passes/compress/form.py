@@ -91,7 +91,7 @@ class Form:
         if not self.share:
             return emit.call(_cast, message, torch.float32)
         codes, low, high = (
-            emit.call(aten.slice.Tensor, message, 1, first, first + width)
+            emit.cut(message, 1, first, first + width)
             for first, width in ((0, self.block), (self.block, 1), (self.block + 1, 1))
         )
         upper = emit.call(aten.bitwise_left_shift.Tensor_Scalar, emit.call(_cast, high, torch.int32), 8)

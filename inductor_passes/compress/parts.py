@@ -94,7 +94,7 @@ class Parts:
         blocks = wide.meta["val"].shape[0] // ranks
         total: torch.fx.Node | None = None
         for rank in range(ranks):
-            term = emit.call(aten.slice.Tensor, wide, 0, rank * blocks, (rank + 1) * blocks)
+            term = emit.cut(wide, 0, rank * blocks, (rank + 1) * blocks)
             total = term if total is None else emit.call(aten.add.Tensor, total, term)
         assert total is not None
         return emit.call(aten.div.Tensor, total, ranks) if reduce_op == "avg" else total
@@ -147,6 +147,6 @@ def shaped(emit: Emitter, rows: torch.fx.Node, pieces: int, shape: Sequence[int]
     if filled == each:
         # Without a view of pieces in between: Inductor would divide for the address of each element, without vectors.
         return emit.view(rows, shape)
-    flat = emit.call(aten.slice.Tensor, emit.view(rows, [pieces, filled]), 1, 0, each)
+    flat = emit.cut(emit.view(rows, [pieces, filled]), 1, 0, each)
     flat = emit.call(aten.clone.default, flat, memory_format=torch.contiguous_format)
     return emit.view(flat, shape)

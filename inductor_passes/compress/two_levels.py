@@ -97,6 +97,6 @@ def _reduce(parts: Parts, collective: Collective, levels: Levels) -> torch.fx.No
     pieces = pieces_of(piece, parts.over.size)
     whole = gathered(parts.use, shaped(parts.use, wide, pieces, [piece], value.dtype), inside.size, inside.name)
     if missing:
-        cut = parts.use.call(aten.slice.Tensor, whole, 0, 0, elements)
+        cut = parts.use.cut(whole, 0, 0, elements)
         whole = parts.use.call(aten.clone.default, cut, memory_format=torch.contiguous_format)
     return parts.use.view(whole, list(value.shape))

@@ -181,7 +181,7 @@ def _replace(graph: torch.fx.Graph, collective: Collective) -> Certificate:
     with use.standing_for(wait):
         total: torch.fx.Node | None = None
         for rank in range(ranks):
-            term = use.call(aten.slice.Tensor, received, 0, rank * rows, (rank + 1) * rows)
+            term = use.cut(received, 0, rank * rows, (rank + 1) * rows)
             if dtype in NARROW:
                 term = use.call(torch.ops.prims.convert_element_type.default, term, torch.float32)
             total = term if total is None else use.call(aten.add.Tensor, total, term)

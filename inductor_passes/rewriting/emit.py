@@ -13,6 +13,7 @@ from inductor_passes import _torch
 from inductor_passes.ir import parameters
 from inductor_passes.ir.layouts import as_copy
 from inductor_passes.rewriting.numbers import Numbers
+from inductor_passes.verify.messages import CUT_KEY
 
 #: Dtypes whose sums are taken in float32.
 NARROW = (torch.float16, torch.bfloat16)
@@ -54,6 +55,12 @@ class Emitter:
         Symbolic sizes among the arguments become nodes that compute them.
         """
         return self._call(target, args, kwargs, target)
+
+    def cut(self, tensor: torch.fx.Node, dim: int, first: Any, end: Any) -> torch.fx.Node:
+        """A slice by numbers that are the same on every rank and no part of the program."""
+        node = self.call(torch.ops.aten.slice.Tensor, tensor, dim, first, end)
+        node.meta[CUT_KEY] = True
+        return node
 
     def call_like(self, meaning: Callable[..., Any], target: Any, *args: Any) -> torch.fx.Node:
         """:meth:`call` of an operator of ours, of which ``meaning`` says what it returns: to ask it takes longer."""

@@ -140,7 +140,7 @@ class Message:
         for peer in range(self.ranks):
             for slot, (values, offsets) in zip(self.slots, flat):
                 with emit.standing_for(slot.result):
-                    parts.append(emit.call(aten.slice.Tensor, values, 0, offsets[peer], offsets[peer + 1]))
+                    parts.append(emit.cut(values, 0, offsets[peer], offsets[peer + 1]))
         with emit.standing_for(self.slots[0].result):
             return emit.call(aten.cat.default, parts)
 
@@ -168,7 +168,7 @@ class Message:
                         made = emit.call_like(unfilled, unpack, message, [column], [width])
                         part = emit.call(operator.getitem, made, 0)
                     else:
-                        part = emit.call(aten.slice.Tensor, message, dim, column, column + width)
+                        part = emit.cut(message, dim, column, column + width)
                     results[index] = self._received_tensor(emit, slot, part)
                 column += width
         else:
@@ -182,7 +182,7 @@ class Message:
                     for peer, rows in enumerate(slot.output_splits):
                         begin = peer_base[peer] + before[peer]
                         before[peer] += rows * row
-                        parts.append(emit.call(aten.slice.Tensor, message, 0, begin, begin + rows * row))
+                        parts.append(emit.cut(message, 0, begin, begin + rows * row))
                     block = emit.call(aten.cat.default, parts)
                     if self.as_bytes:
                         block = from_bytes(emit, block, slot.sent.dtype)

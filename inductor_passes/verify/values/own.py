@@ -23,7 +23,7 @@ from typing import Any
 from inductor_passes import _torch
 from inductor_passes.ir.groups import resolve
 from inductor_passes.ir.layouts import COPY_KEY, noted
-from inductor_passes.verify.messages import OWN_KEY
+from inductor_passes.verify.messages import CUT_KEY, OWN_KEY
 from inductor_passes.verify.values.access import Access, dim_of
 from inductor_passes.verify.values.affine import Affine
 from inductor_passes.verify.values.layouts import Layouts
@@ -98,15 +98,33 @@ class Own:
         """Whether a read takes something else out of a tensor, or is another whole number, on the rank it is read on.
 
         Ranks compile one graph but for numbers that say which piece is the rank's own. Such a number is one of the
-        program as it came; passes write down where they take own pieces, and may copy a program's.
+        program as it came. Passes write down where they take own pieces and where they cut by numbers of their own;
+        else they may have copied a number of the program.
         """
-        if a.rank == Affine(self.here) or a.record.called not in _MAYBE_OWN:
+        if a.rank == Affine(self.here) or a.record.called not in _MAYBE_OWN or CUT_KEY in a.record.meta:
             return False
         piece = a.path[0] if len(a.path) == 1 else None
         taken = self._taken(a.record, piece)
-        if taken is None or taken not in self.came.suspects:
+        shapes = None if taken is None else self.came.suspects.get(taken)
+        if not shapes or not any(_is_share(self._whole(a.record), shape) for shape in shapes):
             return False
         return piece is None or self.group(a.record, piece) is None
+
+    def same_cut(self, a: Access, other: Own, b: Access) -> tuple[int, int] | None:
+        """(dimension, size) of the sources of two cuts that are at the same place there, wherever that is; else None.
+
+        Args:
+            other: of ``b``'s program. Of both :meth:`may_be_elsewhere` is true.
+        """
+        names = {*_ROWS, "aten::slice"} - {"aten::select_scatter"}
+        if a.rank != b.rank or a.record.called != b.record.called or a.record.called not in names:
+            return None
+        dims = []
+        for own, read in ((self, a), (other, b)):
+            shape = read.record.first.shape()
+            dim = dim_of(read.record.arguments.get("dim", 0), len(shape))
+            dims.append((dim, shape[dim], own._taken(read.record, None)))
+        return dims[0][:2] if dims[0] == dims[1] else None
 
     @cached_property
     def _largest(self) -> int:
@@ -114,15 +132,21 @@ class Own:
         return max(map(len, _torch.group_layout().values()), default=1)
 
     @cached_property
-    def suspects(self) -> frozenset[tuple[str, int, int, int]]:
-        """What the program takes out of tensors that may be the rank's own, see :meth:`_taken`."""
-        found = set()
+    def suspects(self) -> dict[tuple[str, int, int, int], set[tuple[Any, ...]]]:
+        """What the program takes that may be the rank's own, see :meth:`_taken`, and out of which shapes."""
+        found: dict[tuple[str, int, int, int], set[tuple[Any, ...]]] = {}
         for record in self.program.records.values():
             if record.called in _MAYBE_OWN:
                 lists = isinstance(record.value, (list, tuple))
                 for piece in self.program.used_pieces(record) if lists else [None]:
-                    found.add(self._taken(record, piece))
-        return frozenset(one for one in found if one is not None)
+                    if (taken := self._taken(record, piece)) is not None:
+                        found.setdefault(taken, set()).add(self._whole(record))
+        return found
+
+    @staticmethod
+    def _whole(record: Record) -> tuple[Any, ...]:
+        """The shape of what something is taken out of."""
+        return record.shape() if record.called == "aten::full" else record.first.shape()
 
     def _taken(self, record: Record, piece: int | None) -> tuple[str, int, int, int] | None:
         """What is taken, where ranks may take another one each: kind, place, length, size of the whole; else None.
@@ -172,6 +196,11 @@ class Own:
                     for leaf in _leaves(source, group):
                         found.setdefault(leaf.name, set()).add(group)
         return found
+
+
+def _is_share(shape: tuple[Any, ...], whole: tuple[Any, ...]) -> bool:
+    """Whether a tensor may be another one, or a rank's share of it along one dimension: passes copy cuts to shares."""
+    return len(shape) == len(whole) and sum(a != b for a, b in zip(shape, whole)) <= 1
 
 
 def _leaves(record: Record, group: Replicas) -> list[Record]:

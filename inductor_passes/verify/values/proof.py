@@ -321,12 +321,32 @@ class Proof:
                 if self._nested_alike(*pair, old.op):
                     return [pair]
         if isinstance(old, Access) and isinstance(new, Access):
+            if (cut := self._same_cut(old, new)) is not None:
+                return cut
             found = signature(old), signature(new)
             if found[0] is not None and found[1] is not None and self._corresponds(old, new, found[0], found[1]):
                 if old.rank != new.rank and not alike(new.record):
                     raise Unequal(f"not understood: numbers in {new.record.name} may be a rank's own", shown=False)
                 return self._operands(old, new, found[0], found[1])
         return self._sums(old, new, q)
+
+    def _same_cut(self, old: Access, new: Access) -> Pairs | None:
+        """What is equal where the same may be taken out of two tensors at a rank's own place: all that lies there."""
+        owns = self._own, self.own_pieces if new.record.program is self.own_pieces.program else self._own
+        if not (owns[0].may_be_elsewhere(old) and owns[1].may_be_elsewhere(new)):
+            return None
+        found = owns[0].same_cut(old, owns[1], new)
+        if found is None:
+            return None
+        dim, size = found
+        # The result of a select has a dimension less.
+        kept = len(old.indices) == len(old.record.first.shape())
+        if kept and old.indices[dim] != new.indices[dim]:
+            return None
+        place = self.space.fresh(size)
+        after = dim + 1 if kept else dim
+        reads = [a.at(a.record.first, (*a.indices[:dim], place, *a.indices[after:])) for a in (old, new)]
+        return [(reads[0], reads[1])]
 
     def _nested_alike(self, old: Access, new: Access, op: str) -> bool:
         """Whether both or neither of two terms are sums themselves."""
