@@ -10,11 +10,13 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.fx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_passes import ConfigError, PassConfig, verify
 from inductor_passes.bucket.pass_ import BucketPass
@@ -658,6 +660,37 @@ def test_a_result_that_is_waited_for_again_stays() -> None:
         report = run(gm, config("*=int8"), link(2, 10.0))
     assert [d.verdict for d in report.decisions] == [Verdict.REFUSED, Verdict.APPLIED]
     assert report.decisions[0].reason is Reason.UNSUPPORTED
+
+
+CUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "slice": lambda x: aten.slice.Tensor(x, 0, 0, 32),
+    "later slice": lambda x: aten.slice.Tensor(x, 0, 32, 64),
+    "split": lambda x: aten.split.Tensor(x, 32)[0],
+    "chunk of columns": lambda x: aten.split.Tensor(x, x.shape[1] // 2, 1)[1],
+    "select": lambda x: aten.select.int(x, 0, 1),
+    "unbind": lambda x: aten.unbind.int(x)[1],
+}
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+@pytest.mark.parametrize("before", ("input", "sum", "product"))
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", ("all_reduce", "reduce_scatter"))
+def test_a_sum_of_what_may_be_a_rank_s_own(kind: str, cut: str, before: str, ranks: int) -> None:
+    """One rank's graph does not say whether every rank takes the first half, or each its own."""
+
+    def program(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = {"input": torch.neg, "sum": lambda x: x.sum(1), "product": lambda x: x @ weight}[before](x)
+        x = CUTS[cut](x)
+        if kind == "all_reduce":
+            return funcol.all_reduce(x, "sum", group)
+        return funcol.reduce_scatter_tensor(x, "sum", 0, group)
+
+    with fake_world(ranks) as group:
+        gm = make_fx(program, tracing_mode="fake")(torch.ones(64, 32, 256), torch.ones(256, 256))
+        report = run(gm, config("*=int8"), link(ranks, 10.0))
+    assert [d.verdict for d in report.decisions] == [Verdict.APPLIED], report.decisions
+    assert report.rolled_back is None
 
 
 def summed(group: str) -> torch.fx.GraphModule:

@@ -52,12 +52,12 @@ def program(seed: int, ranks: int, group: str) -> Callable[..., list[torch.Tenso
         for kind, a, b, c, d in steps:
             v = values[int(a * len(values))]
             if kind < 0.2:
-                values.append(funcol.wait_tensor(funcol.all_reduce(v, "max" if d < 0.2 else "sum", group)))
+                values.append(funcol.all_reduce(v, "max" if d < 0.2 else "sum", group))
             elif kind < 0.4 and v.dim():
                 dim = 0 if c < 0.6 else v.dim() - 1
-                values.append(funcol.wait_tensor(funcol.all_gather_tensor(v, dim, group)))
+                values.append(funcol.all_gather_tensor(v, dim, group))
             elif kind < 0.5 and v.dim() and v.shape[0] and v.shape[0] % ranks == 0:
-                values.append(funcol.wait_tensor(funcol.reduce_scatter_tensor(v, "sum", 0, group)))
+                values.append(funcol.reduce_scatter_tensor(v, "sum", 0, group))
             elif kind < 0.76 and v.dim():
                 values.append(own_cut(v, ranks, b, c * 1.1))
             elif kind < 0.85:
@@ -108,4 +108,4 @@ def test_every_rank_gets_what_it_got(tier: str) -> None:
         got = run_in_lockstep(after, values, groups)
         for rank in wanted:
             torch.testing.assert_close(got[rank], wanted[rank], rtol=1e-6, atol=1e-6, equal_nan=True, msg=f"{seed}")
-    assert changed >= 6, changed
+    assert changed >= 30, changed

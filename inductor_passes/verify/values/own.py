@@ -49,6 +49,7 @@ class Own:
     """The own pieces of one program.
 
     ``layouts``: those of the program as it came. ``came``: its own pieces; itself where this is that program.
+    ``stops_here``: what may be taken elsewhere on other ranks is not followed on this one either.
     """
 
     def __init__(self, program: Program, here: int, layouts: Layouts, came: Own | None = None) -> None:
@@ -56,6 +57,7 @@ class Own:
         self.came = came or self
         self._by_size: dict[int, Replicas | None] | None = None
         self._pieces: dict[str, Replicas | None] = {}
+        self.stops_here = False
 
     def group(self, split: Record, piece: int) -> Replicas | None:
         """The group along which a piece of a split is the rank's own; None when it is not known to be."""
@@ -101,7 +103,9 @@ class Own:
         program as it came. Passes write down where they take own pieces and where they cut by numbers of their own;
         else they may have copied a number of the program.
         """
-        if a.rank == Affine(self.here) or a.record.called not in _MAYBE_OWN or CUT_KEY in a.record.meta:
+        if a.record.called not in _MAYBE_OWN or CUT_KEY in a.record.meta:
+            return False
+        if a.rank == Affine(self.here) and not self.stops_here:
             return False
         piece = a.path[0] if len(a.path) == 1 else None
         taken = self._taken(a.record, piece)

@@ -404,6 +404,10 @@ class Proof:
         try:
             return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
         except Unequal:
+            # One graph may add a term of every rank, and the other the own one and those of the others. They are
+            # recognised as one family where all of them are taken apart equally far.
+            with contextlib.suppress(Unequal), self._stopping_here():
+                return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
             if self.exact:
                 raise
             # Only now, because what is taken apart so can be compared in fewer ways.
@@ -414,6 +418,18 @@ class Proof:
             return self._same_sums(old, new, *apart)
         except Unequal:
             return self._same_sums(old, new, *self._flattened(q, op, closed, widens=True))
+
+    @contextlib.contextmanager
+    def _stopping_here(self) -> Iterator[None]:
+        """Inside, values of this rank are followed no further than those of other ranks."""
+        owns = self._own, self.own_pieces
+        for own in owns:
+            own.stops_here = True
+        try:
+            yield
+        finally:
+            for own in owns:
+                own.stops_here = False
 
     def _both_nothing(self, old: Head, new: Head, q: Question) -> bool:
         """Whether one is zero and the other a sum of zeros: padding is added to padding."""
