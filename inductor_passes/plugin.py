@@ -14,13 +14,14 @@ They are part of Inductor's cache key by what they depend on (see ``identity``).
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
 import torch.fx
 
 from inductor_passes import _torch, config
-from inductor_passes.config import PREFIX, ConfigError, PassConfig
+from inductor_passes.config import MOST_SHOWN, PREFIX, ConfigError, PassConfig
 from inductor_passes.engine import identity, in_tree
 from inductor_passes.engine.hooks import (
     DynamoPass,
@@ -33,6 +34,7 @@ from inductor_passes.engine.hooks import (
     split_with,
 )
 from inductor_passes.engine.options import SIMPLE_OVERLAP, Hooks, with_ours
+from inductor_passes.records.convert import shown
 
 
 def compile_options(
@@ -94,12 +96,22 @@ def _expand(mode: str | None, inductor: Mapping[str, Any] | None) -> dict[str, A
     if inductor is not None and not isinstance(inductor, Mapping):
         raise ConfigError("inductor", inductor, 'options of Inductor by name, e.g. {"max_autotune": True}')
     if inductor:
-        known = _torch.inductor_option_names()
         for key, value in inductor.items():
-            if not isinstance(key, str) or key.replace("-", "_") not in known:
-                raise ConfigError("inductor", {key: value}, "options of Inductor; ours are keyword arguments")
+            if not _is_of_inductor(key):
+                raise ConfigError("inductor", {key: value}, _of_inductor(key, "ours are keyword arguments"))
             own[key.replace("-", "_")] = value
     return own
+
+
+def _is_of_inductor(key: object) -> bool:
+    return isinstance(key, str) and key.replace("-", "_") in _torch.inductor_option_names()
+
+
+def _of_inductor(key: object, ours: str) -> str:
+    """What is allowed where ``key`` was given for the name of an option of Inductor."""
+    close = difflib.get_close_matches(str(key)[:MOST_SHOWN], _torch.inductor_option_names(), n=1)
+    name, hint = shown(key, MOST_SHOWN), f" (did you mean {close[0]!r}?)" if close else ""
+    return f"names of options of Inductor, and {name} is none{hint}; torch._inductor.list_options() gives all; {ours}"
 
 
 def _hooks(settings: PassConfig) -> Hooks:
@@ -136,8 +148,8 @@ def backend(
             fields[key[len(PREFIX) :]] = value
         elif key in config.FIELDS and key not in _torch.inductor_option_names():
             raise ConfigError("options", {key: value}, f'"{PREFIX}{key}": a setting of ours has that prefix here')
-        elif not isinstance(key, str) or key.replace("-", "_") not in _torch.inductor_option_names():
-            raise ConfigError("options", {key: value}, f'options of Inductor, and ours as "{PREFIX}<setting>"')
+        elif not _is_of_inductor(key):
+            raise ConfigError("options", {key: value}, _of_inductor(key, f'ours are "{PREFIX}<setting>"'))
         else:
             inductor[key] = value
     for key in fields:

@@ -224,7 +224,12 @@ def append_pass(options: dict[str, Any], last: Callable[[torch.fx.Graph], None])
     [
         (lambda: inductor_passes.options("0"), "settings='0' is not allowed; expected a PassConfig, or fields"),
         (lambda: inductor_passes.options(inductor=5), "inductor=5 is not allowed; expected options of Inductor"),
-        (lambda: inductor_passes.options(inductor={5: 1}), "inductor={5: 1} is not allowed; expected options of Induc"),
+        (lambda: inductor_passes.options(inductor={5: 1}), "inductor={5: 1} is not allowed; expected names of options"),
+        (
+            lambda: inductor_passes.options(inductor={"max_autotun": True}),
+            "inductor={'max_autotun': True} is not allowed; expected names of options of Inductor, and 'max_autotun' "
+            "is none (did you mean 'max_autotune'?); torch._inductor.list_options() gives all",
+        ),
         (lambda: inductor_passes.options(mode=5), "mode=5 is not allowed; expected the name of a mode"),
         (lambda: inductor_passes.explain(_double, options=5), "options=5 is not allowed; expected our settings"),
         (

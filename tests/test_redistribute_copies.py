@@ -90,6 +90,23 @@ def test_copies_of_redistributions(shape, layouts, before, after, subject):
     assert {d.subject for d in report.decisions if d.verdict is Verdict.APPLIED} == {subject}
 
 
+@pytest.mark.parametrize("taken, applied", [(7, True), (4, False), (6, False)])
+def test_rows_that_may_be_a_rank_s_own_are_cut_on_no_rank(taken, applied):
+    """One rank's first rows are another one's second: what one of them rewrites, both have to."""
+    done = set()
+    for rank in range(2):
+        with mesh_world((2,), rank):
+            program = Program((8, 6))
+            parts = [program.call(torch.ops.aten.mul.Tensor, program.inputs[0], k) for k in range(2)]
+            joined = program.call(torch.ops.aten.cat.default, parts, 1)
+            start = 0 if applied else rank * taken
+            own = program.call(torch.ops.aten.slice.Tensor, joined, 1, start, start + taken)
+            gm = torch.fx.GraphModule(torch.nn.Module(), program.output(program.call(torch.ops.aten.clone.default, own)))
+            report = rewritten(gm, settings_for())
+            done |= {(d.subject, d.verdict) for d in report.decisions}
+    assert (("R8", Verdict.APPLIED) in done) == applied, done
+
+
 def test_a_view_of_an_input_is_not_returned():
     """What was the caller's own copy stays one: a view of an input would let writes through."""
     with mesh_world((4,)):

@@ -319,10 +319,10 @@ def test_what_a_little_more_memory_buys_is_told() -> None:
 
     least = point(100, 1_000)
     curve = [least, point(101, 950), point(103, 600), point(120, 300)]
-    told = "A first, simple schedule of its step takes 1 us, and 600 ns with 103 B. "
+    told = 'A first, simple schedule of its step takes 1 us, and 600 ns with 103 B ("=103B"). '
     assert shrinking.more_buys(least, curve) == told
     assert shrinking.more_buys(least, curve[:2]) == "", "5% less is not worth a word"
-    beyond = "A first, simple schedule of its step takes 1 us, and 300 ns with 120 B. "
+    beyond = 'A first, simple schedule of its step takes 1 us, and 300 ns with 120 B ("=120B"). '
     assert shrinking.more_buys(least, curve, 110) == beyond, "what needs more than was reached"
     assert shrinking.more_buys(least, []) == ""
 

@@ -329,7 +329,8 @@ def more_buys(point: Point, curve: Sequence[Point], reached_bytes: int = 0) -> s
         return ""
     first = min(faster, key=lambda p: p.peak_bytes)
     now, then = duration(point.step_ns), duration(first.step_ns)
-    return f"A first, simple schedule of its step takes {now}, and {then} with {size(first.peak_bytes)}. "
+    more = f'{size(first.peak_bytes)} ("={first.peak_bytes}B")'
+    return f"A first, simple schedule of its step takes {now}, and {then} with {more}. "
 
 
 _FIRST = "saved and computed again as in the function's first graph"

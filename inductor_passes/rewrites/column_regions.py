@@ -15,7 +15,6 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.agreement.pieces import cut, opened
 from inductor_passes.ir import ops
 from inductor_passes.ir.layouts import noted
 from inductor_passes.ir.view import Collective
@@ -23,7 +22,8 @@ from inductor_passes.operators import CollectiveKind
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.rewrites.chain import own_group
 from inductor_passes.rewrites.movement import is_split, name_of, pieces_read, step_behind
-from inductor_passes.rewrites.packing import Size, sizes
+from inductor_passes.rewrites.own_cuts import may_be_own
+from inductor_passes.rewrites.packing import sizes
 from inductor_passes.rewrites.permutation import unpack_ahead
 from inductor_passes.rewrites.replicas import equal_values, tensor_operands
 from inductor_passes.rewrites.rows import reduced_dims
@@ -297,22 +297,11 @@ class Sweep:
             source, dim = sizes(members[0]) or [], int(_torch.op_arguments(node).get("dim", 0))
             last = max(len(source), len(shape)) - 1
             if dim % (last + 1) != last:
-                own = _may_be_own(node, source[dim % (last + 1)])
+                own = may_be_own(node, source[dim % (last + 1)])
                 self._region.own_rows = self._region.own_rows or (node if own else None)
                 return not own
             return name == "aten::slice" and _torch.same_sizes(shape, source)
         return _torch.is_pointwise(node.target)
-
-
-def _may_be_own(node: torch.fx.Node, size: Size) -> bool:
-    """Whether rows that a node takes, or puts somewhere, may be other ones on every rank: its own.
-
-    Ranks leave such numbers open when they compare their graphs. A stretch is no rank's own where no second one fits.
-    """
-    arguments = _torch.op_arguments(node)
-    _, found = opened(node, name_of(node), arguments, _torch.rank_and_world_size()[1])
-    stretch = cut(node, arguments) if name_of(node) in ("aten::slice", "aten::slice_scatter") else None
-    return bool(found) and (stretch is None or 2 * stretch[2] <= size)
 
 
 def _has_no_own_number(node: torch.fx.Node) -> bool:

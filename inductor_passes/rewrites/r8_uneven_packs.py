@@ -13,7 +13,8 @@ after::
 Matches pieces that are copied and padded one by one and then joined along the dimension that they were cut from, and
 a joined tensor that is only read through a slice of its first rows. Nothing else may read what is in between.
 Bit-exact: elements stay where they are. Saves a copy of the whole tensor and one kernel per piece. Local: ranks with
-and without padding issue the same collectives.
+and without padding issue the same collectives. Not for a slice that may be the rank's own: on other ranks it is not of
+the first rows, and what is rewritten next would differ.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.report import Reason
 from inductor_passes.rewrites.movement import name_of
+from inductor_passes.rewrites.own_cuts import may_be_own
 from inductor_passes.rewrites.packing import Joined, joined_split, padded, static_shape
 from inductor_passes.rewrites.work import Match, Work, refuse
 from inductor_passes.rewriting.emit import Emitter
@@ -72,6 +74,8 @@ class PackOnce:
             return None
         dim, stop = cut[1], cut[2]
         slicing = cut[0]
+        if may_be_own(slicing, cat.meta["val"].shape[dim]):
+            refuse(Reason.DATA_DEPENDENCY, f"{slicing.name} may take other rows on every rank")
         (copy,) = slicing.users if len(slicing.users) == 1 else (None,)
         removed: tuple[torch.fx.Node, ...] = (slicing, cat)
         if copy is not None and name_of(copy) == "aten::clone" and copy.meta["val"].is_contiguous():
