@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.fx
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -185,6 +186,21 @@ def test_the_row_that_padding_leaves_is_no_own_piece(split: bool) -> None:
     assert both(lambda rank: first, (1, 4)) is not split
     # Of longer shards it is half of the result, which no padding is.
     assert not both(lambda rank: lambda x: ag(x)[:2].relu(), (2, 4))
+
+
+def exchanged(sent: list[int], received: list[int]) -> Callable[..., Any]:
+    return lambda x: funcol.all_to_all_single(x.relu(), received, sent, dist.group.WORLD)
+
+
+def test_to_whom_a_rank_hands_all_its_rows_does_not_count() -> None:
+    """As in a ring. How many these are counts, and other unequal splits leave it open what ranks hold."""
+    assert both(lambda rank: exchanged([0, 8], [0, 8]) if rank == 0 else exchanged([8, 0], [8, 0]), (8, 4))
+    digests = {described(exchanged([0, n], [0, n]), (n, 4)).digest for n in (8, 10)}
+    assert len(digests) == 2
+    assert described(exchanged([4, 4], [4, 4]), (8, 4)).digest not in digests
+    for sent, received in (([0, 8], [0, 6]), ([2, 6], [8, 0]), ([0, 8], [2, 6]), ([0, 0], [0, 0])):
+        with pytest.raises(IncomparableError, match="pieces of unequal size"):
+            described(exchanged(sent, received), (sum(sent), 4))
 
 
 def test_halves_in_another_order_do_not_agree() -> None:

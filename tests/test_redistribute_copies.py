@@ -101,7 +101,8 @@ def test_rows_that_may_be_a_rank_s_own_are_cut_on_no_rank(taken, applied):
             joined = program.call(torch.ops.aten.cat.default, parts, 1)
             start = 0 if applied else rank * taken
             own = program.call(torch.ops.aten.slice.Tensor, joined, 1, start, start + taken)
-            gm = torch.fx.GraphModule(torch.nn.Module(), program.output(program.call(torch.ops.aten.clone.default, own)))
+            copied = program.call(torch.ops.aten.clone.default, own)
+            gm = torch.fx.GraphModule(torch.nn.Module(), program.output(copied))
             report = rewritten(gm, settings_for())
             done |= {(d.subject, d.verdict) for d in report.decisions}
     assert (("R8", Verdict.APPLIED) in done) == applied, done

@@ -24,18 +24,19 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.agreement import pieces
-from inductor_passes.agreement.arguments import Texts
+from inductor_passes.agreement.arguments import Open, Texts
 from inductor_passes.agreement.difference import FACT, SOURCE
 from inductor_passes.agreement.grid import Grid, participants
 from inductor_passes.agreement.literals import Kind, Literals
 from inductor_passes.agreement.roles import IncomparableError, Roles
 from inductor_passes.agreement.uneven import Uneven, uneven
 from inductor_passes.ir import ops
-from inductor_passes.ir.canonical import moves_data
+from inductor_passes.ir.canonical import handed_on, moves_data
 from inductor_passes.ir.groups import Group, resolve
 from inductor_passes.ir.layouts import noted
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView, behind
+from inductor_passes.operators import CollectiveKind
 
 #: Arguments that name the other end of a point-to-point message.
 _PEERS = frozenset({"dst", "src", "peer_list"})
@@ -134,6 +135,8 @@ class _Writer:
         self._bodies: dict[int, str] = {}
         self._texts = Texts(self._reference, roles)
         self._near, self._near_groups = _near_groups(view)
+        exchanges = (c.start for c in view.collectives if c.kind is CollectiveKind.ALL_TO_ALL)
+        self._handed_on = {start: rows for start in exchanges if (rows := handed_on(start)) is not None}
         self._lines = 0
         self._calls: dict[str, int] = {}
         self.open: list[_Open] = []
@@ -208,6 +211,10 @@ class _Writer:
             arguments["1"] = pieces.PIECE
         elif ops.is_transfer(node):
             arguments = {key: value for key, value in arguments.items() if key not in _PEERS}
+        elif node in self._handed_on:
+            # To which rank is a rank's own, and no decision depends on it.
+            rows = Open(f"{self._handed_on[node]}, all of them to one rank")
+            arguments.update(input_split_sizes=rows, output_split_sizes=rows)
         written, more = pieces.opened(node, name, arguments, self._largest)
         for kind, value in (*found, *more):
             kind = Kind.NEAR if near and kind is Kind.PIECE else kind

@@ -162,7 +162,7 @@ class Shards:
         padded: all_reduces of what such reductions gave, with the padding.
         owner: nodes that count as part of a start or a wait, see :func:`preparations` and :func:`trims`.
         apart: the first collective for which ranks compute with pieces of unequal size (uneven shards in the middle of
-            the graph, an all_to_all of unequal pieces).
+            the graph, an all_to_all of unequal pieces unless every rank hands all of its rows on to one).
     """
 
     uneven: frozenset[Collective]
@@ -189,7 +189,7 @@ def shards(view: GraphView) -> Shards:
     apart = (
         c
         for c in view.collectives
-        if (c.kind is CollectiveKind.ALL_TO_ALL and _has_unequal_splits(c.start))
+        if (c.kind is CollectiveKind.ALL_TO_ALL and _has_unequal_splits(c.start) and handed_on(c.start) is None)
         or (c in pieced and not _is_at_the_edge(view, c, owner, pieces))
     )
     return Shards(uneven, owner, padded, next(apart, None))
@@ -263,6 +263,22 @@ def _has_unequal_splits(start: torch.fx.Node) -> bool:
     found = [{str(size) for size in sizes} for sizes in lists]
     # Where this rank sends and gets nothing at all, others do.
     return any(len(sizes) > 1 for sizes in found) or any(sizes == {"0"} for sizes in found)
+
+
+def handed_on(start: torch.fx.Node) -> int | None:
+    """How many rows every rank sends to one rank and gets from one, as in a ring (``permute_tensor``); else None.
+
+    This rank's splits say so of this rank. A rank for which they do not has pieces of unequal size, and says that.
+    """
+    arguments = _torch.op_arguments(start)
+    rows = []
+    for name in ("input_split_sizes", "output_split_sizes"):
+        sizes = arguments.get(name)
+        if not isinstance(sizes, (list, tuple)) or not all(type(size) is int for size in sizes):
+            return None
+        rows.append([size for size in sizes if size])
+    sent, received = rows
+    return sent[0] if len(sent) == 1 and sent == received else None
 
 
 def _is_uneven(view: GraphView, collective: Collective) -> bool:
