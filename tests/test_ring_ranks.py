@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+from inductor_passes.report import Reason
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import dotted
 from tests.support.ranks import Ranks
@@ -84,8 +85,9 @@ def model(x: torch.Tensor, weights: list[torch.Tensor], causal: bool) -> torch.T
 
 def step(
     rank: int, world_size: int, causal: bool, settings: dict[str, Any]
-) -> tuple[float, list[list[str]], list[str]]:
-    """How far loss and gradients are off, of the largest; the kinds of collectives per graph; what was rewritten."""
+) -> tuple[float, list[list[str]], list[str], set[tuple[str, int]]]:
+    """How far loss and gradients are off, of the largest; the kinds of collectives per graph; what was rewritten; for
+    each pass how often it said that ranks differ."""
     draw = torch.Generator().manual_seed(rank)
     shapes = [(COLUMNS // world_size, 3 * COLUMNS), (3 * COLUMNS // world_size,)] * LAYERS
     found = []
@@ -104,7 +106,8 @@ def step(
     off = max((a - b).abs().max().item() for a, b in zip(*found)) / largest
     assert not [p.name for r in reports for p in r.passes if p.rolled_back is not None]
     sent = [[str(c.kind) for c in r.collectives] for r in reports]
-    return off, sent, sorted({p.name for r in reports for p in r.passes if p.changed})
+    differ = {(p.name, sum(d.reason is Reason.RANKS_DIFFER for d in p.decisions)) for r in reports for p in r.passes}
+    return off, sent, sorted({p.name for r in reports for p in r.passes if p.changed}), differ
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +119,7 @@ def three() -> Iterator[Ranks]:
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_is_beside_a_ring_is_planned(three: Ranks, causal: bool) -> None:
     results = three.run(step, causal, {})
-    for off, sent, changed in results:
+    for off, sent, changed, _ in results:
         assert off == 0
         assert {"bucket", "reorder"} <= {*changed}
         for kinds in sent:
@@ -127,6 +130,13 @@ def test_what_is_beside_a_ring_is_planned(three: Ranks, causal: bool) -> None:
 
 
 def test_what_is_beside_a_ring_is_narrowed(three: Ranks) -> None:
-    for off, _, changed in three.run(step, False, {"compress": {"*": "bf16"}, "memory_budget": "unlimited"}):
+    for off, _, changed, _ in three.run(step, False, {"compress": {"*": "bf16"}, "memory_budget": "unlimited"}):
         assert 0 < off < 0.05
         assert "compress" in changed
+
+
+def test_what_differing_graphs_keep_from_being_narrowed_is_told(three: Ranks) -> None:
+    """Each message has its line among the decisions, also where ranks only send the same."""
+    for _, _, changed, differ in three.run(step, True, {"compress": {"*": "bf16"}, "async_tp": "force"}):
+        assert {("compress", LAYERS * 4), ("async_tp", LAYERS * 4)} <= differ
+        assert "bucket" in changed

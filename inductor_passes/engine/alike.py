@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,10 +22,12 @@ from inductor_passes.engine.complain import warn_of_graph, warn_once
 from inductor_passes.engine.judge import graph_limits
 from inductor_passes.engine.passes import NO_REWRITES, passes_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.pins import GivenUp
-from inductor_passes.report import PassReport
+from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.rewriting import rungs
+from inductor_passes.rewriting.contract import Pass
 from inductor_passes.rewriting.messages import all_carry_parameters, messages, without_sizes
 from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.tables import tables
@@ -58,6 +61,7 @@ LIMIT = (
 )
 #: Ranks that wait for the first rank's plan wait for so many times ``rank_agreement``.
 _PATIENCE = 30
+_ONLY_ORDER = "another rank's graph has to send the same: messages are merged and reordered, and nothing else"
 
 
 def rewritten(compilation: Compilation) -> bool:
@@ -68,6 +72,27 @@ def rewritten(compilation: Compilation) -> bool:
 
 def _rewrites(settings: PassConfig) -> set[str]:
     return {one.name for one in passes_of(settings) if not isinstance(one, NO_REWRITES)}
+
+
+def _left_out(view: GraphView, passes: Sequence[Pass]) -> list[PassReport]:
+    """What is said of the passes that a graph is compiled without, because it has to send what others send."""
+    found = []
+    for one in passes:
+        if not isinstance(one, NO_REWRITES):
+            decisions = [
+                Decision(
+                    one.name,
+                    c.start.name,
+                    Verdict.REFUSED,
+                    Reason.RANKS_DIFFER,
+                    _ONLY_ORDER,
+                    source_line(c.start),
+                    c.group.name,
+                )
+                for c in view.collectives
+            ]
+            found.append(PassReport(one.name, detail=_ONLY_ORDER, decisions=decisions))
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,6 +130,7 @@ class Job:
         report.passes = list(self.begun)
         passes, about = passes_of(self.settings, like), replace(self.known, **known)
         if not rewrite:
+            report.passes += _left_out(view or GraphView(self.graph), passes)
             passes = [one for one in passes if isinstance(one, NO_REWRITES)]
         return run_passes(self.graph, passes, self.settings, self.profile, known=about, report=report, view=view)
 
