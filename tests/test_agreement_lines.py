@@ -203,6 +203,24 @@ def test_to_whom_a_rank_hands_all_its_rows_does_not_count() -> None:
             described(exchanged(sent, received), (sum(sent), 4))
 
 
+def test_rows_that_are_handed_on_may_vary() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def ring(rank: int, scale: int = 1) -> Description:
+        with fake_world(WORLD, rank):
+
+            def run(x: torch.Tensor) -> torch.Tensor:
+                x = torch.cat([x.relu()] * scale)
+                return funcol.permute_tensor(x.reshape(-1), [1, 0], dist.group.WORLD)
+
+            gm = make_fx(run, tracing_mode="symbolic")(torch.ones(6, 4))
+            gm.graph.output_node().args = ((gm.graph.output_node().args[0],),)
+            return describe(GraphView(gm.graph), {}, rank, WORLD)
+
+    assert fit([ring(0), ring(1)])
+    assert ring(0).digest != ring(0, 2).digest
+
+
 def test_halves_in_another_order_do_not_agree() -> None:
     def halves(rank: int) -> Callable[..., Any]:
         first, second = (slice(0, 4), slice(4, 8)) if rank == 0 else (slice(4, 8), slice(0, 4))

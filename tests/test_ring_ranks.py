@@ -65,7 +65,8 @@ def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tor
         scores = q @ k.transpose(-1, -2) / math.sqrt(WIDTH)
         # So the graphs of ranks are other ones.
         if causal and (rank - step) % size == rank:
-            scores = scores.masked_fill(~torch.ones(ROWS, ROWS, dtype=torch.bool).tril(), -1e30)
+            rows = q.shape[-2]
+            scores = scores.masked_fill(~torch.ones(rows, rows, dtype=torch.bool).tril(), -1e30)
         elif causal and (rank - step) % size > rank:
             scores = scores - 1e30
         here = scores.logsumexp(-1, keepdim=True)
@@ -77,14 +78,14 @@ def ring(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tor
 
 def model(x: torch.Tensor, weights: list[torch.Tensor], causal: bool) -> torch.Tensor:
     for weight, bias in zip(weights[::2], weights[1::2]):
-        made = (x @ Gathered.apply(weight) + Gathered.apply(bias)).view(BATCH, ROWS, 3, HEADS, WIDTH)
+        made = (x @ Gathered.apply(weight) + Gathered.apply(bias)).view(BATCH, x.shape[1], 3, HEADS, WIDTH)
         q, k, v = made.permute(2, 0, 3, 1, 4).unbind()
-        x = x + ring(q, k, v, causal).transpose(1, 2).reshape(BATCH, ROWS, COLUMNS)
+        x = x + ring(q, k, v, causal).transpose(1, 2).reshape(x.shape)
     return x.square().mean()
 
 
 def step(
-    rank: int, world_size: int, causal: bool, settings: dict[str, Any]
+    rank: int, world_size: int, causal: bool, settings: dict[str, Any], lengths: tuple[int, ...] = (ROWS,)
 ) -> tuple[float, list[list[str]], list[str], set[tuple[str, int]]]:
     """How far loss and gradients are off, of the largest; the kinds of collectives per graph; what was rewritten; for
     each pass how often it said that ranks differ."""
@@ -94,13 +95,18 @@ def step(
     with collect(what_if=False) as reports:
         for options in (None, dotted(codegen="aot_eager", verify="strict", **settings)):
             torch._dynamo.reset()
-            draw.manual_seed(rank)
-            given = [(torch.randn(*shape, generator=draw) * 0.2).requires_grad_() for shape in shapes]
-            x = torch.randn(BATCH, ROWS, COLUMNS, generator=draw, requires_grad=True)
             name = "aot_eager_decomp_partition" if options is None else "inductor_passes"
-            loss = torch.compile(model, fullgraph=True, backend=name, options=options)(x, given, causal)
-            loss.backward()
-            found.append([loss.detach(), *(one.grad for one in (x, *given))])
+            dynamic = len(lengths) > 1
+            compiled = torch.compile(model, fullgraph=True, backend=name, options=options, dynamic=dynamic)
+            draw.manual_seed(rank)
+            made = []
+            for rows in lengths:
+                given = [(torch.randn(*shape, generator=draw) * 0.2).requires_grad_() for shape in shapes]
+                x = torch.randn(BATCH, rows, COLUMNS, generator=draw, requires_grad=True)
+                loss = compiled(x, given, causal)
+                loss.backward()
+                made += [loss.detach(), *(one.grad for one in (x, *given))]
+            found.append(made)
     # A bias of keys has no gradient: what is not there is as small as what is beside it lets it be.
     largest = max(one.abs().max().item() for one in found[0])
     off = max((a - b).abs().max().item() for a, b in zip(*found)) / largest
@@ -127,6 +133,14 @@ def test_what_is_beside_a_ring_is_planned(three: Ranks, causal: bool) -> None:
             assert kinds.count("all_to_all") == LAYERS * 2
             assert len(kinds) <= LAYERS * 3
     assert results[0][1:] == results[1][1:] == results[2][1:]
+
+
+def test_what_is_beside_a_ring_of_any_length_is_planned(three: Ranks) -> None:
+    for off, sent, changed, differ in three.run(step, False, {"memory_budget": "unlimited"}, (7, 9, 12)):
+        assert off == 0
+        assert len(sent) == 2, "one graph for all lengths"
+        assert {"bucket", "reorder"} <= {*changed}
+        assert not any(count for _, count in differ)
 
 
 def test_what_is_beside_a_ring_is_narrowed(three: Ranks) -> None:

@@ -213,8 +213,7 @@ class _Writer:
             arguments = {key: value for key, value in arguments.items() if key not in _PEERS}
         elif node in self._handed_on:
             # To which rank is a rank's own, and no decision depends on it.
-            rows = Open(f"{self._handed_on[node]}, all of them to one rank")
-            arguments.update(input_split_sizes=rows, output_split_sizes=rows)
+            arguments.update(input_split_sizes=[self._handed_on[node]], output_split_sizes=Open("of one rank"))
         written, more = pieces.opened(node, name, arguments, self._largest)
         for kind, value in (*found, *more):
             kind = Kind.NEAR if near and kind is Kind.PIECE else kind

@@ -265,7 +265,7 @@ def _has_unequal_splits(start: torch.fx.Node) -> bool:
     return any(len(sizes) > 1 for sizes in found) or any(sizes == {"0"} for sizes in found)
 
 
-def handed_on(start: torch.fx.Node) -> int | None:
+def handed_on(start: torch.fx.Node) -> object | None:
     """How many rows every rank sends to one rank and gets from one, as in a ring (``permute_tensor``); else None.
 
     This rank's splits say so of this rank. A rank for which they do not has pieces of unequal size, and says that.
@@ -274,11 +274,12 @@ def handed_on(start: torch.fx.Node) -> int | None:
     rows = []
     for name in ("input_split_sizes", "output_split_sizes"):
         sizes = arguments.get(name)
-        if not isinstance(sizes, (list, tuple)) or not all(type(size) is int for size in sizes):
-            return None
-        rows.append([size for size in sizes if size])
-    sent, received = rows
-    return sent[0] if len(sent) == 1 and sent == received else None
+        rows.append([s for s in sizes if type(s) is not int or s] if isinstance(sizes, (list, tuple)) else [])
+    if not all(len(one) == 1 for one in rows):
+        return None
+    sent, received = (one.meta.get("val") if isinstance(one, torch.fx.Node) else one for (one,) in rows)
+    known = isinstance(sent, (int, torch.SymInt)) and isinstance(received, (int, torch.SymInt))
+    return rows[0][0] if known and _torch.same_size(sent, received) else None
 
 
 def _is_uneven(view: GraphView, collective: Collective) -> bool:
