@@ -57,6 +57,25 @@ def test_a_standing_compares_within_one_run() -> None:
     assert link_summary.standing(results("fsdp", "balanced", steps), "ours") is None
 
 
+def test_tuned_plans_stand_beside_what_they_were() -> None:
+    slow = results("fsdp", "fast", {"inductor": 300, "reorder": 250, "ours": 200, "ours-tuned": 160}, True)
+    for one, predicted in zip(slow["rows"][2:], (100, 152)):
+        one["predicted_ns"] = predicted
+    without = results("tp", "fast", {"inductor": 300, "ours": 100})
+    unknown = results("moe", "fast", {"inductor": 200, "ours": 100, "ours-tuned": 125})
+    found = link_summary.tunings([("p", [slow, without, unknown])], "ours", "ours-tuned")
+    assert [*found] == [("fsdp", "fast"), ("moe", "fast")]
+    one, other = found.values()
+    assert (one.before_ns, one.after_ns, one.off_before, one.off_after) == (200, 160, 0.5, 0.05)
+    assert one.cells() == ["0", "0", "1.250", "1.562", "50.0%", "5.0%"]
+    assert other.cells()[2:] == ["0.800", "1.600", "-", "-"]
+    assert link_summary.tuning_means([one, other]) == (
+        "Geometric mean over 2 rows: 1.000 times as fast as before. The predicted step was off by 50.0% (50.0% at "
+        "most) in the median, tuned by 5.0% (5.0% at most)."
+    )
+    assert link_summary.tuning_means([other]) == "Geometric mean over 1 rows: 0.800 times as fast as before."
+
+
 def test_the_newest_page_counts_and_each_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = {"aaa": 50, "bbb": 40, "ccc": 0}
     monkeypatch.setattr(bench_summary, "_committed", lambda commit: times[commit.removesuffix("+")])

@@ -13,11 +13,26 @@ from rich.table import Table
 
 from tools.link.lab import CONTENDERS, RATES
 from tools.link.models import LAYOUTS
-from tools.link.summary import BUSY, HEADER, NEVER_BELOW, Standing, behind, extremes, means, missing, newest
+from tools.link.summary import (
+    BUSY,
+    HEADER,
+    NEVER_BELOW,
+    TUNING_HEADER,
+    Standing,
+    behind,
+    extremes,
+    means,
+    missing,
+    newest,
+    tuning_means,
+    tunings,
+)
 from tools.shared.record import RESULTS, ROOT, Provenance, markdown_table, write
 
 #: Contenders of ours that are summed up, side by side.
 OURS = ("ours", "ours-all")
+#: The plan before and after its first steps were timed.
+TUNED = ("ours", "ours-tuned")
 #: Links on which every model should have been measured.
 ASKED = ("latency-bound", "balanced", "bandwidth-bound", "fast")
 
@@ -95,12 +110,30 @@ def page(pages: list[Stored]) -> list[str]:
             cells = [[*one.cells(), f"[{one.page}]({one.page}.md)"] if one else ["-"] * 6 for one in mine]
             rows.append([titles[key[0]], key[1], *cells[0], *cells[1]])
     text += ["", "## Model by link", "", *markdown_table(header, rows)]
+    text += _tuned(pages)
     for name, found in by_name.items():
         text += ["", f"## {CONTENDERS[name].title.capitalize()}: where others are faster, and extremes", ""]
         text += [f"The goal is never below {NEVER_BELOW} of the best other contender.", ""]
         text += [*behind(found.values()), *extremes(list(found.values()))]
         text += ["", "Not measured:", "", *missing(found, titles, ASKED)]
     return text
+
+
+def _tuned(pages: list[Stored]) -> list[str]:
+    """What timing the first steps changes; nothing where no page has it."""
+    found = tunings([(name, data) for name, _, data in pages], *TUNED)
+    if not found:
+        return []
+    ordered = [(layout, rate) for layout in LAYOUTS for rate in RATES if (layout, rate) in found]
+    rows = [
+        [found[key].standing.title, key[1], *found[key].cells(), f"[{page}]({page}.md)"]
+        for key in ordered
+        for page in (found[key].standing.page,)
+    ]
+    return [
+        *("", "## Before and after the first steps were timed (`tune`)", "", tuning_means([found[k] for k in ordered])),
+        *("", *markdown_table(["model", "link", *TUNING_HEADER, "page"], rows)),
+    ]
 
 
 def titled(name: str) -> str:

@@ -160,3 +160,66 @@ def extremes(standings: Sequence[Standing]) -> list[str]:
         high = max(standings, key=lambda one: one.peak)
         lines.append(f"- highest peak over default Inductor's: {high.peak:.3f} ({high.title}, {high.rate})")
     return lines
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A plan before and after its first steps were timed (``tune``), in one run.
+
+    Attributes:
+        standing: of the tuned plan.
+        before_ns, after_ns: median steps.
+        off_before, off_after: how far the predicted step is off, as a share of the measured one; None: not known.
+    """
+
+    standing: Standing
+    before_ns: float
+    after_ns: float
+    off_before: float | None
+    off_after: float | None
+
+    def cells(self) -> list[str]:
+        """By ``TUNING_HEADER``."""
+        off = ["-" if one is None else f"{one:.1%}" for one in (self.off_before, self.off_after)]
+        steps = [f"{one / 1e6:.0f}" for one in (self.before_ns, self.after_ns)]
+        return [*steps, f"{self.before_ns / self.after_ns:.3f}", f"{self.standing.other:.3f}", *off]
+
+
+TUNING_HEADER = ("before ms", "tuned ms", "before / tuned", "best other / tuned", "prediction off before", "tuned")
+
+
+def tunings(
+    pages: Iterable[tuple[str, Sequence[dict[str, Any]]]], before: str, after: str
+) -> dict[tuple[str, str], Tuning]:
+    """(layout, rate) -> what tuning did, of the newest page that has both contenders.
+
+    Args:
+        pages: names and contents, the oldest first.
+    """
+    found: dict[tuple[str, str], Tuning] = {}
+    for page, everything in pages:
+        for results in everything:
+            one, rows = standing(results, after, page), [row(results, name) for name in (before, after)]
+            if one is None or rows[0] is None or rows[1] is None:
+                continue
+            steps = [median(r["virtual_ns"]) for r in rows if r is not None]
+            off = [_off(r.get("predicted_ns"), step) for r, step in zip(rows, steps) if r is not None]
+            found[one.layout, one.rate] = Tuning(one, steps[0], steps[1], off[0], off[1])
+    return found
+
+
+def _off(predicted_ns: float | None, measured_ns: float) -> float | None:
+    return abs(predicted_ns - measured_ns) / measured_ns if predicted_ns else None
+
+
+def tuning_means(found: Sequence[Tuning]) -> str:
+    """What tuning gained, and how far predictions were off, as a sentence."""
+    gained = geometric_mean(one.before_ns / one.after_ns for one in found)
+    off = [
+        [share for one in found if (share := getattr(one, name)) is not None] for name in ("off_before", "off_after")
+    ]
+    said = f"Geometric mean over {len(found)} rows: {gained:.3f} times as fast as before"
+    if not all(off):
+        return f"{said}."
+    worst = [f"{median(shares):.1%} ({max(shares):.1%} at most)" for shares in off]
+    return f"{said}. The predicted step was off by {worst[0]} in the median, tuned by {worst[1]}."
