@@ -55,6 +55,9 @@ COPIES = frozenset({"aten::_to_copy", "aten::cat", "prims::convert_element_type"
 #: rank with a whole piece cannot know whether others take it off before, and send less.
 WHOLE_PIECE = (1, 1, -1)
 
+#: Key in the ``meta`` of an exchange of which a pass states all ranks' traffic (``verify.messages``).
+STATED = "inductor_passes_messages"
+
 #: Why something is left alone where :attr:`Shards.ranks_agree` is False.
 UNEQUAL = "ranks hold pieces of unequal size and could come to different decisions"
 
@@ -268,8 +271,11 @@ def _has_unequal_splits(start: torch.fx.Node) -> bool:
 def handed_on(start: torch.fx.Node) -> object | None:
     """How many rows every rank sends to one rank and gets from one, as in a ring (``permute_tensor``); else None.
 
-    This rank's splits say so of this rank. A rank for which they do not has pieces of unequal size, and says that.
+    This rank's splits say so of this rank. A rank for which they do not has pieces of unequal size, and says that when
+    graphs are compared. Nobody asks about an exchange that a pass made: some ranks may keep what they have in it.
     """
+    if STATED in start.meta:
+        return None
     arguments = _torch.op_arguments(start)
     rows = []
     for name in ("input_split_sizes", "output_split_sizes"):

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from inductor_passes.ir.canonical import STATED
+
 #: Key in a start's ``meta``.
-KEY = "inductor_passes_messages"
+KEY = STATED
 #: Key in the ``meta`` of a split into equal pieces of which one is used: global ranks in order. Every one of them takes
 #: the piece at its own position. The verifier checks this rank, and assumes it of the others.
 OWN_KEY = "inductor_passes_own_piece"
