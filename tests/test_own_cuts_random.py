@@ -1,4 +1,4 @@
-"""Programs drawn at random in which every rank takes rows of its own: whatever is rewritten, it gets what it got.
+"""Programs drawn at random in which every rank takes rows of its own, or hands them on: it gets what it got.
 
 Ranks take such programs for one graph, and one rank's graph does not say which numbers are its own.
 """
@@ -59,6 +59,9 @@ def program(seed: int, ranks: int, group: str) -> Callable[..., list[torch.Tenso
                 values.append(funcol.all_gather_tensor(v, dim, group))
             elif kind < 0.5 and v.dim() and v.shape[0] and v.shape[0] % ranks == 0:
                 values.append(funcol.reduce_scatter_tensor(v, "sum", 0, group))
+            elif kind < 0.57 and v.numel():
+                to = random.Random(c).sample(range(ranks), ranks)
+                values.append(funcol.permute_tensor(v.reshape(-1), to, dist.group.WORLD).view(v.shape))
             elif kind < 0.76 and v.dim():
                 values.append(own_cut(v, ranks, b, c * 1.1))
             elif kind < 0.85:

@@ -14,7 +14,7 @@ from inductor_passes.tuning import plan as plans
 from inductor_passes.tuning import record as records
 from inductor_passes.tuning.align import Member, offsets
 from inductor_passes.tuning.compare import timing
-from inductor_passes.tuning.correct import corrected
+from inductor_passes.tuning.correct import as_calibrated, corrected
 from inductor_passes.tuning.plan import Call, Planned
 from inductor_passes.tuning.reconcile import AT_MOST, MEASURED, SHARED, account, of_own_calls
 from tests.support.tuned import MS, US, World, plan
@@ -151,6 +151,42 @@ def test_small_kernels_that_take_longer_are_bound_by_launches_and_move_the_fixed
     after = corrected(base, [(planned, found)])
     assert after.kernel_ns >= 100 * US
     assert after.compute_ns(1e9, 0, "float32", 0) == base.compute_ns(1e9, 0, "float32", 0), "not the matmuls"
+
+
+@pytest.mark.parametrize(
+    ("calls_ns", "slower_ns", "issues_ns", "kernels_ns"),
+    [
+        # Of 4 x 6 us that calls lack, kernels show all; what they took beside stays theirs.
+        (4 * US, 20 * US, 10 * US, 4 * MS + 4 * 20 * US - 4 * 6 * US),
+        # Kernels show a third: messages are cheaper than was calibrated.
+        (4 * US, 2 * US, 6 * US, 4 * MS),
+        # As long as predicted, or shorter: nobody else paid for it.
+        (4 * US, 0, 4 * US, 4 * MS),
+        (4 * US, -50 * US, 4 * US, 4 * MS - 4 * 50 * US),
+        # Dearer than calibrated is dearer.
+        (15 * US, 20 * US, 15 * US, 4 * MS + 4 * 20 * US),
+    ],
+)
+def test_what_sending_costs_beside_its_calls_is_not_the_kernels(
+    calls_ns: int, slower_ns: int, issues_ns: int, kernels_ns: int
+) -> None:
+    """Found: plans after their first steps merged less, and took up to a quarter longer with four ranks."""
+    base = CostProfile.default("cpu", ranks_per_host=2)
+    planned = plan([MS] * 4, [MS] * 4)
+    measured = account(planned, World([MS] * 4).records(planned))
+    found = dataclasses.replace(
+        measured,
+        transfers=tuple(dataclasses.replace(one, issue_ns=calls_ns) for one in measured.transfers),
+        kernels=tuple(dataclasses.replace(one, measured_ns=MS + slower_ns) for one in measured.kernels),
+    )
+    after = as_calibrated(base, planned, found)
+    assert [one.issue_ns for one in after.transfers] == [issues_ns] * 4
+    assert sum(one.measured_ns for one in after.kernels) == kernels_ns
+    before, now = (
+        sum(t.issue_ns for t in one.transfers) + sum(k.measured_ns for k in one.kernels) for one in (found, after)
+    )
+    assert before == now, "together as measured"
+    assert [t.transfer_ns for t in after.transfers] == [t.transfer_ns for t in found.transfers]
 
 
 def test_contention_is_seen_where_kernels_beside_transfers_are_slower_than_alone() -> None:

@@ -46,7 +46,8 @@ class Others:
 
 def others_of(base: CostProfile, planned: Planned, account: Account) -> Others:
     """For other ranks."""
-    return Others(planned.about.digest, account.ranks, account.steps, tuple(_pairs(base, planned, account)))
+    pairs = _pairs(base, planned, as_calibrated(base, planned, account))
+    return Others(planned.about.digest, account.ranks, account.steps, tuple(pairs))
 
 
 def corrected(
@@ -56,6 +57,7 @@ def corrected(
 
     Its name says where it comes from: the profile before, how many steps of which plans on how many ranks.
     """
+    found = [(planned, as_calibrated(base, planned, account)) for planned, account in found]
     pairs = _all_pairs(base, found, others)
     plans = " ".join(sorted({planned.about.digest for planned, _ in found} | {one.digest for one in others}))
     ranks = len({rank for _, account in found for rank in account.ranks}.union(*(one.ranks for one in others)))
@@ -64,6 +66,40 @@ def corrected(
     name = f"{before}{_TUNED}{steps} steps on {ranks} ranks from {base.hash()}, plans {plans}"
     profile = profile_from(base, pairs, name, every_size=True)
     return _with_kernels(others_scaled(base, profile, pairs), found)
+
+
+def as_calibrated(base: CostProfile, planned: Planned, account: Account) -> Account:
+    """The account with what a message costs its host where kernels show it.
+
+    A library sends on threads of its own. What these take from the host shows at the kernels that run meanwhile, and
+    not at the calls that issue and wait. Charged to the kernels, each would look longer and merging worthless. So where
+    messages of a kind cost less at their calls than was calibrated, and kernels took longer than predicted, the
+    difference is the messages', as far as kernels took longer. What all took together stays the same.
+    """
+    tasks = [planned.problem.tasks[one.task] for one in planned.collectives]
+    kinds: dict[_Which, list[int]] = {}
+    for place, one in enumerate(planned.collectives):
+        kinds.setdefault((base.layout(one.ranks), one.kind), []).append(place)
+    lacking: dict[int, float] = {}
+    for places in kinds.values():
+        expected = sum(tasks[place].issue_ns for place in places)
+        short = expected - sum(account.transfers[place].issue_ns for place in places)
+        if short > 0:
+            lacking.update({place: short * tasks[place].issue_ns / expected for place in places})
+    longer = {one.call: max(0, one.measured_ns - planned.predicted_ns(one.call)) for one in account.kernels}
+    excess, wanted = sum(longer.values()), sum(lacking.values())
+    if not excess or not wanted:
+        return account
+    moved = min(1.0, excess / wanted)
+    transfers = tuple(
+        replace(one, issue_ns=one.issue_ns + round(moved * lacking.get(place, 0.0)))
+        for place, one in enumerate(account.transfers)
+    )
+    taken = moved * wanted / excess
+    kernels = tuple(
+        replace(one, measured_ns=one.measured_ns - round(taken * longer[one.call])) for one in account.kernels
+    )
+    return replace(account, transfers=transfers, kernels=kernels)
 
 
 def untold(
