@@ -286,7 +286,7 @@ OWN_ROWS = [own_rows, own_stretch, own_row, own_part, own_place, own_factor]
 def test_rows_that_are_the_ranks_own(loss: Loss, noticed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank reduces other rows: columns of one rank's are not reduced with those of another's."""
     if noticed == "by the verifier":
-        monkeypatch.setattr(column_regions, "may_be_own", lambda node, size: False)
+        monkeypatch.setattr(column_regions, "may_be_own", lambda node: False)
         monkeypatch.setattr(column_regions, "_has_no_own_number", lambda node: True)
     for rank in range(2):
         with fake_world(2, rank) as group:

@@ -154,3 +154,27 @@ def test_what_differing_graphs_keep_from_being_narrowed_is_told(three: Ranks) ->
     for _, _, changed, differ in three.run(step, True, {"compress": {"*": "bf16"}, "async_tp": "force"}):
         assert {("compress", LAYERS * 4), ("async_tp", LAYERS * 4)} <= differ
         assert "bucket" in changed
+
+
+def exchange(rank: int, world_size: int) -> tuple[bool, set[str]]:
+    """Rank 1 keeps rows besides what it hands on, which its peers cannot see: is it right, and what was merged?"""
+    splits = ([0, 8, 0], [8, 3, 0], [0, 0, 8])[rank]
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        got = funcol.all_to_all_single(x.relu(), splits, splits, dist.group.WORLD)
+        sums = [funcol.all_reduce(got[:8].sum(0) * k, "sum", dist.group.WORLD) for k in (1, 2)]
+        return got * 2, sums[0], sums[1]
+
+    x = torch.arange(sum(splits) * 4.0).view(-1, 4) - rank
+    torch._dynamo.reset()
+    options = dotted(codegen="aot_eager", verify="strict", rank_agreement="2s")
+    with collect(what_if=False) as reports:
+        found = torch.compile(program, fullgraph=True, backend="inductor_passes", options=options)(x)
+    right = all(torch.equal(a, b) for a, b in zip(program(x), found))
+    return right, {p.name for r in reports for p in r.passes if p.changed}
+
+
+def test_where_only_some_ranks_hand_all_their_rows_on_nothing_is_done(three: Ranks) -> None:
+    for right, changed in three.run(exchange):
+        assert right
+        assert "bucket" not in changed

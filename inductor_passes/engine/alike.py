@@ -12,6 +12,9 @@ import torch.fx
 
 from inductor_passes import _torch, agreement
 from inductor_passes.agreement import Agreement
+from inductor_passes.async_tp.pass_ import AsyncTpPass
+from inductor_passes.bucket.candidates import refusal
+from inductor_passes.compress.pass_ import CompressPass
 from inductor_passes.config import ConfigError, PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, following, variants
@@ -22,10 +25,9 @@ from inductor_passes.engine.complain import warn_of_graph, warn_once
 from inductor_passes.engine.judge import graph_limits
 from inductor_passes.engine.passes import NO_REWRITES, passes_of
 from inductor_passes.engine.pipeline import run_passes
-from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.view import GraphView
 from inductor_passes.pin.pins import GivenUp
-from inductor_passes.report import Decision, PassReport, Reason, Verdict
+from inductor_passes.report import PassReport, Reason
 from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.contract import Pass
 from inductor_passes.rewriting.messages import all_carry_parameters, messages, without_sizes
@@ -61,6 +63,8 @@ LIMIT = (
 )
 #: Ranks that wait for the first rank's plan wait for so many times ``rank_agreement``.
 _PATIENCE = 30
+#: Passes that have a decision for each collective.
+_OF_EACH = (AsyncTpPass, CompressPass)
 _ONLY_ORDER = "another rank's graph has to send the same: messages are merged and reordered, and nothing else"
 
 
@@ -75,22 +79,15 @@ def _rewrites(settings: PassConfig) -> set[str]:
 
 
 def _left_out(view: GraphView, passes: Sequence[Pass]) -> list[PassReport]:
-    """What is said of the passes that a graph is compiled without, because it has to send what others send."""
+    """What is said of the passes that a graph is compiled without, because it has to send what others send.
+
+    Those that a setting asks for, message by message, say it of each.
+    """
     found = []
     for one in passes:
         if not isinstance(one, NO_REWRITES):
-            decisions = [
-                Decision(
-                    one.name,
-                    c.start.name,
-                    Verdict.REFUSED,
-                    Reason.RANKS_DIFFER,
-                    _ONLY_ORDER,
-                    source_line(c.start),
-                    c.group.name,
-                )
-                for c in view.collectives
-            ]
+            said = view.collectives if isinstance(one, _OF_EACH) else ()
+            decisions = [replace(refusal(c, Reason.RANKS_DIFFER, _ONLY_ORDER), subject=one.name) for c in said]
             found.append(PassReport(one.name, detail=_ONLY_ORDER, decisions=decisions))
     return found
 

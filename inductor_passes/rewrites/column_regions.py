@@ -297,7 +297,7 @@ class Sweep:
             source, dim = sizes(members[0]) or [], int(_torch.op_arguments(node).get("dim", 0))
             last = max(len(source), len(shape)) - 1
             if dim % (last + 1) != last:
-                own = may_be_own(node, source[dim % (last + 1)])
+                own = may_be_own(node)
                 self._region.own_rows = self._region.own_rows or (node if own else None)
                 return not own
             return name == "aten::slice" and _torch.same_sizes(shape, source)

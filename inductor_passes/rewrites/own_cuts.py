@@ -11,18 +11,17 @@ import torch.fx
 from inductor_passes import _torch
 from inductor_passes.agreement.pieces import cut, opened
 from inductor_passes.rewrites.movement import name_of
-from inductor_passes.rewrites.packing import Size
 
 
-def may_be_own(node: torch.fx.Node, size: Size) -> bool:
+def may_be_own(node: torch.fx.Node) -> bool:
     """Whether what a node takes out of a dimension, or puts into it, may be something else on every rank.
 
     Ranks leave such numbers open when they compare their graphs. A stretch is no rank's own where no second one fits.
-
-    Args:
-        size: of the dimension.
     """
     arguments = _torch.op_arguments(node)
     _, found = opened(node, name_of(node), arguments, _torch.rank_and_world_size()[1])
     stretch = cut(node, arguments) if name_of(node) in ("aten::slice", "aten::slice_scatter") else None
-    return bool(found) and (stretch is None or 2 * stretch[2] <= size)
+    if stretch is None:
+        return bool(found)
+    _, _, length, size = stretch
+    return bool(found) and 2 * length <= size

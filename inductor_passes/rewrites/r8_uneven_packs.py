@@ -74,7 +74,7 @@ class PackOnce:
             return None
         dim, stop = cut[1], cut[2]
         slicing = cut[0]
-        if may_be_own(slicing, cat.meta["val"].shape[dim]):
+        if may_be_own(slicing):
             refuse(Reason.DATA_DEPENDENCY, f"{slicing.name} may take other rows on every rank")
         (copy,) = slicing.users if len(slicing.users) == 1 else (None,)
         removed: tuple[torch.fx.Node, ...] = (slicing, cat)
