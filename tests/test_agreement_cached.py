@@ -18,7 +18,8 @@ import torch.distributed as dist
 import inductor_passes
 from inductor_passes import _torch, agreement
 from inductor_passes.agreement import asking, cached
-from inductor_passes.agreement.claim import Claim
+from inductor_passes.agreement.claim import Claim, packed_lines
+from inductor_passes.agreement.consensus import refusal
 from inductor_passes.config import PassConfig
 from tests.support.gated import Gate, alike, inductor_options, inputs, right, use_cache
 from tests.support.models import WorldGather
@@ -304,6 +305,24 @@ def test_what_is_used_and_what_is_not() -> None:
     assert "it was compiled by rank 1 of 1, and this is rank 0 of 1" in found["another rank"]
     assert "in time" in found["agreed with nobody there"]
     assert "no claim" in found["garbage"] and "no claim" in found["empty"]
+
+
+def beside_a_refusal(rank: int, world_size: int) -> str:
+    """Rank 1 loads the code of a graph that it could not describe; rank 0 compiles its own and is told of it."""
+    both: dict[str, Any] = {"rank": rank, "participants": (0, 1), "corners": (0, 1), "world_size": world_size}
+    about = claim(**both, agreed=False, timeout_s=200.0)
+    if rank == 0:
+        return asking.ask(about, ["the graph"])[0].why
+    why = "an argument of type object"
+    refused = dataclasses.replace(about, digest=refusal(why, rank), lines=packed_lines([why]))
+    agreement.loaded(refused.text())
+    return "used"
+
+
+def test_code_of_a_graph_that_cannot_be_described_tells_those_who_compile_theirs() -> None:
+    with Ranks(2) as pool:
+        said = pool.run(beside_a_refusal)
+    assert said == ["rank 1 cannot describe its graph to others: an argument of type object", "used"]
 
 
 def test_without_a_process_group_nothing_is_used() -> None:

@@ -17,7 +17,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, TCPStore
 
 from inductor_passes.agreement.claim import opens_a_function
-from inductor_passes.agreement.consensus import Ballot, Kind, Outcome, settle
+from inductor_passes.agreement.consensus import Ballot, Kind, Outcome, refusal, settle
 from inductor_passes.agreement.literals import Literals
 from inductor_passes.agreement.session import Session
 from tests.support.virtual_time import Gone, UnreliableStore, VirtualClock, together
@@ -340,6 +340,45 @@ def test_a_difference_is_shown_on_both_sides_and_ends_the_wait() -> None:
         assert outcome.kind is Kind.DIFFERS and after < 3
         assert "<graph a> (model.py:7)" in outcome.why and "<graph b> (model.py:7)" in outcome.why
         assert "at line 1" in outcome.why
+
+
+@pytest.mark.parametrize("late", [0.0, 0.1, 2.0])
+@pytest.mark.parametrize("others", ["aa", "ab", "aab", "xa", "xx"])
+def test_a_rank_that_cannot_describe_its_graph_says_so_and_nobody_waits_for_its_vote(others: str, late: float) -> None:
+    """Found: ranks that exchange all of their rows waited in vain for one that kept some of them.
+
+    Args:
+        others: what the other ranks vote for; x for one more that cannot describe its graph.
+        late: when the rank comes, in seconds after the others.
+    """
+    graphs = [*others, "x"]
+    clock, store, everybody = VirtualClock(len(graphs)), HashStore(), tuple(range(len(graphs)))
+
+    def ask(rank: int, graph: str) -> Callable[[], tuple[Outcome, float, float]]:
+        why = f"rank {rank} has an argument of type object"
+        asked = ballot(graph)
+        if graph == "x":
+            asked = replace(asked, digest=refusal(why, rank), lines=lambda: [why])
+
+        def run() -> tuple[Outcome, float, float]:
+            session = Session(store, rank, everybody, clock)
+            clock.sleep(late * (rank == everybody[-1]))
+            began = clock.now()
+            first = settle(session, asked, TIMEOUT_S), clock.now() - began
+            # A further question about the graph has a name of its own.
+            digest = asked.digest if asked.refused else asked.digest[:-1] + "e"
+            settle(session, replace(asked, name="0/0 collectives", digest=digest), TIMEOUT_S)
+            return *first, clock.now() - began
+
+        return run
+
+    for graph, (outcome, waited, both) in zip(graphs, together(clock, [ask(*one) for one in enumerate(graphs)])):
+        assert not outcome.agreed and waited < late + 1 and both < late + 2
+        if graph == "x":
+            assert outcome.kind is Kind.REFUSED and "argument of type object" in outcome.why
+        elif others in ("aa", "xa"):
+            assert outcome.kind is Kind.REFUSED, outcome
+            assert "cannot describe its graph to others: rank" in outcome.why and "type object" in outcome.why
 
 
 @pytest.mark.parametrize(

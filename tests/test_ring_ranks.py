@@ -156,8 +156,8 @@ def test_what_differing_graphs_keep_from_being_narrowed_is_told(three: Ranks) ->
         assert "bucket" in changed
 
 
-def exchange(rank: int, world_size: int) -> tuple[bool, set[str]]:
-    """Rank 1 keeps rows besides what it hands on, which its peers cannot see: is it right, and what was merged?"""
+def exchange(rank: int, world_size: int) -> tuple[bool, set[str], str]:
+    """Rank 1 keeps rows besides what it hands on, which its peers cannot see: is it right, what changed, why not?"""
     splits = ([0, 8, 0], [8, 3, 0], [0, 0, 8])[rank]
 
     def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -167,14 +167,19 @@ def exchange(rank: int, world_size: int) -> tuple[bool, set[str]]:
 
     x = torch.arange(sum(splits) * 4.0).view(-1, 4) - rank
     torch._dynamo.reset()
-    options = dotted(codegen="aot_eager", verify="strict", rank_agreement="2s")
+    options = dotted(codegen="aot_eager", verify="strict", rank_agreement="200s")
     with collect(what_if=False) as reports:
         found = torch.compile(program, fullgraph=True, backend="inductor_passes", options=options)(x)
     right = all(torch.equal(a, b) for a, b in zip(program(x), found))
-    return right, {p.name for r in reports for p in r.passes if p.changed}
+    (said,) = {p.detail for r in reports for p in r.passes if p.name == "agreement"}
+    return right, {p.name for r in reports for p in r.passes if p.changed}, said
 
 
 def test_where_only_some_ranks_hand_all_their_rows_on_nothing_is_done(three: Ranks) -> None:
-    for right, changed in three.run(exchange):
+    results = three.run(exchange)
+    for right, changed, said in results:
         assert right
         assert "bucket" not in changed
+        assert "pieces of unequal size" in said
+    # Nobody waits for a rank that has nothing to vote for.
+    assert "rank 1 cannot describe its graph to others" in results[0][2]

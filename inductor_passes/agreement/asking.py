@@ -65,6 +65,9 @@ def ask(claim: Claim, lines: Sequence[str] | None = None) -> tuple[Outcome, Sess
     session = session_of(claim.participants)
     if session is None:
         return Outcome(Kind.TROUBLE, "there is no default process group with a store"), None
+    if claim.refused:
+        # Nothing that could stand: it is told anew of every graph.
+        return bounded(session, claim.ballot(_torch.compile_id(), lines), claim.timeout_s), session
     key = (claim.rank, claim.world_size, claim.participants, claim.digest, claim.values)
     with _lock:
         turn = _asking.setdefault(key, threading.Lock())

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from inductor_passes.agreement import difference
-from inductor_passes.agreement.consensus import Ballot
+from inductor_passes.agreement.consensus import Ballot, is_refusal
 from inductor_passes.agreement.literals import Literals
 from inductor_passes.records.packed import pack, unpack
 
@@ -50,6 +50,11 @@ class Claim:
     timeout_s: float
     agreed: bool | None
     settings: str = ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the rank cannot describe its graph, and only tells the others so; its first line says why."""
+        return is_refusal(self.digest)
 
     def ballot(self, compile_id: str, lines: Sequence[str] | None = None) -> Ballot:
         """What to vote for; ``lines`` where they are at hand."""

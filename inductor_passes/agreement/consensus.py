@@ -23,6 +23,9 @@ first line in which they differ. Ranks with other settings may ask different que
 answer. So waiting ranks also compare, under the name of the compilation, what all of its questions rest on, and the
 rank that finds a difference tells everybody who waits.
 
+A rank that cannot describe its graph has nothing to vote for. It writes that down under the name of the graph, where
+those that wait find it, and goes on without waiting.
+
 Operations: one vote, one or two reads of the verdict, and with open numbers a few more for each rank, however many
 ranks there are.
 """
@@ -50,6 +53,8 @@ _LINES_S = 2.0
 #: In larger sets only the first rank and those that found the difference show it.
 _ALL_SHOW = 16
 _MAX_VERDICT = 200
+#: How the digest of a rank begins that cannot describe its graph: no digest of a graph does.
+_REFUSED = "refused"
 
 
 class Kind(str, Enum):
@@ -59,6 +64,7 @@ class Kind(str, Enum):
     DIFFERS = "differs"
     SETTINGS = "settings"
     LITERAL = "literal"
+    REFUSED = "refused"
     UNANSWERED = "unanswered"
     TROUBLE = "trouble"
 
@@ -107,6 +113,21 @@ class Ballot:
     first: bool = True
     compilation: str = ""
     settings: str = ""
+
+    @property
+    def refused(self) -> bool:
+        """Whether it is no vote: the rank cannot describe its graph, and its first line says why."""
+        return is_refusal(self.digest)
+
+
+def refusal(why: str, rank: int) -> str:
+    """The digest of a rank that cannot describe its graph; no other rank has it."""
+    return _REFUSED + hashlib.blake2b(f"{rank} {why}".encode(), digest_size=16).hexdigest()
+
+
+def is_refusal(digest: str) -> bool:
+    """Whether a digest is one of :func:`refusal`."""
+    return digest.startswith(_REFUSED)
 
 
 def settle(session: Session, ballot: Ballot, timeout_s: float) -> Outcome:
@@ -158,7 +179,7 @@ class _Talk:
     def outcome(self) -> Outcome:
         """The verdict."""
         try:
-            return self._compared() or self._vote()
+            return self._refused() or self._compared() or self._vote()
         except StoreError as error:
             if not self._voted:
                 return Outcome(Kind.TROUBLE, f"the process group's store cannot be used ({error})")
@@ -166,6 +187,13 @@ class _Talk:
 
     def _key(self, *parts: str) -> str:
         return self._session.key(self._ballot.digest, str(self._number), *parts)
+
+    def _refused(self) -> Outcome | None:
+        """Tell those that wait that this rank has nothing to vote for, if that is so, and wait for nobody."""
+        if not self._ballot.refused:
+            return None
+        self._hinted()
+        return Outcome(Kind.REFUSED, next(iter(self._ballot.lines()), f"rank {self._session.rank} cannot vote"))
 
     def _compared(self) -> Outcome | None:
         """The verdict when open numbers do not fit, or when somebody has come to one meanwhile."""
@@ -258,7 +286,7 @@ class _Talk:
             return Outcome(kind, f"rank {rank} waited in vain: {count} ranks answered in time{_ABSENT}")
         if kind is Kind.LITERAL:
             return Outcome(kind, self._literal(rank, detail))
-        return Outcome(kind, self._difference(rank, detail, facts=kind is Kind.SETTINGS))
+        return Outcome(kind, self._difference(rank, detail, kind))
 
     def _literal(self, rank: int, detail: str) -> str:
         """What to say of an open number that fits to nothing; every rank knows in which line it is."""
@@ -291,9 +319,10 @@ class _Talk:
         if digest == ballot.digest:
             return None
         # This rank is not going to vote for the other graph, so no rank needs to wait for that.
-        theirs = json.dumps([Kind.DIFFERS.value, session.rank, ballot.digest])
+        kind = Kind.REFUSED if ballot.refused or is_refusal(digest) else Kind.DIFFERS
+        theirs = json.dumps([kind.value, session.rank, ballot.digest])
         board.put_once(session.key(digest, number, "verdict"), theirs)
-        return self._decide(Kind.DIFFERS, f"{digest} {other}")
+        return self._decide(kind, f"{digest} {other}")
 
     def _publish_lines(self) -> None:
         if self._published:
@@ -303,20 +332,19 @@ class _Talk:
         if self._board.add(f"{key}/writers") == 1:
             self._board.put(key, difference.packed(self._ballot.lines()))
 
-    def _difference(self, rank: int, detail: str, facts: bool) -> str:
-        """One sentence on the graph that another rank has.
-
-        Args:
-            facts: only what all questions of a compilation rest on is compared.
-        """
+    def _difference(self, rank: int, detail: str, kind: Kind) -> str:
+        """One sentence on the graph that another rank has; of settings, only what all questions rest on is compared."""
         session = self._session
         digest, _, found_at = detail.partition(" ")
         other = int(found_at) if found_at.isdecimal() else rank
         if other == session.rank:
             # It said so of another rank's graph, and has the same one now.
             return f"ranks compared this {self._ballot.what} with another one before, and that verdict stands"
+        facts = kind is Kind.SETTINGS
         what = f"what rank {other} was told" if facts else f"the {self._ballot.what} of rank {other}"
         sentence = f"{what} differs"
+        if kind is Kind.REFUSED:
+            sentence = f"rank {other} cannot describe its {self._ballot.what} to others"
         if len(session.ranks) > _ALL_SHOW and session.rank not in (rank, session.ranks[0]):
             return f"{sentence}; the log of rank {session.ranks[0]} shows the first difference"
         key = session.key("lines", digest)
@@ -327,6 +355,9 @@ class _Talk:
             lines = None
         if lines is None:
             return sentence
+        if kind is Kind.REFUSED:
+            # Its only line says why.
+            return f"{sentence}: {difference.shown(lines[0])[1:-1]}" if lines else sentence
         mine = list(self._ballot.lines())
         if facts:
             mine, lines = difference.shared_facts(mine), difference.shared_facts(lines)

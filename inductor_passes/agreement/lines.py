@@ -79,13 +79,7 @@ def describe(
         IncomparableError: the graph holds what one rank cannot describe to another, or its groups name no set of ranks
             that could agree; the message says what.
     """
-    groups = used_groups(view)
-    missing = next((group for group in groups if not group.ranks), None)
-    if missing is not None:
-        raise IncomparableError(f"process group {missing.name!r} does not exist in this process")
-    grid = participants([group.ranks for group in groups], rank, world_size)
-    if isinstance(grid, str):
-        raise IncomparableError(grid)
+    grid, groups = concerned(view, rank, world_size), used_groups(view)
     roles = Roles(rank, grid, describe_group)
     writer = _Writer(view, uneven(view), roles, rank, max((group.size for group in groups), default=1))
     body = list(writer.graph(view.graph))
@@ -100,6 +94,22 @@ def describe(
         tuple(len(head) + one.line for one in writer.open),
     )
     return Description((*head, *body, *tail), literals, grid)
+
+
+def concerned(view: GraphView, rank: int, world_size: int) -> Grid:
+    """The ranks that take part in a graph's collectives, as ``rank`` sees it.
+
+    Raises:
+        IncomparableError: its groups name no set of ranks that could agree; the message says why.
+    """
+    groups = used_groups(view)
+    missing = next((group for group in groups if not group.ranks), None)
+    if missing is not None:
+        raise IncomparableError(f"process group {missing.name!r} does not exist in this process")
+    grid = participants([group.ranks for group in groups], rank, world_size)
+    if isinstance(grid, str):
+        raise IncomparableError(grid)
+    return grid
 
 
 def used_groups(view: GraphView) -> list[Group]:

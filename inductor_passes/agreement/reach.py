@@ -13,9 +13,9 @@ from typing import Any
 from inductor_passes import _torch
 from inductor_passes.agreement.asking import ask, is_mixed, nobody_to_ask
 from inductor_passes.agreement.claim import Claim, packed_lines
-from inductor_passes.agreement.consensus import Kind
+from inductor_passes.agreement.consensus import Kind, refusal
 from inductor_passes.agreement.difference import OF_ONE_QUESTION, SOURCE
-from inductor_passes.agreement.lines import Description, describe, used_groups
+from inductor_passes.agreement.lines import Description, concerned, describe, used_groups
 from inductor_passes.agreement.roles import IncomparableError
 from inductor_passes.ir.groups import Group
 from inductor_passes.ir.view import GraphView
@@ -24,6 +24,8 @@ log = logging.getLogger("inductor_passes")
 
 #: How long a rank waits for the others, in seconds, unless it is told otherwise.
 TIMEOUT_S = 10.0
+#: What is asked about graphs that differ.
+COLLECTIVES = "collectives"
 MIXED = (
     "ranks agree on some graphs of this function and not on others (sizes that differ between ranks make such graphs): "
     "ranks that run two of them at the same time may hang"
@@ -107,9 +109,13 @@ def reach(
         if not isinstance(error, IncomparableError):
             log.debug("a graph cannot be described", exc_info=True)
         why = str(error) if isinstance(error, IncomparableError) else f"{type(error).__name__}: {error}"
-        agreed = nobody_to_ask()
+        described_ns, asked, agreed = _since(began), time.perf_counter_ns(), nobody_to_ask()
         claim = _claim(None, rank, world_size, timeout_s, name, agreed)
-        return Agreement(agreed, "" if agreed else why, "", (), described_ns=_since(began), claim=claim)
+        if not agreed:
+            claim = _refused(claim, view, why)
+        return Agreement(
+            agreed, "" if agreed else why, "", (), waited_ns=_since(asked), described_ns=described_ns, claim=claim
+        )
     described_ns = _since(began)
     claim = _claim(description, rank, world_size, timeout_s, name, False, _settings(facts))
     asked = time.perf_counter_ns()
@@ -130,6 +136,22 @@ def reach(
     )
 
 
+def _refused(claim: Claim, view: GraphView, why: str) -> Claim:
+    """Tell the ranks that take part in a graph that this one cannot describe it; what its code says when it is loaded.
+
+    Those that can would wait for this rank's vote, on the graph and then on what else they have in common.
+    """
+    try:
+        grid = concerned(view, claim.rank, claim.world_size)
+    except IncomparableError:
+        return claim  # which ranks to tell is not known either
+    digest = refusal(why, claim.rank)
+    refused = replace(claim, participants=grid.ranks, corners=grid.corners, digest=digest, lines=packed_lines([why]))
+    for phase in (claim.phase, _about(claim, COLLECTIVES)):
+        ask(replace(refused, phase=phase), [why])
+    return refused
+
+
 def confirm(before: Agreement, lines: Sequence[str], longer_s: float = 0.0) -> Agreement:
     """Ask the ranks that agreed on a graph whether all of them did the same to it; never raises.
 
@@ -147,27 +169,31 @@ def confirm(before: Agreement, lines: Sequence[str], longer_s: float = 0.0) -> A
         before.claim,
         json.dumps([before.claim.digest, *lines]),
         lines,
-        phase=f"{before.claim.phase} outcome",
+        phase=_about(before.claim, "outcome"),
         timeout_s=before.claim.timeout_s + longer_s,
     )
 
 
-def compare(before: Agreement, lines: Sequence[str], what: str) -> Agreement:
-    """Ask ranks that are known to have different graphs whether these have something in common; never raises.
+def compare(before: Agreement, lines: Sequence[str]) -> Agreement:
+    """Ask ranks that are known to have different graphs whether they have the same collectives; never raises.
 
     Args:
         before: their verdict on the graphs.
         lines: what they may have in common.
-        what: name of that, one word.
     """
     if before.claim is None or not before.differs:
         return before
     return _ask_on(
         replace(before.claim, values=(), kinds="", roles=(), places=()),
-        json.dumps([what, *lines]),
+        json.dumps([COLLECTIVES, *lines]),
         lines,
-        phase=f"{before.claim.phase} {what}",
+        phase=_about(before.claim, COLLECTIVES),
     )
+
+
+def _about(claim: Claim, what: str) -> str:
+    """The name of a further question about a graph."""
+    return f"{claim.phase} {what}"
 
 
 def _ask_on(claim: Claim, content: str, lines: Sequence[str], **fields: Any) -> Agreement:

@@ -24,7 +24,7 @@ from typing import Any
 from inductor_passes.agreement.board import Board, Clock
 
 #: In every key: other versions of this protocol never meet.
-PROTOCOL = "inductor_passes/agreement/1"
+PROTOCOL = "inductor_passes/agreement/2"
 _MAX_BYTES = 200
 #: Share of the timeout for later waits of the same kind, after a rank of the set did not answer.
 _IMPATIENT = 0.1

@@ -174,7 +174,7 @@ def compare_messages(
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("comparing collectives with the other ranks", "collectives stay as they are", settings):
         facts = [f"fact {key}: {value}" for key, value in facts_of(settings, profile, phase, "").items()]
-        found = agreement.compare(before, [*facts, _torch.compile_id(), *sent], "collectives")
+        found = agreement.compare(before, [*facts, _torch.compile_id(), *sent])
     return found
 
 
