@@ -266,7 +266,7 @@ class Narrowing:
     feedback: bool = False
 
     ALLOWED = (
-        '"off", "auto", or modes by group, mesh dimension or pattern of parameter names: a dictionary, or text as in '
+        'a mode, or modes by group, mesh dimension or pattern of parameter names: a dictionary, or text as in '
         '"*.norm.weight=off,dp=int8,*=auto"; a mode is "off", "auto", '
         + ", ".join(f'"{name}"' for name in NARROW)
         + f', or one of these types with "{BETWEEN}" behind it, as in "int8{BETWEEN}": between hosts only'
@@ -317,7 +317,7 @@ def _measured_every(value: object) -> int:
 def _narrowed(value: object) -> tuple[tuple[str, str], ...]:
     """The rules in ``compress``."""
     modes = ("off", "auto", *NARROW, *(f"{name}{BETWEEN}" for name in NARROW))
-    if isinstance(value, str) and value.strip() in ("off", "auto"):
+    if isinstance(value, str) and value.strip() in modes:
         return (("*", value.strip()),)
     found: dict[str, str] = {}
     for entry in value.split(",") if isinstance(value, str) else [""]:
@@ -797,7 +797,7 @@ def check_value(key: str, value: object) -> None:
     elif key == "estimator":
         if value is not None and not callable(value):
             raise ConfigError(key, value, allowed_values(key))
-    elif not isinstance(value, str):
+    elif not isinstance(value, str) or "\0" in value:
         raise ConfigError(key, value, allowed_values(key))
 
 

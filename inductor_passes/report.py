@@ -370,7 +370,7 @@ class Swap:
         back: from which on the first plan runs again; 0 where there is none.
         before_ns / after_ns: the step of the first and of the second plan, measured on the slowest rank; 0: not known.
         predicted_ns: the step of the second plan.
-        plan: path of a plan file with the second plans that stayed, "" where none was written.
+        plan: path of a file with the graph's plan that was measured to be the faster one; "" where none was written.
     """
 
     outcome: SwapOutcome

@@ -198,9 +198,12 @@ def test_to_whom_a_rank_hands_all_its_rows_does_not_count() -> None:
     digests = {described(exchanged([0, n], [0, n]), (n, 4)).digest for n in (8, 10)}
     assert len(digests) == 2
     assert described(exchanged([4, 4], [4, 4]), (8, 4)).digest not in digests
-    for sent, received in (([0, 8], [0, 6]), ([2, 6], [8, 0]), ([0, 8], [2, 6]), ([0, 0], [0, 0])):
+    for sent, received in (([0, 8], [0, 6]), ([2, 6], [8, 0]), ([0, 8], [2, 6])):
         with pytest.raises(IncomparableError, match="pieces of unequal size"):
             described(exchanged(sent, received), (sum(sent), 4))
+    # A ring of nothing has no other side, and is none of something.
+    nothing = described(exchanged([0, 0], [0, 0]), (0, 4))
+    assert both(lambda rank: exchanged([0, 0], [0, 0]), (0, 4)) and nothing.digest not in digests
 
 
 def test_rows_that_are_handed_on_may_vary() -> None:

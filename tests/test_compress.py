@@ -87,6 +87,7 @@ def test_a_dictionary_is_its_text() -> None:
     one = config(rules)
     assert one == config("*.norm.weight=off, dp=int8, *=auto".replace(" ", ""))
     assert one.narrowing.rules == tuple(rules.items())
+    assert [config(one).narrowing.rules for one in ("int8", "*=int8")] == [(("*", "int8"),)] * 2
     assert PassConfig.from_env({"INDUCTOR_PASSES_COMPRESS": "dp=int8"}).narrowing.rules == (("dp", "int8"),)
 
 

@@ -97,6 +97,9 @@ def test_every_setting_refuses_what_it_does_not_know(key: str) -> None:
     """Found: a switch that was missing in a list took any text, and did nothing with it."""
     if key in ("cost_profile", "dump_plan", "dump_problem", "plan", "tune_file"):
         assert "path" in allowed_values(key)
+        # No file can be called so, which would come to light when it is written.
+        with pytest.raises(ConfigError, match=f"{key}=.*path"):
+            PassConfig.from_mapping({key: "a\0b"})
         return
     with pytest.raises(ConfigError, match=key):
         PassConfig.from_mapping({key: "no such value"})

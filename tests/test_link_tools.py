@@ -16,7 +16,7 @@ import inductor_passes
 from inductor_passes.config import PassConfig
 from inductor_passes.emulation.link_model import Record
 from inductor_passes.models import LlamaConfig, language_batch, language_model
-from inductor_passes.report import Timing
+from inductor_passes.report import Swap, SwapOutcome, Timing
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage, Task
 from tools.benchmarks import budgets as bench_budgets
 from tools.benchmarks import link as bench_link
@@ -311,27 +311,40 @@ def test_first_steps_are_over_when_their_costs_are_written(tmp_path: Path) -> No
 
     there, missing = tmp_path / "costs.json", tmp_path / "none.json"
     there.write_text("{}")
-    forward, backward = (report(p, Timing(5, (0, 1), 9_000_000, 7_500_000)) for p in ("forward", "backward"))
+    def timing(outcome: SwapOutcome | None, **more: Any) -> Timing:
+        return Timing(5, (0, 1), 9_000_000, 7_500_000, swap=outcome and Swap(outcome, **more))
+
+    forward = report("forward", timing(SwapOutcome.KEPT, after_ns=6_000_000))
+    backward = report("backward", timing(SwapOutcome.NOTHING, why="the same plan"))
     assert not retiming.is_over([], there)
     assert not retiming.is_over([forward, report("backward")], there)
     assert not retiming.is_over([forward, backward], missing)
+    for way in (None, SwapOutcome.AGREED, SwapOutcome.SWAPPED):
+        assert not retiming.is_over([forward, report("backward", timing(way))], there)
     # A graph that nobody planned is not timed.
     done = [forward, backward, report("inference", planned=False)]
     assert retiming.is_over(done, there)
-    assert retiming.told(done)[0] == "forward predicted 9.0, took 7.5 ms"
+    assert retiming.told(done) == [
+        "forward predicted 9.0, took 7.5 ms, planned again: swapped in, faster (6.0 ms)",
+        "backward predicted 9.0, took 7.5 ms, planned again: nothing swapped: the same plan",
+    ]
+    plans = {"graphs": [{"phase": "forward", "graph_index": 7, "order": []}]}
+    assert json.loads(retiming.of_any_program(json.dumps(plans))) == {"graphs": [{"phase": "forward", "order": []}]}
 
 
 def test_costs_of_a_link_that_nobody_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor_passes, "options", lambda **settings: settings)
     known = {name: one.compile_options("folder/balanced.json") for name, one in link_lab.TUNED.items()}
     assert known["ours-assumed"] == {}
-    assert known["ours-assumed-tuned"] == {"tune": 5, "tune_file": "folder/balanced_ours-assumed-tuned.json"}
+    both = {"tune": 5, "tune_swap": "on"}
+    assert known["ours-assumed-tuned"] == {**both, "tune_file": "folder/balanced_ours-assumed-tuned.json"}
     beside = {"cost_profile": "folder/balanced.json", "tune_file": "folder/balanced_ours-tuned.json"}
-    assert known["ours-tuned"] == {"tune": 5, **beside}
+    assert known["ours-tuned"] == {**both, **beside}
     # What comes of it is compiled with these costs, and is not tuned again.
     for one in (link_lab.TUNED["ours-tuned"], link_lab.TUNED["ours-assumed-tuned"]):
         assert one.timed().compile_options("costs.json") == {"cost_profile": "costs.json"}
         assert one.tunes and not one.timed().tunes
+        assert one.timed("p.json").compile_options("costs.json") == {"cost_profile": "costs.json", "plan": "p.json"}
 
 
 def test_what_narrower_messages_do_is_one_table() -> None:

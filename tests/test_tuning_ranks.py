@@ -117,7 +117,7 @@ def test_all_ranks_hold_one_account_and_one_profile(tuned: tuple[Path, list[dict
         )
         assert found["measured_ns"] > 0.5 * parts > 0
     profile = CostProfile.load(tmp / "tuned.json")
-    assert profile.measured and "made up; tuned: 3 steps on 2 ranks from" in profile.name
+    assert profile.measured and profile.name.startswith("tuned from made up: 3 steps on 2 ranks from")
     assert profile.hash() in {report["timing"]["profile_hash"] for report in first["reports"]}
 
 

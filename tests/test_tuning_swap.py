@@ -311,7 +311,7 @@ class Kept:
 
     def compile(self, profile: CostProfile) -> New:
         assert profile.name
-        return New(plan([MS], [MS]), {}, new, "same", {"phase": "forward"}, self.used.append)
+        return New(plan([MS], [MS]), {}, new, "same", {"phase": "forward"}, {"phase": "before"}, self.used.append)
 
     def conflict(self) -> str:
         return ""
@@ -406,6 +406,8 @@ def test_a_plan_that_is_not_faster_goes_again_on_all_ranks(measured: Any, why: s
     for one in made:
         last = one.swaps[-1]
         assert (last.outcome, last.why) == (SwapOutcome.RETURNED, why) and one.kept.used == [True, False]
+        # What the next run should do is known where both were measured.
+        assert last.plan == ("" if why else "a plan of before")
         before, between = last.call - 1, last.back - last.call
         assert one.did == ["old"] * before + ["new"] * between + ["old"] * (160 - before - between)
 

@@ -61,7 +61,7 @@ def compile_again(kept: Kept, profile: CostProfile) -> New:
             if not work.same:
                 raise
     if work.same:
-        return New(None, {}, lambda inputs: None, "", {}, lambda used: None)
+        return New(None, {}, lambda inputs: None, "", {}, {}, lambda used: None)
     return work.made(compiled, loaded)
 
 
@@ -173,4 +173,5 @@ class _Again:
             assert kept.about is not None and kept.variant is not None
             variants.use(kept.about, variant if used else kept.variant)
 
-        return New(planned, module, call, digest, report.plan, use)
+        assert kept.report is not None
+        return New(planned, module, call, digest, report.plan, kept.report.plan, use)

@@ -291,12 +291,18 @@ def _of_text(text: str) -> tuple[About, Variant, frozenset[str], bool]:
     return about, variant, frozenset(data["alone"]), data["agreed"]
 
 
+_FOLLOWS = (
+    "it was made to send what another graph sends (the first rank's, or an earlier variant), which this process has not "
+    "compiled"
+)
+
+
 def _unfit(about: About, variant: Variant, alone: frozenset[str], *, agreed: bool) -> str:
     """Why code must not be used, ""."""
     known = _sent(about, variant)
     if False in known.values() and (about.number or not agreed):
         return "an earlier graph with its collectives sends something else"
-    return "it sends what a graph sends that is not known here" if any(not known.get(g) for g in alone) else ""
+    return _FOLLOWS if any(not known.get(group) for group in alone) else ""
 
 
 def _sent(about: About, variant: Variant) -> dict[str, bool | None]:

@@ -281,6 +281,9 @@ def handed_on(start: torch.fx.Node) -> object | None:
     for name in ("input_split_sizes", "output_split_sizes"):
         sizes = arguments.get(name)
         rows.append([s for s in sizes if type(s) is not int or s] if isinstance(sizes, (list, tuple)) else [])
+    if rows == [[], []]:
+        # Of nothing at all.
+        return 0 if arguments.get("input_split_sizes") and arguments.get("output_split_sizes") else None
     if not all(len(one) == 1 for one in rows):
         return None
     sent, received = (one.meta.get("val") if isinstance(one, torch.fx.Node) else one for (one,) in rows)

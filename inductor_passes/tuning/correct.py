@@ -18,7 +18,8 @@ from inductor_passes.trace.reprofile import others_scaled, profile_from, scaled_
 from inductor_passes.tuning.plan import Planned
 from inductor_passes.tuning.reconcile import AT_MOST, UNKNOWN, Account
 
-_TUNED = "; tuned: "
+#: How the name of a corrected profile begins; then comes the name of the one that was corrected, and a colon.
+_TUNED = "tuned from "
 #: Works whose largest is less than this multiple of the smallest do not tell a fixed cost from a speed.
 _SPREAD = 4.0
 #: Work that was predicted to take less than one part in so many of what was measured says nothing about its speed.
@@ -62,8 +63,9 @@ def corrected(
     plans = " ".join(sorted({planned.about.digest for planned, _ in found} | {one.digest for one in others}))
     ranks = len({rank for _, account in found for rank in account.ranks}.union(*(one.ranks for one in others)))
     steps = max([*(account.steps for _, account in found), *(one.steps for one in others)])
-    before = base.name.partition(_TUNED)[0]
-    name = f"{before}{_TUNED}{steps} steps on {ranks} ranks from {base.hash()}, plans {plans}"
+    again = base.name.startswith(_TUNED)
+    before = base.name.removeprefix(_TUNED).rpartition(": ")[0] if again else base.name
+    name = f"{_TUNED}{before}: {steps} steps on {ranks} ranks from {base.hash()}, plans {plans}"
     profile = profile_from(base, pairs, name, every_size=True)
     return _with_kernels(others_scaled(base, profile, pairs), found)
 

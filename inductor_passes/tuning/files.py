@@ -1,4 +1,4 @@
-"""Files for the next run: the corrected cost profile, and beside it the second plans that stayed."""
+"""Files for the next run: the corrected cost profile, and beside it plans that were measured to be the faster ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def path_of(planned: Planned, home: tuple[int, ...]) -> Path:
 
 
 def plan_path_of(planned: Planned, home: tuple[int, ...]) -> Path:
-    """Where second plans go; see :func:`path_of`."""
+    """Where plans go; see :func:`path_of`."""
     path = path_of(planned, home)
     return path.with_name(f"{path.stem}.plan.json")
 

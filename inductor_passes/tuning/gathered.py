@@ -139,7 +139,7 @@ class Gathered:
         return str(path), _THEIRS.format(path=path)
 
     def add_plan(self, planned: Planned, made: dict[str, Any]) -> tuple[str, str]:
-        """A second plan stayed; the path of its file and "", or "" and why it is in none."""
+        """A graph's plan is known to be the faster one; the path of its file and "", or "" and why it is in none."""
         with self._lock:
             return self._added_plan(planned, made)
 

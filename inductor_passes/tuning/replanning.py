@@ -55,7 +55,7 @@ class Replanning:
         publish: enters what became of it into the report.
         measure: the times of the second plan's calls, put together by all ranks: the slowest rank's step in ns, or why
             there is none.
-        write: writes the plan that stays; the path of the file, and a sentence where there is none.
+        write: writes the faster plan; the path of the file, and a sentence where there is none.
         profile: the newest corrected cost profile; asked on the first rank of the set.
         before_ns: the first plan's step on the slowest rank.
         settle: waits until other graphs that are being timed are in the profile, for so many seconds at most.
@@ -279,8 +279,13 @@ class Replanning:
         elif not found.yes:
             self._end(found.why)
         elif round_:
+            assert self.new is not None
+            first, measured = self.new.before, bool(self.swap.after_ns)
             self._say(SwapOutcome.RETURNED, back=call)
             self._done()
+            if measured:
+                # With the corrected profile alone the next run would plan again what was found slower.
+                self._publish(SwapOutcome.RETURNED, **self._written(first))
         elif self.swap.outcome is SwapOutcome.AGREED:
             self._say(SwapOutcome.SWAPPED, call=call)
 

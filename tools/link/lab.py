@@ -102,9 +102,11 @@ class Contender:
         """Where the costs of its first steps are written; ``profile`` is the link's."""
         return str(Path(profile).with_name(f"{Path(profile).stem}_{self.name}.json"))
 
-    def timed(self) -> Contender:
-        """What is compiled with these costs."""
+    def timed(self, plan: str = "") -> Contender:
+        """The next run: what is compiled with these costs, and with the plans in the file ``plan``, "" for none."""
         settings = {key: value for key, value in self.settings.items() if not key.startswith("tune")}
+        if plan:
+            settings["plan"] = plan
         return replace(self, name=f"{self.name}-timed", settings=settings, assumed=False)
 
     def compile_options(
@@ -195,9 +197,10 @@ NARROWER = {
         Contender("ours-compress", 'ours, compress="auto"', "ours", None, {"compress": "auto"}),
     )
 }
-_TUNED = {"tune": 5}
+_TUNED = {"tune": 5, "tune_swap": "on"}
 #: What ``tune`` makes of a measured link, and of one that nobody measured. They take time, so they run where asked for.
-#: The next run's plan is measured and no second plan is swapped in: other contenders' graphs send the same messages.
+#: What is measured is the next run, with the files of this one: the corrected profile, and of each graph the plan that
+#: was the faster of two.
 TUNED = {
     c.name: c
     for c in (
@@ -241,6 +244,7 @@ class Trial:
         if contender.adopted:
             inductor_passes.adopt(self.model)
         step = own_code(self.model, contender.name)
+        self._code = step.__code__  # type: ignore[attr-defined]
         options = contender.compile_options(profile, problems, step_peak_bytes)
         if contender.regional:
             for layer in getattr(self.model, "module", self.model).layers:
@@ -250,6 +254,10 @@ class Trial:
         whole = contender.adopted or not contender.wrapped
         compiled = step if options is None else torch.compile(step, options=options, fullgraph=whole)
         self._step = contender.limited(compiled)
+
+    def forget(self) -> None:
+        """Have Dynamo throw away what was compiled: its records keep the code of functions alive that are gone."""
+        torch._C._dynamo.eval_frame.reset_code(self._code)
 
     def timed_step(self) -> StepTime:
         """One training step whose forward and backward are timed; all ranks together."""

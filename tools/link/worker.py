@@ -7,6 +7,7 @@ started the job knows which contender to blame.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
@@ -52,7 +53,7 @@ COMPARED_STEPS = 50
 #: Steps whose peak is taken; the lowest counts.
 PEAKS = 3
 #: How long the first steps of a contender may take that is tuned.
-TUNED_S = 240.0
+TUNED_S = 400.0
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Bench:
         self.failed: dict[str, str] = {}
         self.predicted: dict[str, dict[str, int]] = {}
         self.tuned: dict[str, list[str]] = {}
+        self.plans: dict[str, str] = {}
         self.profile = self.job.file("profile.json")
         self.step_peak_bytes: int | None = None
         self.steps: dict[str, list[StepTime]] = {}
@@ -135,8 +137,7 @@ class Bench:
             problems = self.profile.parent / f"problems_{self.profile.stem}_{name}" if self.job.kept else None
             contender, profile = EVERY[name], str(self.profile)
             if contender.tunes:
-                self.tuned[name] = self._first_steps(contender)
-                contender, profile = contender.timed(), contender.tune_file(profile)
+                contender, profile = contender.timed(self.plans[name]), contender.tune_file(profile)
             trial = Trial(contender, self.layout, self.config, profile, str(problems or ""), self.step_peak_bytes)
             with collect(what_if=False) as reports:
                 for _ in range(2):
@@ -151,14 +152,33 @@ class Bench:
             error = f"{type(caught).__name__}: {caught}".splitlines()[0]
         self._agree(name, error)
 
-    def _first_steps(self, contender: Contender) -> list[str]:
-        """Train until the costs that the first steps had are written; what they were, for people.
+    def tune(self, name: str) -> None:
+        """Take a contender's first steps, before any other graph of ours is there that sends the same messages."""
+        self.note("first steps of", name)
+        error = ""
+        try:
+            self.tuned[name], self.plans[name] = self._first_steps(EVERY[name])
+        except Exception as caught:
+            traceback.print_exc()
+            error = f"{type(caught).__name__}: {caught}".splitlines()[0]
+        self._agree(name, error)
+        gc.collect()
+
+    def _first_steps(self, contender: Contender) -> tuple[list[str], str]:
+        """Train until the costs of the first steps are written and it is known which of two plans is the faster one.
+
+        Returns:
+            What they took, for people; and the path of the file with the faster plans, "" where there is none.
 
         Raises:
-            RuntimeError: they are not written for a long time.
+            RuntimeError: that is not known for a long time.
         """
         profile = Path(contender.tune_file(str(self.profile)))
-        profile.unlink(missing_ok=True)
+        plans, pinned = profile.with_suffix(".plan.json"), profile.with_suffix(".pinned.json")
+        if self.rank == 0:
+            for path in (profile, plans, pinned):
+                path.unlink(missing_ok=True)
+        dist.barrier()
         until = time.monotonic() + TUNED_S
         with collect(what_if=False) as reports, retiming.virtual_clock():
             trial = Trial(contender, self.layout, self.config, str(self.profile))
@@ -166,7 +186,13 @@ class Bench:
                 if any(gathered(time.monotonic() > until)):
                     raise RuntimeError(f"no costs of the first steps after {TUNED_S} s")
                 trial.plain_step()
-        return retiming.told(reports)
+                # Ranks that wait on the emulated link keep a processor busy, and what compiles meanwhile needs one.
+                time.sleep(0.03 * (len(trial.losses) > contender.settings["tune"]))
+        trial.forget()
+        if self.rank == 0 and plans.is_file():
+            pinned.write_text(retiming.of_any_program(plans.read_text(encoding="utf-8")), encoding="utf-8")
+        dist.barrier()
+        return retiming.told(reports), str(pinned) if pinned.is_file() else ""
 
     def _agree(self, name: str, error: str) -> None:
         """All ranks drop a contender that failed on any of them."""
@@ -230,7 +256,12 @@ class Bench:
     def replace_planned(self) -> None:
         """Compile the contenders: those that a cost profile steers again for every rate, the others once."""
         for name in [name for name, trial in self.trials.items() if trial.contender.planned]:
-            del self.trials[name]
+            self.trials.pop(name).forget()
+        # What is compiled next sends the same messages, so nothing of this may still be called.
+        gc.collect()
+        for name in self.job.contenders:
+            if EVERY[name].tunes and name not in self.failed:
+                self.tune(name)
         for name in self.job.contenders:
             if name not in self.trials and name not in self.failed:
                 self.compile(name)

@@ -32,7 +32,9 @@ def environment_of_ranks() -> dict[str, str]:
     # AOTAutograd's cache does not see the names of process groups, which differ between the ranks of a 2-D mesh: one
     # rank would load what another has compiled for its own groups. The FX-graph cache sees them.
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", **environment(), **threads, **network}
+    # Torch's flight recorder holds the code that made the last collectives, also of graphs that are gone otherwise.
+    kept = {"TORCH_FR_BUFFER_SIZE": "0"}
+    return {"TORCHINDUCTOR_AUTOGRAD_CACHE": "0", **kept, **environment(), **threads, **network}
 
 
 def loopback(wanted: str, system: Path = Path("/sys/class/net")) -> str:
