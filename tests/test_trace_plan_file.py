@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 import inductor_passes
 from inductor_passes.cli.main import app
 from inductor_passes.config import PassConfig
-from inductor_passes.cost.profile import CostProfile
+from inductor_passes.cost.communication import GroupLayout
+from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.engine import complain, identity
 from inductor_passes.pin import file as plan_file
 from inductor_passes.pin.file import GraphPlan, PlanFileError, load, text_of
@@ -115,6 +116,43 @@ def test_a_plan_is_followed_whatever_was_tried_while_it_was_found(world: None, t
         assert one.plan["buckets"], "names of merged messages are at stake"
         assert any(note.startswith("pinned by") for note in again.notes), again.notes
         assert again.plan["order"] == one.plan["order"] and again.plan["buckets"] == one.plan["buckets"]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_plan_with_its_costs_is_followed_whatever_the_profile(world: None, tmp_path: Path, exchanges: bool) -> None:
+    """Found: reductions that become exchanges by measured costs are in no list of a plan, and its order did not fit."""
+    paths = {}
+    for name, per_byte in (("exchanges", 2e4), ("reduces", 9e4)):
+        costs = tuple(
+            CollectiveCost(kind, 1_000.0, cost, 100.0, 0.0)
+            for kind, cost in (("reduce_scatter", 4e4), ("all_to_all", per_byte), ("all_gather", 2e4))
+        )
+        group = GroupCost(GroupLayout(2, 1, 2), "test", "wire", costs)
+        profile = replace(CostProfile.default("cpu", 2), name=name, measured=True, groups=(group,))
+        paths[name] = str(tmp_path / f"{name}.json")
+        profile.save(paths[name])
+    mine, other = ("exchanges", "reduces") if exchanges else ("reduces", "exchanges")
+    made = compile_step(cost_profile=paths[mine], dump_plan=str(tmp_path / "plans"))
+    kinds = [str(c.kind) for c in made[1].collectives]
+    assert kinds.count("all_to_all") == (3 if exchanges else 0)
+    backward = by_phase(tmp_path / "plans")["backward"]
+    with pytest.raises(Exception, match="`order` does not fit the graph"):
+        compile_step(cost_profile=paths[other], plan=str(backward))
+
+    def with_costs(graph: dict[str, Any]) -> None:
+        graph["costs"] = CostProfile.load(paths[mine]).to_json()
+
+    edit(backward, with_costs)
+    pinned = compile_step(cost_profile=paths[other], plan=str(backward))
+    assert pinned[1].plan["order"] == made[1].plan["order"]
+    assert pinned[1].cost_profile.startswith(mine) and pinned[0].cost_profile.startswith(other)
+
+
+def test_costs_in_a_plan_are_those_of_a_profile(plans: Path) -> None:
+    path = by_phase(plans)["forward"]
+    edit(path, lambda graph: graph.update(costs={"schema_version": 1, "name": 3}))
+    with pytest.raises(PlanFileError, match=r"forward.*json: .*costs: "):
+        load(str(path))
 
 
 def test_an_edited_order_is_used(plans: Path) -> None:

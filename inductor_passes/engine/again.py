@@ -174,4 +174,7 @@ class _Again:
             variants.use(kept.about, variant if used else kept.variant)
 
         assert kept.report is not None
-        return New(planned, module, call, digest, report.plan, kept.report.plan, use)
+        # What passes rewrite depends on costs, so each plan is followed by its own.
+        plan = {**report.plan, "costs": self._profile.to_json()}
+        before = {**kept.report.plan, "costs": kept.profile.to_json()}
+        return New(planned, module, call, digest, plan, before, use)

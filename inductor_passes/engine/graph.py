@@ -9,6 +9,7 @@ import torch.fx
 
 from inductor_passes import _torch, agreement, verify
 from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import (
     again,
     agreeing,
@@ -89,7 +90,7 @@ def compile_graph(graph: torch.fx.Graph, is_inference: bool, settings: PassConfi
     with guarded("counting what the entries of compress fit", "nobody is told", settings):
         idle = unfit.note(view, settings, phase)
     about = variants.About(report.compile_id, phase, identity.cache_key(agreeing.deciding(settings), profile) or "")
-    came_as = _kept(graph, view, settings, (collectives, names))
+    came_as = _kept(graph, view, settings, profile, (collectives, names))
     compilation = _decide(job, view, about, pinned, came_as)
     compilation.participants = _participants(agreed, settings)
     if phase != "backward" and (text := dynamic_plans.statement(graph)):
@@ -125,6 +126,7 @@ def _kept(
     graph: torch.fx.Graph,
     view: GraphView,
     settings: PassConfig,
+    profile: CostProfile,
     described: tuple[Mapping[str, str], Mapping[str, tuple[str, ...]]],
 ) -> Kept | str:
     """The graph as it came, where it may be planned again while it runs; else why not, or ""."""
@@ -132,7 +134,7 @@ def _kept(
         return ""
     found: Kept | str = "keeping the graph failed"
     with guarded("keeping a graph to plan it again", "it keeps its first plan", settings):
-        found = kept(graph, view, settings, described, again.compile_again)
+        found = kept(graph, view, settings, profile, described, again.compile_again)
     return found
 
 
@@ -166,7 +168,8 @@ def _decide(
         asked = agreeing.report_of(agreed if earlier is None else replace(agreed, mixed=False))
         if asked is not None:
             job.begun.append(asked)
-        job = replace(job, known=replace(job.known, pins=pinned))
+        costs = None if pinned is None or pinned.given_up else pinned.graph.profile
+        job = replace(job, known=replace(job.known, pins=pinned), profile=costs or job.profile)
         # What was tried and taken back may have put equal nodes in place of those that the view holds.
         untouched = agreed.agreed and earlier is None
         compilation = alike.run_alike(job, view if untouched else None, earlier, first=first)

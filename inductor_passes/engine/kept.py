@@ -41,6 +41,7 @@ class Kept:
         output: notes of torch about what the graph returns.
         collectives, names: as a plan file describes them.
         groups: their process groups, in order.
+        profile: by whose costs the first plan was made.
         participants: ranks that compile the graph.
         report: of the first plan.
         known: what is known from outside of the graph.
@@ -58,6 +59,7 @@ class Kept:
     names: Mapping[str, tuple[str, ...]]
     groups: tuple[str, ...]
     compiler: Callable[[Kept, CostProfile], New]
+    profile: CostProfile
     participants: tuple[int, ...] = ()
     report: GraphReport | None = None
     known: Known = field(default_factory=Known)
@@ -104,6 +106,7 @@ def kept(
     graph: torch.fx.Graph,
     view: GraphView,
     settings: PassConfig,
+    profile: CostProfile,
     described: tuple[Mapping[str, str], Mapping[str, tuple[str, ...]]],
     compiler: Callable[[Kept, CostProfile], New],
 ) -> Kept | str:
@@ -125,4 +128,4 @@ def kept(
     groups = tuple(dict.fromkeys(one.group.name for one in view.collectives))
     group = _default_group()
     life = None if group is None else weakref.ref(group)
-    return Kept(module, settings, text_of(graph), dict(output.meta), *described, groups, compiler, life=life)
+    return Kept(module, settings, text_of(graph), dict(output.meta), *described, groups, compiler, profile, life=life)

@@ -292,8 +292,8 @@ def _of_text(text: str) -> tuple[About, Variant, frozenset[str], bool]:
 
 
 _FOLLOWS = (
-    "it was made to send what another graph sends (the first rank's, or an earlier variant), which this process has not "
-    "compiled"
+    "it was made to send what another graph sends (the first rank's, or an earlier variant), and this process has not "
+    "compiled that"
 )
 
 

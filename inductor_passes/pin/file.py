@@ -27,6 +27,7 @@ from typing import Annotated, Any, TypeAlias
 
 from msgspec import Meta
 
+from inductor_passes.cost.profile import CostProfile
 from inductor_passes.records.convert import check_version, convert, plain, shown
 from inductor_passes.records.errors import MeantError
 from inductor_passes.records.json_text import RecordError, parse
@@ -64,6 +65,8 @@ class GraphPlan:
         predicted: step time in ns and peak in bytes when the plan was made; not read back.
         parameters: start node of the graph that came in -> parameters that it carries, where known; not read back.
         memory_budget: what the graph takes instead of the setting, because it has to send what another variant sends.
+        costs: the cost profile that takes the place of the setting's, as ``CostProfile.to_json``: what passes rewrite
+            depends on costs, so an order that was made by other ones may not fit. None: the setting's.
     """
 
     phase: Annotated[str, one_of(*PHASES)] | None = None
@@ -80,8 +83,14 @@ class GraphPlan:
     predicted: Mapping[str, Integer] = field(default_factory=dict)
     parameters: Mapping[str, Names] = field(default_factory=dict)
     memory_budget: Annotated[str, Meta(min_length=1)] | None = None
+    costs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.costs is not None:
+            try:
+                self.profile  # noqa: B018
+            except RecordError as error:
+                raise PlanFileError(f"costs: {error}") from None
         taken: set[str] = set()
         for number, bucket in enumerate(self.buckets or ()):
             if len(bucket) < 2:
@@ -96,6 +105,11 @@ class GraphPlan:
             if names is not None and len(set(names)) != len(names):
                 name = next(n for n, count in Counter(names).items() if count > 1)
                 raise PlanFileError(f"{key} lists {name!r} twice")
+
+    @property
+    def profile(self) -> CostProfile | None:
+        """``costs`` as a profile."""
+        return None if self.costs is None else CostProfile.from_json(dict(self.costs))
 
     @property
     def title(self) -> str:

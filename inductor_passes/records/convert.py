@@ -27,8 +27,8 @@ T = TypeVar("T")
 Keys = Literal["any", "known", "all"]
 
 #: Of two threads that convert to a type for the first time one may read what the other has not finished: the process
-#: then ends with a segmentation fault.
-_lock = threading.Lock()
+#: then ends with a segmentation fault. A record may convert another one while it is made.
+_lock = threading.RLock()
 _SHOWN = 80
 _PATH = re.compile(r" - at `(?:key in )?\$?(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+)\]|(\[\.\.\.\])")
