@@ -110,7 +110,10 @@ class MemoryBudget:
         sign = text[0] if text.startswith(("+", "=")) else ""
         if (match := _BYTES.fullmatch(text.removeprefix(sign).strip())) and match[2].upper() in _UNITS:
             size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
-            return MemoryBudget(absolute_bytes=size) if sign == "=" else MemoryBudget(extra_bytes=size)
+            if sign != "=":
+                return MemoryBudget(extra_bytes=size)
+            if size:
+                return MemoryBudget(absolute_bytes=size)
         raise ConfigError(key, value, MemoryBudget.ALLOWED)
 
     def limit_bytes(self, least_peak_bytes: int) -> int | None:

@@ -42,8 +42,8 @@ def test_budgets(text: str, peak: int, limit: int | None) -> None:
     "bad",
     ["+5% or", "-5% or 1MiB", "+5% or 1", "+5% or 5%", "0 or 1MiB", "+5% or 1MiB or 2MiB", "+5%or1MiB", "+5% or =1MiB",
      "+5% or 1 gig",
-     "5", "5%", "-100%", "-2GiB", "=5%", "=unlimited", "+=1MB", "=0", "2 gigs", "", "+", "GiB", "nan%", "1e3MB", None,
-     5, True, -1],
+     "5", "5%", "-100%", "-2GiB", "=5%", "=unlimited", "+=1MB", "=0", "=0B", "2 gigs", "", "+", "GiB", "nan%", "1e3MB",
+     None, 5, True, -1],
 )
 def test_bad_budgets_are_refused(bad: object) -> None:
     with pytest.raises(ConfigError, match="memory_budget="):

@@ -314,7 +314,7 @@ def test_code_is_refused_out_of_a_cache_only(monkeypatch: pytest.MonkeyPatch) ->
         return led(About(f"31/{number}", "forward", "settings"), came, together=False)
 
     first, other, third = (following.Variant(came, (f"all | {sent}",), (), phase="forward") for sent in "abc")
-    with pytest.raises(agreement.StaleVerdictError, match="not known here"):
+    with pytest.raises(agreement.StaleVerdictError, match="has not compiled that"):
         load(0, first, alone=("all",))
     load(0, first)
     with pytest.raises(agreement.StaleVerdictError, match="sends something else"):

@@ -98,6 +98,8 @@ class Job:
 
     Attributes:
         begun: what was done to it before.
+        costs: by which the passes decide, where a plan file brings them. What kernels are predicted to take, and what
+            ``tune`` corrects, are the costs in ``profile``.
     """
 
     graph: torch.fx.Graph
@@ -106,6 +108,7 @@ class Job:
     known: Known
     agreed: Agreement
     begun: list[PassReport]
+    costs: CostProfile | None = None
 
     def run(
         self,
@@ -129,7 +132,10 @@ class Job:
         if not rewrite:
             report.passes += _left_out(view or GraphView(self.graph), passes)
             passes = [one for one in passes if isinstance(one, NO_REWRITES)]
-        return run_passes(self.graph, passes, self.settings, self.profile, known=about, report=report, view=view)
+        costs = self.costs or self.profile
+        found = run_passes(self.graph, passes, self.settings, costs, known=about, report=report, view=view)
+        found.profile = self.profile
+        return found
 
     def run_like(
         self, earlier: following.Earlier, why: str = _FIRST, *, above: bool = True

@@ -169,7 +169,7 @@ def _decide(
         if asked is not None:
             job.begun.append(asked)
         costs = None if pinned is None or pinned.given_up else pinned.graph.profile
-        job = replace(job, known=replace(job.known, pins=pinned), profile=costs or job.profile)
+        job = replace(job, known=replace(job.known, pins=pinned), costs=costs)
         # What was tried and taken back may have put equal nodes in place of those that the view holds.
         untouched = agreed.agreed and earlier is None
         compilation = alike.run_alike(job, view if untouched else None, earlier, first=first)
@@ -247,7 +247,9 @@ def note_pins(compilation: Compilation) -> None:
         notes.append(f"pinned plan given up: {found.given_up}")
         warn_of_graph(f"inductor_passes: planning anew, {found.given_up}")
     else:
-        notes.append(f"pinned by {found.path} ({found.digest})")
+        costs = found.graph.profile
+        by = f", decided by its costs: {costs.name} {costs.hash()}" if costs is not None else ""
+        notes.append(f"pinned by {found.path} ({found.digest}){by}")
 
 
 def _hand_on(graph: torch.fx.Graph, compilation: Compilation) -> None:

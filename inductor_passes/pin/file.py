@@ -65,8 +65,8 @@ class GraphPlan:
         predicted: step time in ns and peak in bytes when the plan was made; not read back.
         parameters: start node of the graph that came in -> parameters that it carries, where known; not read back.
         memory_budget: what the graph takes instead of the setting, because it has to send what another variant sends.
-        costs: the cost profile that takes the place of the setting's, as ``CostProfile.to_json``: what passes rewrite
-            depends on costs, so an order that was made by other ones may not fit. None: the setting's.
+        costs: the cost profile by which passes decide, as ``CostProfile.to_json``: what they rewrite depends on it, so
+            an order that was made by other ones may not fit. None: the setting's.
     """
 
     phase: Annotated[str, one_of(*PHASES)] | None = None
