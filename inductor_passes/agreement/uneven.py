@@ -47,7 +47,8 @@ def uneven(view: GraphView) -> Uneven:
     found = shards(view)
     if found.apart is not None:
         where = source_line(found.apart.start)
-        raise IncomparableError(f"{UNEQUAL}: {found.apart.kind.value}{f' ({where})' if where else ''}")
+        what = f"{found.apart.kind.value}{f' ({where})' if where else ''}"
+        raise IncomparableError(f"{UNEQUAL}: {what}. With pieces of one size (padded, say) the graph would be planned")
     if not found.uneven:
         return Uneven()
     gathers = [c for c in found.uneven if c.kind == CollectiveKind.ALL_GATHER]
