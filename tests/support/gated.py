@@ -156,7 +156,9 @@ def world() -> Any:
 
 
 def ag(x: torch.Tensor, group: Any = None) -> torch.Tensor:
-    return funcol.all_gather_tensor(x, 0, group or world())
+    found = funcol.all_gather_tensor(x, 0, group or world())
+    # Torch's own gather damages memory where two run at a time on gloo. Compiled code has ours.
+    return found if torch.compiler.is_compiling() else funcol.wait_tensor(found)
 
 
 def ar(x: torch.Tensor, op: str = "sum", group: Any = None) -> torch.Tensor:
