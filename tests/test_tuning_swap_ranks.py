@@ -313,7 +313,7 @@ def test_a_profile_that_was_right_gives_the_same_plan(pool: Ranks, tmp_path: Pat
     same = {**settings, "wrong": settings["cost_profile"]}
     for one in pool.run(_misled, same)[0]["swaps"]:
         assert one["outcome"] == SwapOutcome.NOTHING.value
-        assert one["why"].endswith("the corrected profile gives the same plan")
+        assert one["why"].endswith("the corrected profile gives the same plan") and one["plan"].endswith("plan.json")
 
 
 def test_three_ranks_change_together(tmp_path: Path) -> None:

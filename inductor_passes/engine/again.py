@@ -18,7 +18,7 @@ from inductor_passes import _torch
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import following, gloo, variants
 from inductor_passes.engine.compilation import Compilation, new_report
-from inductor_passes.engine.kept import Kept, text_of
+from inductor_passes.engine.kept import Kept, text_of, with_costs
 from inductor_passes.engine.kernels import order_kernels
 from inductor_passes.engine.ours import is_ours
 from inductor_passes.engine.passes import passes_of
@@ -61,7 +61,7 @@ def compile_again(kept: Kept, profile: CostProfile) -> New:
             if not work.same:
                 raise
     if work.same:
-        return New(None, {}, lambda inputs: None, "", {}, {}, lambda used: None)
+        return New(None, {}, lambda inputs: None, "", {}, kept.plan, lambda used: None)
     return work.made(compiled, loaded)
 
 
@@ -173,8 +173,5 @@ class _Again:
             assert kept.about is not None and kept.variant is not None
             variants.use(kept.about, variant if used else kept.variant)
 
-        assert kept.report is not None
-        # What passes rewrite depends on costs, so each plan is followed by its own.
-        plan = {**report.plan, "costs": self._profile.to_json()}
-        before = {**kept.report.plan, "costs": kept.profile.to_json()}
-        return New(planned, module, call, digest, plan, before, use)
+        plan = with_costs(report, self._profile)
+        return New(planned, module, call, digest, plan, kept.plan, use)

@@ -31,6 +31,14 @@ def _form(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
+def with_costs(report: GraphReport, profile: CostProfile) -> dict[str, Any]:
+    """A graph's plan, in the form of a plan file that is followed whatever the cost profile.
+
+    What passes rewrite depends on costs, so each plan brings its own.
+    """
+    return {**report.plan, "costs": profile.to_json()}
+
+
 @dataclass
 class Kept:
     """What planning a graph again needs.
@@ -67,6 +75,12 @@ class Kept:
     variant: following.Variant | None = None
     lowering: _torch.Lowering | None = None
     life: weakref.ref[Any] | None = None
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The first plan, in the form of a plan file."""
+        assert self.report is not None
+        return with_costs(self.report, self.profile)
 
     def of(self, compilation: Compilation, about: variants.About, variant: following.Variant) -> Kept:
         """With what the first compilation made of it."""

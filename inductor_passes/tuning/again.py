@@ -33,7 +33,7 @@ class New:
         call: runs the graph: takes the list of inputs. Keeps alive what the code needs.
         digest: of all that ranks must do alike.
         plan: in the form of a plan file.
-        before: the first plan, in the same form.
+        before: the first plan, the one that runs, in the same form.
         use: called when the plan comes into use (True) and when the one before returns (False).
     """
 
