@@ -281,7 +281,7 @@ def test_the_corrected_profile_predicts_what_was_measured(latency: int, ns_per_b
             assert after.communication_ns("all_gather", size // 2, size, (0, 1)) == pytest.approx(ns, rel=0.02)
     for one, ns in zip(flops, kernels):
         assert after.compute_ns(one, 0, "float32", 1) == pytest.approx(slower * ns, rel=0.05)
-    assert after.name.startswith(f"{base.name}; tuned: 5 steps on 2 ranks from {base.hash()}, plans ")
+    assert after.name.startswith(f"tuned from {base.name}: 5 steps on 2 ranks from {base.hash()}, plans ")
     again = corrected(after, [(planned, found)])
     assert again.name.count("tuned") == 1
 

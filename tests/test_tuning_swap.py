@@ -231,7 +231,7 @@ def test_a_store_that_is_lost_before_the_call_leaves_the_plan() -> None:
 
 def test_a_store_that_is_lost_in_the_vote_is_an_error() -> None:
     """This rank cannot know what the others do."""
-    made = run(2, votes={1: lambda store: FailingBoard(store, 2, StoreError)}, timeout_s={0: 1.0, 1: 1.0})
+    made = run(2, votes={1: lambda store: FailingBoard(store, 2, StoreError)}, timeout_s={0: 4.0, 1: 4.0})
     assert made[1].ended == DeadStoreError.__name__ and alike(made)
     with pytest.raises(DeadStoreError):
         made[1].module["call"]([1])
