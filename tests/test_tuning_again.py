@@ -19,9 +19,11 @@ import inductor_passes
 from inductor_passes import _torch, agreement
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine import again as engine_again
 from inductor_passes.engine import following, variants
 from inductor_passes.engine.backup import Backup
 from inductor_passes.engine.kept import Kept
+from inductor_passes.engine.kernels import order_kernels
 from inductor_passes.models import MLPConfig, mlp, mlp_batch
 from inductor_passes.report import Timing
 from inductor_passes.trace import collector
@@ -175,6 +177,25 @@ def test_another_profile_gives_another_plan_and_code_for_it(profiles: tuple[str,
         assert reports == [], "a second plan has no report of its own"
 
 
+def test_the_second_plan_may_use_the_same_memory_again(profiles: tuple[str, str]) -> None:
+    """Found: Inductor knows from the thread's notes what backward may overwrite, and on another thread knew of nothing.
+
+    The second plan needed a fifth more memory, and a budget was relative to that.
+    """
+    may_overwrite: list[set[str]] = []
+
+    def noted(nodes: list[Any], *rest: Any) -> list[Any]:
+        may_overwrite.append({*nodes[0].scheduler.name_to_donated_buffer})
+        return order_kernels(nodes, *rest)
+
+    with compiled(profiles[0]) as kept, mock.patch.object(engine_again, "order_kernels", noted):
+        for one in kept:
+            assert isinstance(on_a_thread(one, profiles[1]), New)
+        donated = [one.lowering.donated for one in kept if isinstance(one, Kept) and one.lowering is not None]
+    assert not donated[0] and donated[1], "forward has nothing that it may overwrite"
+    assert [len(names) for names in may_overwrite] == [0, len(donated[1])]
+
+
 def test_the_same_profile_gives_the_same_plan_and_no_code(profiles: tuple[str, str]) -> None:
     with compiled(profiles[1]) as kept:
         for one in kept:
@@ -268,8 +289,8 @@ def test_a_graph_that_comes_out_differently_is_refused(profiles: tuple[str, str]
         first.lines[-1] += " "
         found = on_a_thread(first, profiles[1])
         assert isinstance(found, UnfitError) and str(found) == "traced again it is another graph"
-        second.lowering = mock.Mock(wraps=second.lowering, context=second.lowering.context, given=second.lowering.given)  # type: ignore[union-attr]
-        second.lowering.outputs, second.lowering.compile_context = ("elsewhere",), None  # type: ignore[union-attr]
+        assert second.lowering is not None
+        second.lowering = replace(second.lowering, outputs=("elsewhere",), compile_context=None)
         found = on_a_thread(second, profiles[1])
         assert isinstance(found, UnfitError) and "lie differently in memory" in str(found)
 

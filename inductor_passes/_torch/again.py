@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import inspect
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +37,14 @@ class Lowering:
         given: arguments of its entry point besides graph and inputs.
         outputs: form, memory layout and device of what the graph returns.
         compile_context: which compilation it was.
+        donated: inputs whose memory the graph may use for something else, by number; only backward has such.
     """
 
     context: contextvars.Context
     given: dict[str, Any]
     outputs: tuple[str, ...]
     compile_context: Any
+    donated: tuple[int, ...] = ()
 
 
 def settings_per_thread() -> bool:
@@ -70,7 +73,9 @@ def lowering_now() -> Lowering | str:
         "graph_id": getattr(graph, "graph_id", None),
         "get_decomp_fn": getattr(graph, "get_decomp_fn", None),
     }
-    return Lowering(contextvars.copy_context(), given, output_layouts(), CompileContext.try_get())
+    # Of one function's graphs both have the numbers, which are those of backward's inputs.
+    donated = tuple(getattr(graph, "bw_donated_idxs", None) or ()) if graph.is_backward else ()
+    return Lowering(contextvars.copy_context(), given, output_layouts(), CompileContext.try_get(), donated)
 
 
 def output_layouts() -> tuple[str, ...]:
@@ -202,7 +207,7 @@ def lower_again(
         accepted = _parameters(compile_fx_inner)
         given = {k: v for k, v in lowering.given.items() if v is not None and (accepted is None or k in accepted)}
         with contextlib.ExitStack() as stack:
-            for one in (_compile_lock(), _no_bundles(), _compilation(lowering.compile_context)):
+            for one in (_compile_lock(), _no_bundles(), _compilation(lowering.compile_context), _donating(lowering)):
                 stack.enter_context(one)
             stack.enter_context(inductor_config().patch({k: v for k, v in wanted.items() if k in known}))
             return compile_fx_inner(module, fresh_inputs(module), **given)
@@ -233,6 +238,18 @@ def _no_bundles() -> contextlib.AbstractContextManager[Any]:
 
     known = getattr(config, "bundled_autograd_cache", None)
     return contextlib.nullcontext() if known is None else config.patch(bundled_autograd_cache=False)  # type: ignore[no-any-return]
+
+
+def _donating(lowering: Lowering) -> contextlib.AbstractContextManager[Any]:
+    """What Inductor asks AOTAutograd's notes on the forward graph for, which are kept per thread."""
+    from torch._guards import TracingContext, tracing
+
+    context = TracingContext(None)
+    notes: Any = types.SimpleNamespace(
+        bw_donated_idxs=list(lowering.donated), static_input_indices=list(lowering.given["static_input_idxs"])
+    )
+    context.fw_metadata = notes
+    return tracing(context)
 
 
 def _compilation(context: Any) -> contextlib.AbstractContextManager[Any]:
