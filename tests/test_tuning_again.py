@@ -180,7 +180,7 @@ def test_another_profile_gives_another_plan_and_code_for_it(profiles: tuple[str,
 def test_the_second_plan_may_use_the_same_memory_again(profiles: tuple[str, str]) -> None:
     """Found: Inductor knows from the thread's notes what backward may overwrite, and on another thread knew of nothing.
 
-    The second plan needed a fifth more memory, and a budget was relative to that.
+    The second plan needed more memory, and a budget is relative to what is needed.
     """
     may_overwrite: list[set[str]] = []
 
