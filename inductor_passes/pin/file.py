@@ -88,7 +88,7 @@ class GraphPlan:
     def __post_init__(self) -> None:
         if self.costs is not None:
             try:
-                self.profile  # noqa: B018
+                CostProfile.from_json(dict(self.costs))
             except RecordError as error:
                 raise PlanFileError(f"costs: {error}") from None
         taken: set[str] = set()

@@ -90,8 +90,6 @@ class Replanning:
     _tried: str = ""
     #: What it is doing, for the sentence about a program that ends meanwhile.
     _doing: str = "waited to be planned again"
-    #: The first plan, where the second one is no other.
-    _same: dict[str, Any] = field(default_factory=dict)
     #: The talk that it came to last: round and attempt.
     _at: tuple[int, int] = (0, 0)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -188,7 +186,6 @@ class Replanning:
             self.lowering = False
         planned = self.new.planned
         if planned is None:
-            self._same = self.new.before
             return "the corrected profile gives the same plan"
         self.swap = replace(self.swap, predicted_ns=planned.timeline.makespan_ns)
         return ""
@@ -325,8 +322,11 @@ class Replanning:
                 self._say(SwapOutcome.UNMEASURED, why=said)
             else:
                 # What this rank knows of a plan that is not used the others may not know.
-                plan = self._written(self._same)["plan"] if self._same else ""
-                self._say(SwapOutcome.NOTHING, why=said, call=0, predicted_ns=0, plan=plan)
+                made = {"plan": "", "why": ""}
+                if self.new is not None and self.new.planned is None:
+                    made = self._written(self.new.before)
+                said = "; ".join(filter(None, (said, made["why"])))
+                self._say(SwapOutcome.NOTHING, why=said, call=0, predicted_ns=0, plan=made["plan"])
             self._done()
 
     def _done(self) -> None:
