@@ -522,7 +522,8 @@ class PassConfig:
         0,
     )
     tune_file: str = _doc(
-        "Path of the cost profile that `tune` writes. Empty: a file beside Inductor's caches, which the report names.",
+        "Path of the cost profile that `tune` writes, which is not one that the same run reads. Empty: a file beside "
+        "Inductor's caches, which the report names.",
         "",
     )
     tune_swap: Switch = _doc(
@@ -576,6 +577,19 @@ class PassConfig:
         if self.plan and self.budget.shrinks:
             beside = f'beside memory_budget="{self.memory_budget}"'
             raise ConfigError("plan", self.plan, f"nothing {beside}: a plan file does not say what is computed again")
+        self._check_tune_file()
+
+    def _check_tune_file(self) -> None:
+        """What a run reads it must not write: graphs that are compiled later would be planned by something else."""
+        if not self.tune or not self.tune_file:
+            return
+        profile = os.path.realpath(self.tune_file)
+        plans = os.path.splitext(profile)[0] + ".plan.json"
+        for name, written in (("cost_profile", profile), ("plan", plans)):
+            read = getattr(self, name)
+            if read and os.path.realpath(read) == written:
+                needs = f"a path that does not make this run write {name}={read!r}, which it reads"
+                raise ConfigError("tune_file", self.tune_file, needs)
 
     @property
     def budget(self) -> MemoryBudget:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -167,3 +169,22 @@ def test_numerics_by_environment() -> None:
     assert settings.tier == "reassociate"
     with pytest.raises(ConfigError, match=r"numerics='fast' is not allowed; expected \"exact\" or \"reassociate\""):
         PassConfig(numerics="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "given"),
+    [
+        ("cost_profile", "{}/own.json", "{}/own.json"),
+        ("cost_profile", "{}/own.json", "{}/../{}/own.json"),
+        ("plan", "{}/own.plan.json", "{}/own.json"),
+        ("plan", "{}/own.plan.json", "{}/own.txt"),
+    ],
+)
+def test_a_run_does_not_write_what_it_reads(tmp_path: Path, name: str, read: str, given: str) -> None:
+    """Graphs that are compiled later would be planned by something else, on each rank from another moment on."""
+    path = read.format(tmp_path)
+    tune_file = given.replace("/../{}/", f"/../{tmp_path.name}/").format(tmp_path)
+    with pytest.raises(ConfigError, match=f"tune_file=.* is not allowed.*write {name}=.*which it reads"):
+        PassConfig(**{name: path, "tune": 3, "tune_file": tune_file})
+    assert getattr(PassConfig(**{name: path, "tune": 3, "tune_file": str(tmp_path / "other.json")}), name) == path
+    assert getattr(PassConfig(**{name: path, "tune_file": tune_file}), name) == path

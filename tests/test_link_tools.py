@@ -314,7 +314,7 @@ def test_first_steps_are_over_when_their_costs_are_written(tmp_path: Path) -> No
     def timing(outcome: SwapOutcome | None, **more: Any) -> Timing:
         return Timing(5, (0, 1), 9_000_000, 7_500_000, swap=outcome and Swap(outcome, **more))
 
-    forward = report("forward", timing(SwapOutcome.KEPT, after_ns=6_000_000))
+    forward = report("forward", timing(SwapOutcome.KEPT, before_ns=7_000_000, after_ns=6_000_000))
     backward = report("backward", timing(SwapOutcome.NOTHING, why="the same plan"))
     assert not retiming.is_over([], there)
     assert not retiming.is_over([forward, report("backward")], there)
@@ -325,7 +325,7 @@ def test_first_steps_are_over_when_their_costs_are_written(tmp_path: Path) -> No
     done = [forward, backward, report("inference", planned=False)]
     assert retiming.is_over(done, there)
     assert retiming.told(done) == [
-        "forward predicted 9.0, took 7.5 ms, planned again: swapped in, faster (6.0 ms)",
+        "forward predicted 9.0, took 7.5 ms, planned again: swapped in, faster (7.0 -> 6.0 ms)",
         "backward predicted 9.0, took 7.5 ms, planned again: nothing swapped: the same plan",
     ]
     plans = {"graphs": [{"phase": "forward", "graph_index": 7, "order": []}]}

@@ -196,6 +196,46 @@ def test_the_second_plan_may_use_the_same_memory_again(profiles: tuple[str, str]
     assert [len(names) for names in may_overwrite] == [0, len(donated[1])]
 
 
+def test_the_program_draws_random_numbers_meanwhile(profiles: tuple[str, str]) -> None:
+    """Inductor's own compilation puts the generators back: the program would draw the same numbers again."""
+    free, dear = profiles
+    real, drawn = order_kernels, []
+
+    def draws(*args: Any) -> list[Any]:
+        drawn.append(torch.rand(3).tolist())
+        return real(*args)
+
+    with compiled(free) as kept, mock.patch.object(engine_again, "order_kernels", draws):
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        for one in kept:
+            assert isinstance(on_a_thread(one, dear), New)
+            drawn.append(torch.rand(3).tolist())
+        torch.set_rng_state(before)
+        assert drawn == [torch.rand(3).tolist() for _ in range(2 * len(kept))] and len(kept) == 2
+
+
+def test_under_a_budget_below_the_peak_there_is_no_plan_file(profiles: tuple[str, str]) -> None:
+    """The next run would refuse it."""
+    with compiled(profiles[0], memory_budget="-20%") as kept:
+        # One of them is planned as before, the other one anew.
+        for one, profile in zip(kept, profiles, strict=True):
+            made = on_a_thread(one, profile)
+            assert isinstance(made, New) and made.unwritten == (
+                'no plan file: memory_budget="-20%" takes none, because it would not say what is computed again'
+            )
+
+
+def test_a_compilation_of_its_own_leaves_torch_as_it_is() -> None:
+    from torch._dynamo import utils
+    from torch._inductor import compile_fx
+
+    apart = _torch.compile_fx_inner_apart()
+    assert not isinstance(apart, str) and apart is not compile_fx.compile_fx_inner
+    assert compile_fx.dynamo_utils is utils and apart is _torch.compile_fx_inner_apart()
+    assert utils.preserve_rng_state.__module__ == utils.__name__
+
+
 def test_the_same_profile_gives_the_same_plan_and_no_code(profiles: tuple[str, str]) -> None:
     with compiled(profiles[1]) as kept:
         for one in kept:
@@ -374,6 +414,10 @@ def test_one_reset_does_not_end_swapping(profiles: tuple[str, str]) -> None:
     [
         ({"compress": "auto"}, "its messages are narrowed"),
         ({"dynamic": True}, "the graph holds for several sizes"),
+        (
+            {"inductor": {**NO_CACHE, "max_autotune_gemm": True, "max_autotune_gemm_backends": "ATEN"}},
+            "Inductor's max_autotune_gemm measures kernels on random inputs, which the program's generators would draw",
+        ),
     ],
 )
 def test_what_cannot_be_planned_again_says_why(profiles: tuple[str, str], more: dict[str, Any], why: str) -> None:

@@ -20,6 +20,8 @@ from inductor_passes.report import Swap, SwapOutcome
 from inductor_passes.tuning import again, measuring, replanning, swap
 from inductor_passes.tuning.again import New
 from inductor_passes.tuning.callers import nobody_calls
+from inductor_passes.tuning.clock import Clock
+from inductor_passes.tuning.plan import Planned
 from inductor_passes.tuning.replanning import Replanning
 from inductor_passes.tuning.swap import LATE, DeadStoreError, Decision, Place, Ready, Vote, agreed_call
 from inductor_passes.tuning.tape import Tape
@@ -27,6 +29,8 @@ from inductor_passes.tuning.turnstile import Turnstile
 from tests.support.tuned import MS, FailingBoard, plan
 
 LIMIT_S = 60.0
+#: That the made-up plan has timed.
+STEPS = plan([MS], [MS]).about.steps
 
 
 @pytest.fixture(autouse=True)
@@ -303,15 +307,54 @@ def test_a_call_ahead_is_further_away_at_each_try_and_for_faster_calls() -> None
     assert turnstile.ahead(0) >= 100
 
 
+def test_what_is_to_be_done_before_a_vote_is_done_that_many_calls_earlier_or_the_rank_is_late() -> None:
+    store = dist.HashStore()
+    session = Session(store, 0, range(1))
+    assert session.open(time.monotonic() + 10)
+
+    def armed(call: int, calls: int) -> list[int]:
+        vote = Vote(Place(session, Board(store), f"{call} {calls}"), 1.0, lambda: "", lambda: "")
+        turnstile.arm(call, vote, new, decided.append, (calls, lambda: began.append(turnstile.count)))
+        return began
+
+    began: list[int] = []
+    decided: list[Decision] = []
+    made = module()
+    turnstile = Turnstile(made, 10)
+    armed(14, 4)
+    assert not decided[-1].yes and decided[-1].late, "its first of these calls is behind it"
+    armed(15, 4)
+    did = [made["call"]([1]) for _ in range(6)]
+    assert began == [11] and did == ["old"] * 4 + ["new"] * 2 and decided[-1].yes
+
+
+def test_a_graph_is_timed_beneath_what_counts_its_calls() -> None:
+    """The first plan, right before the second one comes: all functions have their own code behind it."""
+    made = module()
+    exec("def kernel():\n    return 'done'\ndef call(args):\n    args.clear()\n    return kernel()", made)
+    turnstile, tapes = Turnstile(made, 0), []
+    own = turnstile.own().__code__
+    Clock(made, ["kernel"], 2, "cpu", lambda tape, why: tapes.append((tape, why)), turnstile.own())
+    assert [made["call"]([1]) for _ in range(4)] == ["done"] * 4
+    ((tape, why),) = tapes
+    assert why == "" and [one.names for one in tape.steps()] == [("kernel",)] * 2
+    assert turnstile.own().__code__ is own and turnstile.count == 4
+    turnstile.end()
+    assert made["call"].__code__ is own and made["call"]([1]) == "done"
+
+
 class Kept:
     """A graph that can be planned again at no cost."""
 
-    def __init__(self) -> None:
+    def __init__(self, same: bool = False, unwritten: str = "") -> None:
         self.used: list[bool] = []
+        self.same, self.unwritten = same, unwritten
 
     def compile(self, profile: CostProfile) -> New:
         assert profile.name
-        return New(plan([MS], [MS]), {}, new, "same", {"phase": "forward"}, {"phase": "before"}, self.used.append)
+        planned = None if self.same else plan([MS], [MS])
+        before = {"phase": "before"}
+        return New(planned, {}, new, "same", {"phase": "forward"}, before, self.used.append, self.unwritten)
 
     def conflict(self) -> str:
         return ""
@@ -321,9 +364,18 @@ class Kept:
 
 
 class Whole(Rank):
-    """A rank that goes through all stages; ``measured`` is what comes of timing the second plan, after 5 more calls."""
+    """A rank that goes through all stages; ``measured`` is what comes of timing the second plan, after 5 more calls.
+
+    Attributes:
+        first: what comes of timing the first plan once more.
+        same: whether the second plan is the first one.
+        unwritten: why there is no file of the plans.
+    """
 
     measured: int | str | Exception = 1
+    first: int | str = 8
+    same: bool = False
+    unwritten: str = ""
     tries: tuple[int, ...] = (20, 20)
     replanning: Replanning | None = None
 
@@ -334,14 +386,17 @@ class Whole(Rank):
         # The last calls are for what is still to be agreed on.
         return super().waits(call) or (call > self.calls - 80 and self.turnstile._vote is None)
 
+    def timed_first(self, one: Replanning) -> None:
+        self.began_at, one._first = self.turnstile.count, (Tape(1), "")
+
     def _talks(self) -> None:
         assert self.session.open(time.monotonic() + self.timeout_s)
         work: queue.PriorityQueue[tuple[int, int, Callable[[], None]]] = queue.PriorityQueue()
         self.swaps: list[Swap] = []
-        self.kept = Kept()
+        self.kept = Kept(self.same, self.unwritten)
         ahead = iter(self.tries)
-        self.turnstile.ahead = lambda attempt: self.propose(  # type: ignore[method-assign]
-            lambda: self.turnstile.count + next(ahead)
+        self.turnstile.ahead = lambda attempt, more=0: self.propose(  # type: ignore[method-assign]
+            lambda: self.turnstile.count + next(ahead) + more
         )
         put = [0]
 
@@ -349,7 +404,9 @@ class Whole(Rank):
             put[0] += 1
             work.put((order, put[0], run))
 
-        def measure(*_: Any) -> int | str:
+        def measure(planned: Planned, tape: Tape, name: str) -> int | str:
+            if name == "a graph before":
+                return self.first
             time.sleep(0.05)
             if isinstance(self.measured, Exception):
                 raise self.measured
@@ -371,6 +428,7 @@ class Whole(Rank):
             before_ns=10,
         )
         one._time = lambda made: one._timed(Tape(1), "")  # type: ignore[method-assign]
+        one._time_first = lambda turnstile: self.timed_first(one)  # type: ignore[method-assign]
         self.replanning = one
         one.begin()
         while self.threads[0].is_alive() or not work.empty():
@@ -396,8 +454,27 @@ def test_a_faster_plan_stays_on_all_ranks() -> None:
     for one in made:
         assert [s.outcome for s in one.swaps][-1] is SwapOutcome.KEPT and one.kept.used == [True]
         last = one.swaps[-1]
-        assert (last.before_ns, last.after_ns, last.plan) == (10, 1, "a plan of forward")
+        assert (last.before_ns, last.after_ns, last.plan) == (8, 1, "a plan of forward")
         assert last.call == one.did.index("new") + 1
+        assert one.began_at == last.call - STEPS - 1, "the first plan is timed right before, behind a call to warm up"
+
+
+def test_what_the_first_plan_takes_right_before_counts() -> None:
+    """In the program's first steps it took 10: a plan that takes 9 is no faster than one that takes 8 now."""
+    made = whole(2, measured=dict.fromkeys(range(2), 9))
+    for one in made:
+        last = one.swaps[-1]
+        assert (last.outcome, last.before_ns, last.after_ns) == (SwapOutcome.RETURNED, 8, 9)
+
+
+@pytest.mark.parametrize(("measured", "outcome"), [(9, SwapOutcome.KEPT), (10, SwapOutcome.RETURNED)])
+def test_where_the_first_plan_has_no_later_times_its_first_steps_count(measured: int, outcome: SwapOutcome) -> None:
+    made = whole(2, measured=dict.fromkeys(range(2), measured), first=dict.fromkeys(range(2), "no times"))
+    for one in made:
+        last = one.swaps[-1]
+        assert (last.outcome, last.before_ns, last.after_ns) == (outcome, 10, measured)
+        assert last.why == "the first plan was timed in the program's first steps only: no times"
+        assert last.plan == ("a plan of forward" if outcome is SwapOutcome.KEPT else "a plan of before")
 
 
 @pytest.mark.parametrize(("measured", "why"), [(10, ""), ("no times", "its steps are not known: no times")])
@@ -410,6 +487,20 @@ def test_a_plan_that_is_not_faster_goes_again_on_all_ranks(measured: Any, why: s
         assert last.plan == ("" if why else "a plan of before")
         before, between = last.call - 1, last.back - last.call
         assert one.did == ["old"] * before + ["new"] * between + ["old"] * (160 - before - between)
+
+
+@pytest.mark.parametrize(("measured", "same"), [(1, False), (9, False), (1, True)])
+def test_where_the_next_run_takes_no_plan_file_none_is_written(measured: int, same: bool) -> None:
+    why = "a budget below the peak takes none"
+    made = whole(2, measured={0: measured, 1: measured}, same={0: same, 1: same}, unwritten={0: why, 1: why})
+    said = "the corrected profile gives the same plan; " * same + why
+    assert {(one.swaps[-1].plan, one.swaps[-1].why) for one in made} == {("", said)}
+
+
+def test_where_one_rank_has_the_same_plan_the_others_name_it() -> None:
+    made = whole(2, same={0: False, 1: True})
+    why = "the corrected profile gives the same plan"
+    assert [one.swaps[-1].why for one in made] == [f"rank 1: {why}", why]
 
 
 def test_a_call_that_a_rank_had_behind_it_is_tried_again_further_on() -> None:
@@ -531,14 +622,14 @@ def opened(*ones: Replanning) -> None:
         thread.join()
 
 
-def agreed(call: int = 9) -> tuple[Replanning, Replanning, list[Swap], list[Any]]:
+def agreed(call: int = 19) -> tuple[Replanning, Replanning, list[Swap], list[Any]]:
     """Two ranks that are to change at a call; the first one's entry is held by the list."""
     store, made = dist.HashStore(), entry()
     one, said, work = on_its_way(store, 0, made)
     other, _, others = on_its_way(store, 1, entry())
     opened(one, other)
     assert one.turnstile is not None
-    one.turnstile.ahead = lambda attempt: call  # type: ignore[method-assign]
+    one.turnstile.ahead = lambda attempt, more=0: call  # type: ignore[method-assign]
     held = [made["call"]]
     del made
     for each in (one, other):
@@ -557,7 +648,7 @@ def test_a_program_that_ends_before_the_call_says_so_and_tells_the_others() -> N
     assert held[0]([1]) == "old"
     sentence, tell = one.end_with_program()
     assert said[-1].outcome is SwapOutcome.NOTHING
-    assert said[-1].why.startswith("the program ended before call 9: the graph had run 4 times, the last time 0.")
+    assert said[-1].why.startswith("the program ended before call 19: the graph had run 4 times, the last time 0.")
     assert sentence == f"nothing swapped: {said[-1].why}"
     tell()
     assert other.turnstile is not None and other.turnstile._vote is not None

@@ -39,6 +39,7 @@ from inductor_passes._torch.caches import (
     forget_loaded_modules,
 )
 from inductor_passes._torch.clocks import accelerator, callable_kind, device_name, event_times_ns, timing_events
+from inductor_passes._torch.compile_apart import compile_fx_inner_apart
 from inductor_passes._torch.contents import (
     called_name,
     expression,
@@ -320,6 +321,7 @@ __all__ = [
     "compile_aot_eager",
     "compile_cache_dir",
     "compile_fx",
+    "compile_fx_inner_apart",
     "compile_id",
     "compile_span",
     "compiling_for_s",

@@ -2,7 +2,7 @@
 
 Settings that Inductor was given for a compilation live in context variables: a copy of the context that is taken while
 it compiles is what it was asked. What it keeps per compilation is local to a thread; dynamo's own lock keeps other
-compilations of the program apart from this one.
+compilations of the program apart from this one. Random numbers are the process's: see ``compile_apart``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from inductor_passes._torch.compile_apart import compile_fx_inner_apart
 from inductor_passes._torch.inductor import (
     as_pass_list,
     inductor_config,
@@ -26,6 +27,9 @@ from inductor_passes._torch.inductor import (
     plain_values,
 )
 from inductor_passes._torch.node_names import node_names, set_node_names
+
+#: With these a compilation draws random numbers.
+_DRAWING = ("max_autotune", "max_autotune_gemm", "benchmark_fusion", "benchmark_combo_kernel")
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ def lowering_now() -> Lowering | str:
     graph = V.graph
     if not settings_per_thread():
         return "Inductor's settings in this torch are those of all threads"
+    unknown = compile_fx_inner_apart()
+    if isinstance(unknown, str):
+        return unknown
+    if drawing := next((name for name in _DRAWING if inductor_option(name)), ""):
+        return f"Inductor's {drawing} measures kernels on random inputs, which the program's generators would draw"
     if getattr(graph, "cpp_wrapper", False) or getattr(graph, "aot_mode", False) or getattr(graph, "fx_wrapper", False):
         return "the generated code is no Python module"
     checked = set(getattr(graph, "inputs_to_check", None) or ())
@@ -183,7 +192,9 @@ def lower_again(
         graph_pass, order: in place of our own graph pass and hook at the end of scheduling.
         is_ours: tells our hook from those of others.
     """
-    from torch._inductor.compile_fx import compile_fx_inner
+    compile_fx_inner = compile_fx_inner_apart()
+    if isinstance(compile_fx_inner, str):
+        raise RuntimeError(compile_fx_inner)
 
     # Settings are copied with all that hangs on them; functions are not.
     def planned(graph: torch.fx.Graph) -> None:

@@ -61,7 +61,7 @@ def compile_again(kept: Kept, profile: CostProfile) -> New:
             if not work.same:
                 raise
     if work.same:
-        return New(None, {}, lambda inputs: None, "", {}, kept.plan, lambda used: None)
+        return New(None, {}, lambda inputs: None, "", {}, kept.plan, lambda used: None, _unwritten(kept))
     return work.made(compiled, loaded)
 
 
@@ -174,4 +174,12 @@ class _Again:
             variants.use(kept.about, variant if used else kept.variant)
 
         plan = with_costs(report, self._profile)
-        return New(planned, module, call, digest, plan, kept.plan, use)
+        return New(planned, module, call, digest, plan, kept.plan, use, _unwritten(kept))
+
+
+def _unwritten(kept: Kept) -> str:
+    """Why no plan file can be given to the next run."""
+    if not kept.settings.budget.shrinks:
+        return ""
+    budget = f'memory_budget="{kept.settings.memory_budget}"'
+    return f"no plan file: {budget} takes none, because it would not say what is computed again"

@@ -34,6 +34,7 @@ class New:
         digest: of all that ranks must do alike.
         plan: in the form of a plan file.
         before: the first plan, the one that runs, in the same form.
+        unwritten: why there can be no file of these plans; "" where there can.
         use: called when the plan comes into use (True) and when the one before returns (False).
     """
 
@@ -44,6 +45,7 @@ class New:
     plan: dict[str, Any]
     before: dict[str, Any]
     use: Callable[[bool], None]
+    unwritten: str = ""
 
 
 class Kept(Protocol):

@@ -41,6 +41,7 @@ class Clock:
         steps: at least 1.
         device: that computes.
         done: called once, on the thread of the last step, with the tape, and a sentence when nothing was timed.
+        function: runs the graph with these globals; None for the one that the module has.
 
     Raises:
         ValueError: the function cannot be stood in for; the message says why.
@@ -53,9 +54,10 @@ class Clock:
         steps: int,
         device: str,
         done: Callable[[Tape, str], None],
+        function: types.FunctionType | None = None,
     ) -> None:
         self._module = module
-        self._function = function_of(module)
+        self._function = function_of(module) if function is None else function
         self._code = self._function.__code__
         self._original = types.FunctionType(self._code, module, self._function.__name__)
         self._called = called

@@ -1,5 +1,8 @@
 """A graph that was timed is planned again, swapped in on all ranks, measured, and swapped back where it is not faster.
 
+A program's first steps, in which the first plan was timed, are slower than later ones. So the first plan is timed once
+more in the calls right before the second one comes into use.
+
 Background threads run the stages, each to its end; the program's own thread only counts calls and votes. One thread
 exchanges times: a compilation may take minutes, and another rank waits for this one's times for seconds. The other
 compiles first, and then talks about calls: while new code is measured this process compiles nothing.
@@ -11,6 +14,7 @@ import json
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +41,8 @@ _TRIES = 3
 #: Ranks wait for so many times ``rank_agreement`` that another one gets ready, and for so many times as long as it took
 #: this one; at a call for so large a share of it: who is asked about another graph meanwhile still answers in time.
 _PATIENCE, _TOOK, _AT_CALL = 3.0, 2.0, 0.5
+_SAME = "the corrected profile gives the same plan"
+_OLD = "the first plan was timed in the program's first steps only"
 THROWN_AWAY = "torch threw the graph's code away meanwhile, as torch._dynamo.reset() does"
 
 
@@ -57,7 +63,7 @@ class Replanning:
             there is none.
         write: writes the faster plan; the path of the file, and a sentence where there is none.
         profile: the newest corrected cost profile; asked on the first rank of the set.
-        before_ns: the first plan's step on the slowest rank.
+        before_ns: the first plan's step on the slowest rank, as it was timed last.
         settle: waits until other graphs that are being timed are in the profile, for so many seconds at most.
         swap: what became of it so far.
         new: the second plan, once it is compiled, which took ``took_s`` seconds.
@@ -86,6 +92,10 @@ class Replanning:
     in_use: bool = False
     over: bool = False
     lowering: bool = False
+    #: The first plan's last times before the change, or why there are none.
+    _first: tuple[Tape, str] | None = None
+    #: Why there can be no file of its plans.
+    _unwritten: str = ""
     #: Why an earlier try came to nothing, "" where there was none.
     _tried: str = ""
     #: What it is doing, for the sentence about a program that ends meanwhile.
@@ -184,9 +194,9 @@ class Replanning:
             return f"compiling it failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         finally:
             self.lowering = False
-        planned = self.new.planned
+        planned, self._unwritten = self.new.planned, self.new.unwritten
         if planned is None:
-            return "the corrected profile gives the same plan"
+            return _SAME
         self.swap = replace(self.swap, predicted_ns=planned.timeline.makespan_ns)
         return ""
 
@@ -224,8 +234,13 @@ class Replanning:
         )
         place = self._place(self.connect(), round_, attempt)
         mine = Ready(why, "" if new is None else new.digest)
-        ahead = (lambda: 0) if turnstile is None else (lambda: turnstile.ahead(attempt))
+        # One call to warm up, as for the second plan.
+        timed = 0 if round_ else self.planned.about.steps + 1
+        ahead = (lambda: 0) if turnstile is None else (lambda: turnstile.ahead(attempt, timed))
         call, refused = agreed_call(place, mine, ahead, self._patience_s)
+        if why == _SAME and refused.endswith(why):
+            # So it is here, and the rank that said it first is no special one.
+            refused = why
         if not call or turnstile is None or new is None:
             self._end(f"{self._tried}; tried again: {refused}" if self._tried else refused)
             return
@@ -243,7 +258,8 @@ class Replanning:
         if self.over:
             self._tell(vote, again.ENDED)
             return
-        turnstile.arm(call, vote, to, lambda found: self._decided(round_, attempt, call, found))
+        early = timed, lambda: self._time_first(turnstile)
+        turnstile.arm(call, vote, to, lambda found: self._decided(round_, attempt, call, found), early)
 
     def _decided(self, round_: int, attempt: int, call: int, found: Decision) -> None:
         """At the call, on the program's thread, before the graph runs."""
@@ -257,15 +273,32 @@ class Replanning:
                 self._time(new)
         self.later(TALK, self._stage(lambda: self._after(round_, attempt, call, found)))
 
+    def _time_first(self, turnstile: Turnstile) -> None:
+        """Start the clock of the first plan once more."""
+
+        def taken(tape: Tape, why: str) -> None:
+            self._first = tape, why
+
+        self._first = None
+        self._start(self.planned, turnstile.module, taken, turnstile.own())
+
     def _time(self, new: New) -> None:
         """Start the clock of the second plan."""
-        planned = new.planned
-        assert planned is not None
+        assert new.planned is not None
+        self._start(new.planned, new.module, self._timed)
+
+    @staticmethod
+    def _start(
+        planned: Planned,
+        module: dict[str, Any],
+        done: Callable[[Tape, str], None],
+        function: types.FunctionType | None = None,
+    ) -> None:
+        names = [one.name for one in planned.calls]
         try:
-            names = [one.name for one in planned.calls]
-            Clock(new.module, names, planned.about.steps, planned.about.device, self._timed)
+            Clock(module, names, planned.about.steps, planned.about.device, done, function)
         except ValueError as error:
-            self._timed(Tape(1), str(error))
+            done(Tape(1), str(error))
 
     def _timed(self, tape: Tape, why: str) -> None:
         self.later(TIMES, self._stage(lambda: self._compare(tape, why)))
@@ -285,27 +318,47 @@ class Replanning:
             self._done()
             if measured:
                 # With the corrected profile alone the next run would plan again what was found slower.
-                self._publish(SwapOutcome.RETURNED, **self._written(first))
+                self._write(first)
         elif self.swap.outcome is SwapOutcome.AGREED:
             self._say(SwapOutcome.SWAPPED, call=call)
 
     def _compare(self, tape: Tape, why: str) -> None:
         """Whether the second plan's steps are faster than the first one's."""
         assert self.new is not None and self.new.planned is not None
+        missed = self._measure_first()
         after = why or self.measure(self.new.planned, tape, f"{self.name} again")
         if isinstance(after, str):
             self._say(SwapOutcome.SWAPPED, why=f"its steps are not known: {after}")
         else:
-            self._say(SwapOutcome.SWAPPED, after_ns=after)
+            self._say(SwapOutcome.SWAPPED, before_ns=self.before_ns, after_ns=after, why=missed)
             if after < self.before_ns:
                 plan = self.new.plan
                 self._say(SwapOutcome.KEPT)
                 self._done()
-                self._publish(SwapOutcome.KEPT, **self._written(plan))
+                self._write(plan)
                 return
         self.later(TALK, self._stage(lambda: self._talk(1, 0, "")))
 
+    def _measure_first(self) -> str:
+        """Put the ranks' last times of the first plan together; why its first steps count, "" where they do not."""
+        if self._first is None:
+            return f"{_OLD}: its clock did not come to an end"
+        tape, why = self._first
+        self._first = None
+        again = why or self.measure(self.planned, tape, f"{self.name} before")
+        if isinstance(again, str):
+            return f"{_OLD}: {again}"
+        self.before_ns = again
+        return ""
+
+    def _write(self, plan: dict[str, Any]) -> None:
+        """Write the faster plan behind the last word."""
+        made = self._written(plan)
+        self._publish(self.swap.outcome, plan=made["plan"], why=_joined(self.swap.why, made["why"]))
+
     def _written(self, plan: dict[str, Any]) -> dict[str, str]:
+        if self._unwritten:
+            return {"plan": "", "why": self._unwritten}
         try:
             path, why = self.write(plan)
             return {"plan": path, "why": why}
@@ -317,7 +370,7 @@ class Replanning:
         with self._lock:
             if self.over:
                 return
-            said = "; ".join(filter(None, (self.swap.why, why)))
+            said = _joined(self.swap.why, why)
             if self.in_use:
                 self._say(SwapOutcome.UNMEASURED, why=said)
             else:
@@ -325,7 +378,7 @@ class Replanning:
                 made = {"plan": "", "why": ""}
                 if self.new is not None and self.new.planned is None:
                     made = self._written(self.new.before)
-                said = "; ".join(filter(None, (said, made["why"])))
+                said = _joined(said, made["why"])
                 self._say(SwapOutcome.NOTHING, why=said, call=0, predicted_ns=0, plan=made["plan"])
             self._done()
 
@@ -333,7 +386,7 @@ class Replanning:
         self.over = True
         if self.turnstile is not None:
             self.turnstile.end()
-        self.kept = "it is over"
+        self.kept, self._first = "it is over", None
         if not self.in_use:
             self.new = None
 
@@ -346,3 +399,7 @@ class Replanning:
     def _publish(self, outcome: SwapOutcome, **more: Any) -> None:
         self.swap = replace(self.swap, outcome=outcome, **more)
         self.publish(self.swap)
+
+
+def _joined(*said: str) -> str:
+    return "; ".join(filter(None, said))

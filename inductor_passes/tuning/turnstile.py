@@ -27,6 +27,10 @@ _NAME = "_inductor_passes_turnstile"
 _AHEAD_S, _FEWEST, _MOST = 1.0, 3, 100_000
 
 
+def _nothing(*_: Any) -> None:
+    """Nothing is to be done."""
+
+
 def _through_turnstile(*args: Any) -> Any:
     """Its code stands in for a function of a generated module, whose globals it then has."""
     return globals()["_inductor_passes_turnstile"](*args)
@@ -39,12 +43,16 @@ class Turnstile:
         module: globals of the generated module.
         count: calls that it had so far.
 
+    Attributes:
+        module, count: these.
+        broken: why calls cannot be counted, "" where they can.
+
     Raises:
         ValueError: the function cannot be stood in for; the message says why.
     """
 
     def __init__(self, module: dict[str, Any], count: int) -> None:
-        self._module = module
+        self.module = module
         self._function = function_of(module)
         self._code = self._function.__code__
         self._original = types.FunctionType(self._code, module, self._function.__name__)
@@ -56,22 +64,27 @@ class Turnstile:
         self._vote: Vote | None = None
         self._at = 0
         self._to: Callable[[list[Any]], Any] | None = None
-        self._then: Callable[[Decision], None] = lambda decision: None
+        self._then: Callable[[Decision], None] = _nothing
+        #: A call before the vote, and what is done at it.
+        self._early: tuple[int, Callable[[], None]] = 0, _nothing
         #: The graph does not run any more: nobody knows which plan the other ranks run.
         self._dead: DeadStoreError | None = None
         self.count = count
-        #: Why calls cannot be counted, "" where they can.
         self.broken = ""
         module[_NAME] = self
         self._function.__code__ = _through_turnstile.__code__
 
-    def ahead(self, attempt: int) -> int:
-        """A call that is well before this rank."""
+    def own(self) -> types.FunctionType:
+        """Runs the module's own code, whichever runs the graph now."""
+        return self._original
+
+    def ahead(self, attempt: int, more: int = 0) -> int:
+        """A call that is well before this rank, ``more`` calls behind such a one."""
         with self._lock:
             calls = self.count - self._first
             period_s = (time.monotonic() - self._began) / calls if calls else _AHEAD_S
             margin = math.ceil(_AHEAD_S * 4**attempt / max(period_s, 1e-6))
-            return self.count + min(max(margin, _FEWEST * 4**attempt), _MOST)
+            return self.count + min(max(margin, _FEWEST * 4**attempt), _MOST) + more
 
     def arm(
         self,
@@ -79,18 +92,23 @@ class Turnstile:
         vote: Vote,
         to: Callable[[list[Any]], Any] | None,
         then: Callable[[Decision], None],
+        early: tuple[int, Callable[[], None]] = (0, _nothing),
     ) -> None:
         """Vote at a call, run another module from there on where the vote is for it, and tell the caller.
 
         Args:
             to: runs the graph; None for the module's own code.
             then: called once with what was decided, on the thread that makes the call.
+            early: what is to be done so many calls earlier, on that thread; a rank for which that is too late is too
+                late for the vote.
         """
+        calls, start = early
         with self._lock:
-            late = call <= self.count
+            late = call - calls <= self.count
             why = self.broken or (LATE if late else "")
             if not why:
                 self._at, self._vote, self._to, self._then = call, vote, to, then
+                self._early = (call - calls if calls else 0), start
         if why:
             then(vote.refuse(why))
 
@@ -102,7 +120,7 @@ class Turnstile:
 
     def discarded(self) -> bool:
         """Whether it is certain that nobody can call the graph any more, see ``callers``."""
-        return nobody_calls(self._module)
+        return nobody_calls(self.module)
 
     def idle_s(self) -> float:
         """Seconds since the last call began; since it counts, where there was none."""
@@ -118,9 +136,12 @@ class Turnstile:
                 self.broken = "two threads ran the graph at the same time"
             self._inside += 1
             vote = self._vote if self.count == self._at else None
+            early = self._early[1] if self._vote is not None and self.count == self._early[0] else None
         try:
             if self._dead is not None:
                 raise self._dead
+            if early is not None:
+                early()
             if vote is not None:
                 self._turn(vote)
             other = self._other
@@ -146,12 +167,14 @@ class Turnstile:
     def end(self) -> None:
         """Stop counting; what runs now stays. Calls that are on their way elsewhere find something to run."""
         other = self._other
+        # These hold the second plan, and what holds this.
+        self._to, self._then, self._early = None, _nothing, (0, _nothing)
         if other is None:
-            self._module[_NAME] = self._original
+            self.module[_NAME] = self._original
             self._function.__code__ = self._code
             return
 
         def onward(*args: Any) -> Any:
             return other(args[-1])
 
-        self._module[_NAME] = onward
+        self.module[_NAME] = onward

@@ -43,7 +43,7 @@ def told(reports: Sequence[GraphReport]) -> list[str]:
 def _again(swap: Swap | None) -> str:
     if swap is None:
         return ""
-    took = f" ({swap.after_ns / 1e6:.1f} ms)" if swap.after_ns else ""
+    took = f" ({swap.before_ns / 1e6:.1f} -> {swap.after_ns / 1e6:.1f} ms)" if swap.after_ns else ""
     return f", planned again: {swap.outcome.value}{took}" + f": {swap.why}" * bool(swap.why)
 
 
