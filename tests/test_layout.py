@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import grimp
@@ -83,3 +84,23 @@ def test_the_verifier_imports_no_pass(imports: networkx.DiGraph) -> None:
     reached = set().union(*(networkx.descendants(imports, m) for m in imports if _room(m) == "verify"))
     allowed = {"", "operators", "_torch", "config", "switch", "records", "report", "ir", "agreement", "verify"}
     assert {_room(m) for m in reached} <= allowed
+
+
+def test_nobody_draws_from_the_generators_of_the_program() -> None:
+    """What a program draws must not depend on whether it is planned, nor on how long ranks wait for each other.
+
+    Models are the program.
+    """
+    own = {"Random", "Generator", "fork_rng"}
+    found = []
+    for path in sorted(Path(PACKAGE).rglob("*.py")):
+        if path.parts[1] == "models":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Attribute) or not isinstance(node.value, (ast.Name, ast.Attribute)):
+                continue
+            owner = ast.unparse(node.value)
+            drawn = owner in {"random", "np.random", "numpy.random", "torch.random"} and node.attr not in own
+            if drawn or (owner == "torch" and (node.attr.startswith("rand") or node.attr == "manual_seed")):
+                found.append(f"{path}:{node.lineno} {owner}.{node.attr}")
+    assert found == []

@@ -12,6 +12,8 @@ from inductor_passes import _torch
 #: Between two looks at the store a rank sleeps for this share of the time that it has waited, within these bounds: the
 #: store is asked some 50 times in 10 s, and a rank learns an answer soon after it came.
 _SHARE, _SHORTEST_S, _LONGEST_S = 0.2, 0.001, 0.25
+#: Not the process's generator: programs would draw other numbers, and each rank others, the longer ranks wait.
+_random = random.Random()
 T = TypeVar("T")
 
 
@@ -87,7 +89,7 @@ class Board:
             now = self.clock.now()
             if result is not None or now >= deadline:
                 return result
-            pause = min(max((now - began) * _SHARE, _SHORTEST_S), _LONGEST_S) * random.uniform(0.75, 1.25)
+            pause = min(max((now - began) * _SHARE, _SHORTEST_S), _LONGEST_S) * _random.uniform(0.75, 1.25)
             pause = min(pause, deadline - now)
             self.clock.sleep(pause)
             self.waited_s += pause
