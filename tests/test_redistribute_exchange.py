@@ -11,7 +11,7 @@ import torch
 import torch.fx
 from expecttest import assert_expected_inline
 
-from inductor_passes import _torch
+from inductor_passes import _torch, verify
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
@@ -20,7 +20,10 @@ from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
 from tests.support.async_tp_programs import Program, inputs, rs, run_ranks, trace
 from tests.support.bucket_graphs import assert_same_bits, check_fakes, output_layouts
+from tests.support.value_forgeries import Rewritten
 from tests.support.world import fake_world
+
+aten = torch.ops.aten
 
 
 def link(ranks: int, scatter: float, exchange: float | None) -> CostProfile:
@@ -91,6 +94,73 @@ def test_any_two_terms_add_up_to_the_same_bits() -> None:
         expected = run_ranks(gm, per_rank)
         assert run(gm, SLOW).changed
         assert_same_bits(expected, run_ranks(gm, per_rank))
+
+
+def _sums(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Of what is a sum itself: of shared weights, of a bias, of an average, padded and merged."""
+    twice = rs(x * 2 + (y + x)), rs(y - x, 0, "avg")
+    merged = rs(torch.cat([(x + y)[:4], y[4:] + x[4:], torch.zeros_like(x)[:2], x[:2] + (x[:2] + y[:2])]))
+    return *twice, merged, rs(rs(x + y, 0, "avg") + y[:4]) if x.shape[0] == 8 else merged
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_added_may_be_a_sum(dtype: torch.dtype) -> None:
+    """Found: the verifier took all sums apart, and more than two terms have an order."""
+    program = Program("sums", _sums, ((8, 6), (8, 6)), dtype=dtype)
+    with fake_world(2):
+        gm = trace(program)
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((8, 6), (8, 6))
+        per_rank = [[(torch.randn(s, generator=generator) * 1e3).to(dtype) for s in shapes] for _ in range(2)]
+        expected = run_ranks(gm, per_rank)
+        report = run(gm, SLOW)
+        assert [d.verdict for d in report.decisions] == [Verdict.APPLIED] * 5
+        assert_same_bits(expected, run_ranks(gm, per_rank))
+
+
+Add = Callable[[torch.fx.Node, torch.fx.Node], torch.fx.Node]
+
+
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda add, x, y: add(add(add(x[0], y[0]), x[1]), y[1]),
+        lambda add, x, y: add(add(x[0], x[1]), add(y[0], y[1])),
+        lambda add, x, y: add(add(x[0], y[0]), add(x[0], y[0])),
+        lambda add, x, y: add(add(x[0], y[0]), add(x[1], y[0])),
+    ],
+)
+def test_only_what_is_added_last_may_be_in_another_order(
+    total: Callable[[Add, list[torch.fx.Node], list[torch.fx.Node]], torch.fx.Node],
+) -> None:
+    with fake_world(2):
+        gm = trace(Program("sum", lambda x, y: rs(x + y).relu(), ((8, 6), (8, 6))))
+        before = verify.snapshot(gm.graph)
+        assert run(gm, SLOW).changed
+        one = Rewritten(gm, before)
+        (inner, last), (sent,) = one.calls(aten.add.Tensor), one.calls(_all_to_all())
+        at = last.prev
+        parts = []
+        for term in inner.args:
+            at = one.insert(at, sent.target, term, *sent.args[1:])
+            at = one.insert(at, torch.ops._c10d_functional.wait_tensor.default, at)
+            parts.append([one.insert(at, aten.slice.Tensor, at, 0, 4 * rank, 4 * rank + 4) for rank in (1, 0)][::-1])
+        at = last
+
+        def add(a: torch.fx.Node, b: torch.fx.Node) -> torch.fx.Node:
+            nonlocal at
+            at = one.insert(at, aten.add.Tensor, a, b)
+            return at
+
+        made = total(add, *parts)
+        last.replace_all_uses_with(made, delete_user_cb=lambda user: user.target is aten.relu.default)
+        gm.graph.eliminate_dead_code()
+        found = one.findings()
+    assert {f.rule for f in found} == {"value-changed"}, found
+
+
+def _all_to_all() -> object:
+    return torch.ops._c10d_functional.all_to_all_single.default
 
 
 @pytest.mark.parametrize(

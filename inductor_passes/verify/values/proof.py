@@ -408,6 +408,8 @@ class Proof:
             # recognised as one family where all of them are taken apart equally far.
             with contextlib.suppress(Unequal), self._stopping_here():
                 return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
+            if closed and op == "sum" and (pairs := self._last_addition(old, new, q)) is not None:
+                return pairs
             if self.exact:
                 raise
             # Only now, because what is taken apart so can be compared in fewer ways.
@@ -418,6 +420,13 @@ class Proof:
             return self._same_sums(old, new, *apart)
         except Unequal:
             return self._same_sums(old, new, *self._flattened(q, op, closed, widens=True))
+
+    def _last_addition(self, old: Head, new: Head, q: Question) -> Pairs | None:
+        """What has to be equal where only what is added last may be in another order: a reduction of sums, for one."""
+        for stops in (contextlib.nullcontext, self._stopping_here):
+            with contextlib.suppress(Unequal), stops():
+                return self._same_sums(old, new, *self._flattened(q, "sum", True, widens=False, shallow=True))
+        return None
 
     @contextlib.contextmanager
     def _stopping_here(self) -> Iterator[None]:
@@ -446,12 +455,12 @@ class Proof:
         return nothing and all(term.scale > 0 for term in total.terms)
 
     def _flattened(
-        self, q: Question, op: str, closed: bool, widens: bool, whole: bool = False
+        self, q: Question, op: str, closed: bool, widens: bool, whole: bool = False, shallow: bool = False
     ) -> tuple[Sum, Sum, bool]:
         """Both sums, and whether what the new one adds was rounded to be sent."""
         rounded = self.new.roundings
         sides = zip(self._flatteners, (q.old, q.new))
-        was, now = (side.flattened(read, op, q.old.dtype, closed, widens, whole) for side, read in sides)
+        was, now = (side.flattened(read, op, q.old.dtype, closed, widens, whole, shallow) for side, read in sides)
         return was, now, self.new.roundings > rounded
 
     def _same_sums(self, old: Head, new: Head, was: Sum, now: Sum, sent_rounded: bool) -> Pairs:

@@ -48,6 +48,7 @@ class Term:
         through: kinds of additions in a narrower type that it goes through before it is widened: (type, kind).
         coarse: how many of them at most.
         rounded: it was rounded to a type narrower than float32 before it is added.
+        added: it is a term of an addition, or of a reduction over ranks.
     """
 
     reads: tuple[Access, ...]
@@ -58,6 +59,7 @@ class Term:
     through: frozenset[tuple[torch.dtype, str]] = frozenset()
     coarse: int = 0
     rounded: bool = False
+    added: bool = False
 
     def put(self, variable: int, value: Affine) -> Term:
         """With a variable of its own replaced."""
@@ -81,6 +83,7 @@ class Sum:
         closed: products and sums over dimensions were not taken apart.
         widens: sums in a narrower type that are widened are taken apart.
         whole: of what is in a narrower type, sums that were computed in a wider one and rounded once are terms.
+        shallow: what is added up last is taken apart, and not what these terms are sums of.
         steps: kinds of additions, whatever their type: ``add``, ``rank``, ``scale``.
         narrower: how many sums in a narrower type were taken apart.
     """
@@ -95,6 +98,7 @@ class Sum:
     closed: bool = False
     widens: bool = False
     whole: bool = False
+    shallow: bool = False
     steps: set[str] = field(default_factory=set)
     narrower: int = 0
     least: int | None = None
@@ -170,6 +174,7 @@ class Flattener:
         closed: bool = False,
         widens: bool = False,
         whole: bool = False,
+        shallow: bool = False,
     ) -> Sum:
         """The sum that ``read`` comes to.
 
@@ -177,11 +182,12 @@ class Flattener:
             closed: products and sums over dimensions are terms, and are not taken apart.
             widens: sums in a narrower type that are widened to ``dtype`` are taken apart too.
             whole: in these, what was computed in a wider type and rounded once is a term.
+            shallow: terms of the last addition, or of the last reduction over ranks, are not taken apart.
 
         Raises:
             NeedsCut: a variable that is not bound by a term has to be cut first.
         """
-        result = Sum(op, dtype, closed=closed, widens=widens, whole=whole)
+        result = Sum(op, dtype, closed=closed, widens=widens, whole=whole, shallow=shallow)
         todo = [Term((read,))]
         while todo:
             term = todo.pop()
@@ -203,7 +209,7 @@ class Flattener:
         except NeedsBytes:
             into.terms.append(term)
             return []
-        found = self._one(head, term, into)
+        found = None if into.shallow and term.added else self._one(head, term, into)
         if found is None:
             if isinstance(head, Cast) and _widening(head, into):
                 # The number that is added is the one that was widened.
@@ -235,7 +241,8 @@ class Flattener:
             if narrow(head.dtype):
                 into.roundings.add("add")
             rounded = term.rounded or narrow(head.dtype)
-            return [replace(term, reads=(read,), scale=term.scale * sign, rounded=rounded) for read, sign in added]
+            term = replace(term, rounded=rounded, added=True)
+            return [replace(term, reads=(read,), scale=term.scale * sign) for read, sign in added]
         if not into.closed and (biased := _biased(head)) is not None:
             into.steps.add("add")
             bias, product = biased
@@ -255,7 +262,7 @@ class Flattener:
             into.roundings.add("rank")
         digits = self.space.box(n for n, _ in head.group.sorted_digits())
         scale = term.scale / head.group.size if head.op == "avg" else term.scale
-        return [Term((head.on(digits),), (*term.bound, *_variables(digits)), scale, rounded=rounded)]
+        return [Term((head.on(digits),), (*term.bound, *_variables(digits)), scale, rounded=rounded, added=True)]
 
     def _rounded_once(self, head: Cast, term: Term, into: Sum) -> list[Term] | None:
         """``cast(cast(x) + cast(y))`` with casts to a wider type and back is the sum of ``x`` and ``y``."""
@@ -265,7 +272,7 @@ class Flattener:
             inner = self.resolver.head(head.source)
             if sum_op(inner) != "sum" and not self._is_scaled_sum(inner):
                 return None
-            wide = self.flattened(head.source, "sum", head.source.dtype)
+            wide = self.flattened(head.source, "sum", head.source.dtype, shallow=into.shallow)
             into.once = True
             into.roundings |= wide.roundings
             if wide.least is not None:
