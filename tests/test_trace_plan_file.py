@@ -118,9 +118,8 @@ def test_a_plan_is_followed_whatever_was_tried_while_it_was_found(world: None, t
         assert again.plan["order"] == one.plan["order"] and again.plan["buckets"] == one.plan["buckets"]
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_plan_with_its_costs_is_followed_whatever_the_profile(world: None, tmp_path: Path, exchanges: bool) -> None:
-    """Found: reductions that become exchanges by measured costs are in no list of a plan, and its order did not fit."""
+def two_profiles(folder: Path) -> dict[str, str]:
+    """Under one of them reductions become exchanges; their paths."""
     paths = {}
     for name, per_byte in (("exchanges", 2e4), ("reduces", 9e4)):
         costs = tuple(
@@ -129,8 +128,15 @@ def test_a_plan_with_its_costs_is_followed_whatever_the_profile(world: None, tmp
         )
         group = GroupCost(GroupLayout(2, 1, 2), "test", "wire", costs)
         profile = replace(CostProfile.default("cpu", 2), name=name, measured=True, groups=(group,))
-        paths[name] = str(tmp_path / f"{name}.json")
+        paths[name] = str(folder / f"{name}.json")
         profile.save(paths[name])
+    return paths
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_plan_with_its_costs_is_followed_whatever_the_profile(world: None, tmp_path: Path, exchanges: bool) -> None:
+    """Found: reductions that become exchanges by measured costs are in no list of a plan, and its order did not fit."""
+    paths = two_profiles(tmp_path)
     mine, other = ("exchanges", "reduces") if exchanges else ("reduces", "exchanges")
     made = compile_step(cost_profile=paths[mine], dump_plan=str(tmp_path / "plans"))
     kinds = [str(c.kind) for c in made[1].collectives]
@@ -148,6 +154,26 @@ def test_a_plan_with_its_costs_is_followed_whatever_the_profile(world: None, tmp
     # What it is predicted to take is by the setting's.
     assert all(report.cost_profile.startswith(other) for report in pinned)
     assert [f"decided by its costs: {mine}" in " ".join(report.notes) for report in pinned] == [False, True]
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_where_a_plan_is_given_up_the_settings_costs_decide(world: None, tmp_path: Path, exchanges: bool) -> None:
+    paths = two_profiles(tmp_path)
+    mine, other = ("exchanges", "reduces") if exchanges else ("reduces", "exchanges")
+    compile_step(cost_profile=paths[mine], dump_plan=str(tmp_path / "plans"))
+    backward = by_phase(tmp_path / "plans")["backward"]
+
+    def damaged(graph: dict[str, Any]) -> None:
+        graph["costs"] = CostProfile.load(paths[mine]).to_json()
+        graph["order"] = graph["order"][::-1]
+
+    edit(backward, damaged)
+    replanned = compile_step(cost_profile=paths[other], plan=str(backward), plan_mismatch="replan")
+    alone = compile_step(cost_profile=paths[other])
+    assert any(note.startswith("pinned plan given up") for note in replanned[1].notes)
+    assert replanned[1].schedules[-1].makespan_after_ns == alone[1].schedules[-1].makespan_after_ns
+    kinds = [str(c.kind) for c in replanned[1].collectives]
+    assert kinds.count("all_to_all") == (0 if exchanges else 3)
 
 
 def test_costs_in_a_plan_are_those_of_a_profile(plans: Path) -> None:

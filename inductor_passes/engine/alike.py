@@ -178,11 +178,23 @@ class Job:
         return found
 
     def run_pinned(self, view: GraphView | None) -> Compilation:
-        """Run the passes, within the budget that a plan file gives the graph, if it does.
+        """Run the passes, by the costs and within the budget that a plan file gives the graph, if it does.
 
         Raises:
             PlanFileError: it is no budget, and the settings do not allow to plan anew.
         """
+        pins = self.known.pins
+        if pins is None or pins.given_up or (self.costs is None and pins.graph.memory_budget is None):
+            return self.run(view)
+        backup = Backup(self.graph)
+        found = self._run_pinned(view)
+        if found.pins is None or not found.pins.given_up:
+            return found
+        # It was given up in the middle. What is planned anew is planned by the settings.
+        backup.restore()
+        return replace(self, costs=None, known=replace(self.known, pins=found.pins)).run()
+
+    def _run_pinned(self, view: GraphView | None) -> Compilation:
         pins = self.known.pins
         larger = None if pins is None or pins.given_up else pins.graph.memory_budget
         if pins is None or larger is None:
