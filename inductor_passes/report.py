@@ -370,6 +370,7 @@ class Swap:
         back: from which on the first plan runs again; 0 where there is none.
         before_ns / after_ns: the step of the first and of the second plan, measured on the slowest rank; 0: not known.
         predicted_ns: the step of the second plan.
+        peak_bytes: its planned peak; 0 where it is not known, and in reports of versions that did not say it.
         plan: path of a file with the graph's plan that was measured to be the faster one; "" where none was written.
     """
 
@@ -381,6 +382,7 @@ class Swap:
     after_ns: Count = 0
     predicted_ns: Count = 0
     plan: str = ""
+    peak_bytes: Count = 0
 
 
 @dataclass(frozen=True)

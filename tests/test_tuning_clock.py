@@ -236,7 +236,8 @@ def test_a_number_of_steps_may_be_text(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_report_has_a_table_of_what_was_measured(tmp_path: Path) -> None:
     planned = plan([4 * MS] * 3, [MS] * 3)
     found = account(planned, World([9 * MS] * 3, late_ns=(0, 30 * MS)).records(planned))
-    second = Swap(SwapOutcome.KEPT, call=59, before_ns=9 * MS, after_ns=7 * MS, predicted_ns=6 * MS, plan="plan.json")
+    second = Swap(SwapOutcome.KEPT, call=59, before_ns=9 * MS, after_ns=7 * MS, predicted_ns=6 * MS)
+    second = dataclasses.replace(second, plan="plan.json", peak_bytes=5 << 20)
     measured = timing(planned, found, profile="tuned.json", profile_hash="abc")
     report = GraphReport("forward", 0, timing=dataclasses.replace(measured, swap=second))
     assert GraphReport.from_json(report.to_json()) == report
@@ -244,8 +245,8 @@ def test_the_report_has_a_table_of_what_was_measured(tmp_path: Path) -> None:
         Console(file=out, width=160).print(render_graph(report))
     text = (tmp_path / "out").read_text()
     parts = ("measured in 5 steps of 2 ranks", "late peer", "30 ms, rank 1 last")
-    swapped = "planned again: swapped in, faster at call 59; step 9 ms before, 7 ms after; plan in plan.json"
-    for part in (*parts, "corrected cost profile abc: tuned.json", swapped):
+    swapped = "planned again: swapped in, faster at call 59; step 9 ms before, 7 ms after; its planned peak 5 MiB"
+    for part in (*parts, "corrected cost profile abc: tuned.json", swapped, "; plan in plan.json"):
         assert part in text, text
     assert TIMING in KINDS
 

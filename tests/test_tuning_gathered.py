@@ -131,6 +131,25 @@ def test_an_earlier_file_is_replaced_as_a_whole(ranks: Ranks, tmp_path: Path) ->
     assert CostProfile.load(path).measured
 
 
+def test_a_graph_that_is_timed_once_more_counts_once(ranks: Ranks, tmp_path: Path) -> None:
+    """A program's first steps are slower than later ones. Other graphs stay."""
+    found = []
+    for name, firsts in (("once", ()), ("twice", (9 * MS,))):
+        path = tmp_path / f"{name}.json"
+        planned, later = graph(ALL, path, "forward", 5 * MS)
+        other, beside = graph(ALL, path, "backward", 8 * MS, 4 * MIB)
+        for one in (planned, other):
+            ranks.expect(one)
+        for ns in firsts:
+            ranks.measured(planned, graph(ALL, path, "forward", ns)[1])
+        ranks.measured(other, beside)
+        ranks.measured(planned, later)
+        found.append(CostProfile.load(path))
+    assert gather_ns(found[0], ALL, MIB) == pytest.approx(5 * MS, rel=0.2)
+    for size in (MIB, 2 * MIB, 4 * MIB):
+        assert gather_ns(found[0], ALL, size) == gather_ns(found[1], ALL, size)
+
+
 def test_plans_of_all_graphs_lie_in_one_file(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     which = (ALL, "forward"), (FIRST, "backward"), (SECOND, "backward")

@@ -405,8 +405,6 @@ class Whole(Rank):
             work.put((order, put[0], run))
 
         def measure(planned: Planned, tape: Tape, name: str) -> int | str:
-            if name == "a graph before":
-                return self.first
             time.sleep(0.05)
             if isinstance(self.measured, Exception):
                 raise self.measured
@@ -423,6 +421,7 @@ class Whole(Rank):
             later=later,
             publish=self.swaps.append,
             measure=measure,
+            measure_first=lambda tape, name: self.first,
             write=lambda made: (f"a plan of {made['phase']}", ""),
             profile=lambda: CostProfile.default("cpu"),
             before_ns=10,
@@ -607,6 +606,7 @@ def on_its_way(store: Any, rank: int, made: dict[str, Any]) -> tuple[Replanning,
         later=lambda order, run: work.append(run),
         publish=said.append,
         measure=lambda *_: 1,
+        measure_first=lambda *_: 1,
         write=lambda made: ("", ""),
         profile=lambda: CostProfile.default("cpu"),
         before_ns=10,

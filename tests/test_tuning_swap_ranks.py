@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -88,6 +89,7 @@ def train(
     torch._dynamo.reset()
     PyCodeCache.cache_clear()
     torch.manual_seed(0)
+    random.seed(0)
     model = inductor_passes.simple_fsdp(mlp(config), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
     options = {} if not cold else {"fx_graph_cache": False}
     step = torch.compile(model, options=inductor_passes.options(inductor=options, **settings), fullgraph=True)
@@ -113,8 +115,8 @@ def train(
             loss = step(x).square().mean()
             loss.backward()
             losses.append(loss.item())
-            # Of the program's own generator, also while a second plan is being compiled.
-            draws.append(torch.rand(()).item())
+            # Of the program's own generators, also while a second plan is being compiled and ranks are waited for.
+            draws += [torch.rand(()).item(), random.random()]
             optimizer.step()
             optimizer.zero_grad()
             if len(losses) > STEPS:
@@ -153,8 +155,8 @@ def test_ranks_with_uneven_shards_change_together(pool: Ranks, tmp_path: Path) -
     # Whether these few short messages, as measured, make another plan is chance.
     corrected = save_profile(tmp_path / "corrected.json", LATENCY_NS, 1e9 / BYTES_PER_S, 20_000, 0.1, ranks=2)
     found = pool.run(train, 0, settings, True, MLPConfig(width=31, hidden=63, layers=2, batch=16), corrected)
-    first, second = ([{**one, "predicted_ns": 0} for one in rank["swaps"]] for rank in found)
-    assert first == second, "ranks hold one outcome; each predicts what its own kernels take"
+    first, second = ([{**one, "predicted_ns": 0, "peak_bytes": 0} for one in rank["swaps"]] for rank in found)
+    assert first == second, "ranks hold one outcome; each predicts what its own kernels take, and need"
     assert first[0]["outcome"] in {SwapOutcome.KEPT.value, SwapOutcome.RETURNED.value} and first[0]["call"], first
     assert all("something else" not in one["why"] for one in first)
 

@@ -115,6 +115,7 @@ def _swap(swap: Swap) -> Text:
     said += f" at call {swap.call}" * bool(swap.call) + f", back at call {swap.back}" * bool(swap.back)
     if swap.after_ns:
         said += f"; step {duration(swap.before_ns)} before, {duration(swap.after_ns)} after"
+    said += f"; its planned peak {size(swap.peak_bytes)}" * bool(swap.peak_bytes and swap.call)
     said += f"; {swap.why}" * bool(swap.why) + f"; plan in {swap.plan}" * bool(swap.plan)
     return Text(said, style="green" if swap.outcome is SwapOutcome.KEPT else "yellow")
 

@@ -34,6 +34,7 @@ class New:
         digest: of all that ranks must do alike.
         plan: in the form of a plan file.
         before: the first plan, the one that runs, in the same form.
+        peak_bytes: its planned peak.
         unwritten: why there can be no file of these plans; "" where there can.
         use: called when the plan comes into use (True) and when the one before returns (False).
     """
@@ -46,6 +47,7 @@ class New:
     before: dict[str, Any]
     use: Callable[[bool], None]
     unwritten: str = ""
+    peak_bytes: int = 0
 
 
 class Kept(Protocol):

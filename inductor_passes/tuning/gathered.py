@@ -107,10 +107,14 @@ class Gathered:
         self, planned: Planned, found: Account | None
     ) -> tuple[list[tuple[Planned, Account]], list[Others]]:
         program = self._program(planned)
-        return [*program.found, *([] if found is None else [(planned, found)])], program.others
+        if found is None:
+            return list(program.found), program.others
+        return [*_without(program, planned), (planned, found)], program.others
 
     def add(self, planned: Planned, found: Account, profile: CostProfile) -> tuple[str, str]:
         """The ranks of a graph hold one account and one profile: write it, or leave it for rank 0.
+
+        A graph that is timed once more has one account, the later one.
 
         Returns:
             The path of the file, and a sentence where another rank writes it.
@@ -124,7 +128,7 @@ class Gathered:
 
     def _added(self, planned: Planned, found: Account, profile: CostProfile) -> tuple[str, str]:
         program = self._program(planned)
-        program.found.append((planned, found))
+        program.found = [*_without(program, planned), (planned, found)]
         program.latest = planned
         self._looks = 0
         home, rank = self.home(planned), self._rank()
@@ -238,6 +242,10 @@ class Gathered:
             if plans:
                 files.save_plans(files.plan_path_of(planned, home), plans)
             program.written = text
+
+
+def _without(program: Program, planned: Planned) -> list[tuple[Planned, Account]]:
+    return [one for one in program.found if one[0] is not planned]
 
 
 _THEIRS = (

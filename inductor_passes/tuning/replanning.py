@@ -60,7 +60,7 @@ class Replanning:
         later: puts a stage into the background thread's queue: (its place in the order, the stage).
         publish: enters what became of it into the report.
         measure: the times of the second plan's calls, put together by all ranks: the slowest rank's step in ns, or why
-            there is none.
+            there is none. ``measure_first``: the same for the first plan's last ones.
         write: writes the faster plan; the path of the file, and a sentence where there is none.
         profile: the newest corrected cost profile; asked on the first rank of the set.
         before_ns: the first plan's step on the slowest rank, as it was timed last.
@@ -82,6 +82,7 @@ class Replanning:
     later: Callable[[int, Callable[[], None]], None]
     publish: Callable[[Swap], None]
     measure: Callable[[Planned, Tape, str], int | str]
+    measure_first: Callable[[Tape, str], int | str]
     write: Callable[[dict[str, Any]], tuple[str, str]]
     profile: Callable[[], CostProfile]
     before_ns: int
@@ -197,7 +198,7 @@ class Replanning:
         planned, self._unwritten = self.new.planned, self.new.unwritten
         if planned is None:
             return _SAME
-        self.swap = replace(self.swap, predicted_ns=planned.timeline.makespan_ns)
+        self.swap = replace(self.swap, predicted_ns=planned.timeline.makespan_ns, peak_bytes=self.new.peak_bytes)
         return ""
 
     def _shared_profile(self) -> CostProfile | str:
@@ -345,7 +346,7 @@ class Replanning:
             return f"{_OLD}: its clock did not come to an end"
         tape, why = self._first
         self._first = None
-        again = why or self.measure(self.planned, tape, f"{self.name} before")
+        again = why or self.measure_first(tape, f"{self.name} before")
         if isinstance(again, str):
             return f"{_OLD}: {again}"
         self.before_ns = again
@@ -379,7 +380,7 @@ class Replanning:
                 if self.new is not None and self.new.planned is None:
                     made = self._written(self.new.before)
                 said = _joined(said, made["why"])
-                self._say(SwapOutcome.NOTHING, why=said, call=0, predicted_ns=0, plan=made["plan"])
+                self._say(SwapOutcome.NOTHING, why=said, call=0, predicted_ns=0, peak_bytes=0, plan=made["plan"])
             self._done()
 
     def _done(self) -> None:

@@ -182,13 +182,16 @@ class Bench:
         until = time.monotonic() + TUNED_S
         with collect(what_if=False) as reports, retiming.virtual_clock():
             trial = Trial(contender, self.layout, self.config, str(self.profile))
-            while not all(gathered(retiming.is_over(reports, profile))):
-                if any(gathered(time.monotonic() > until)):
-                    raise RuntimeError(f"no costs of the first steps after {TUNED_S} s")
-                trial.plain_step()
-                # Ranks that wait on the emulated link keep a processor busy, and what compiles meanwhile needs one.
-                time.sleep(0.03 * (len(trial.losses) > contender.settings["tune"]))
-        trial.forget()
+            try:
+                while not all(gathered(retiming.is_over(reports, profile))):
+                    if any(gathered(time.monotonic() > until)):
+                        raise RuntimeError(f"no costs of the first steps after {TUNED_S} s")
+                    trial.plain_step()
+                    # Ranks that wait on the emulated link keep a processor busy, and what compiles meanwhile needs one.
+                    time.sleep(0.03 * (len(trial.losses) > contender.settings["tune"]))
+            finally:
+                # The next contender sends the same messages: nothing of this one may still be called.
+                trial.forget()
         if self.rank == 0 and plans.is_file():
             pinned.write_text(retiming.of_any_program(plans.read_text(encoding="utf-8")), encoding="utf-8")
         dist.barrier()
