@@ -350,6 +350,11 @@ def _doc(text: str, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"doc": text})
 
 
+def plans_beside(profile: str) -> str:
+    """Where plans go that belong to a cost profile of this path."""
+    return os.path.splitext(profile)[0] + ".plan.json"
+
+
 @dataclass(frozen=True)
 class PassConfig:
     """All settings. Unknown keys and bad values raise :class:`ConfigError`.
@@ -583,11 +588,9 @@ class PassConfig:
         """What a run reads it must not write: graphs that are compiled later would be planned by something else."""
         if not self.tune or not self.tune_file:
             return
-        profile = os.path.realpath(self.tune_file)
-        plans = os.path.splitext(profile)[0] + ".plan.json"
-        for name, written in (("cost_profile", profile), ("plan", plans)):
+        for name, written in (("cost_profile", self.tune_file), ("plan", plans_beside(self.tune_file))):
             read = getattr(self, name)
-            if read and os.path.realpath(read) == written:
+            if read and os.path.realpath(read) == os.path.realpath(written):
                 needs = f"a path that does not make this run write {name}={read!r}, which it reads"
                 raise ConfigError("tune_file", self.tune_file, needs)
 

@@ -73,6 +73,10 @@ def test_tuned_plans_stand_beside_what_they_were() -> None:
         "Geometric mean over 2 rows: 1.000 times as fast as before. The predicted step was off by 50.0% (50.0% at "
         "most) in the median, tuned by 5.0% (5.0% at most)."
     )
+    assert link_summary.tuning_where_off([one, other]) == (
+        "Over the 1 rows whose prediction was off by 10% or more: 1.250 times. Tuned, it is off by as much in 0 rows."
+    )
+    assert link_summary.tuning_where_off([other]) == ""
     assert link_summary.tuning_means([other]) == "Geometric mean over 1 rows: 0.800 times as fast as before."
 
 

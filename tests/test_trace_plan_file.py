@@ -176,6 +176,21 @@ def test_where_a_plan_is_given_up_the_settings_costs_decide(world: None, tmp_pat
     assert kinds.count("all_to_all") == (0 if exchanges else 3)
 
 
+def test_where_a_plan_is_given_up_its_budget_is_too(plans: Path) -> None:
+    path = by_phase(plans)["backward"]
+
+    def damaged(graph: dict[str, Any]) -> None:
+        graph["memory_budget"] = "unlimited"
+        graph["order"] = graph["order"][::-1]
+
+    edit(path, damaged)
+    settings = {"memory_budget": "+5%", "bucket": "on"}
+    replanned = compile_step(plan=str(path), plan_mismatch="replan", **settings)[1]
+    assert any(note.startswith("pinned plan given up") for note in replanned.notes)
+    assert not any("gives it the memory budget" in note for note in replanned.notes)
+    assert replanned.schedules[-1].budget_bytes == compile_step(**settings)[1].schedules[-1].budget_bytes
+
+
 def test_costs_in_a_plan_are_those_of_a_profile(plans: Path) -> None:
     path = by_phase(plans)["forward"]
     edit(path, lambda graph: graph.update(costs={"schema_version": 1, "name": 3}))

@@ -39,10 +39,7 @@ from inductor_passes._torch.caches import (
     forget_loaded_modules,
 )
 from inductor_passes._torch.clocks import accelerator, callable_kind, device_name, event_times_ns, timing_events
-from inductor_passes._torch.compile_apart import (
-    compile_fx_inner_apart,
-    wait_for_compilation_beside,
-)
+from inductor_passes._torch.compile_apart import compile_fx_inner_apart
 from inductor_passes._torch.contents import (
     called_name,
     expression,
@@ -513,7 +510,6 @@ __all__ = [
     "traced_modules",
     "traced_writes",
     "tracing_context",
-    "wait_for_compilation_beside",
     "when_generated",
     "without_guards",
     "without_implicit_communication",

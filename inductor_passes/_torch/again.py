@@ -1,8 +1,9 @@
 """Asking Inductor once more to lower a graph that it lowered before, on another thread and under the same settings.
 
 Settings that Inductor was given for a compilation live in context variables: a copy of the context that is taken while
-it compiles is what it was asked. What it keeps per compilation is local to a thread; what is the process's, see
-``compile_apart``.
+it compiles is what it was asked. What it keeps per compilation is local to a thread; dynamo's own lock, which Inductor
+takes for a backward graph as well, keeps other compilations of the program apart from this one. Random numbers are the
+process's: see ``compile_apart``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from inductor_passes._torch.compile_apart import compile_fx_inner_apart, compiling_alone
+from inductor_passes._torch.compile_apart import compile_fx_inner_apart
 from inductor_passes._torch.inductor import (
     as_pass_list,
     inductor_config,
@@ -183,7 +184,6 @@ def lower_again(
     graph_pass: Callable[[torch.fx.Graph], None],
     order: Callable[[list[Any]], list[Any]],
     is_ours: Callable[[Any], bool],
-    look: Callable[[], None] = lambda: None,
 ) -> Any:
     """Compile a graph as it came to our graph pass, without caches; what Inductor makes of it, to be kept alive.
 
@@ -192,7 +192,6 @@ def lower_again(
     Args:
         graph_pass, order: in place of our own graph pass and hook at the end of scheduling.
         is_ours: tells our hook from those of others.
-        look: called while this waits for compilations of the program; may raise.
     """
     compile_fx_inner = compile_fx_inner_apart()
     if isinstance(compile_fx_inner, str):
@@ -220,8 +219,7 @@ def lower_again(
         accepted = _parameters(compile_fx_inner)
         given = {k: v for k, v in lowering.given.items() if v is not None and (accepted is None or k in accepted)}
         with contextlib.ExitStack() as stack:
-            stack.enter_context(compiling_alone(look))
-            for one in (_no_bundles(), _compilation(lowering.compile_context), _donating(lowering)):
+            for one in (_compile_lock(), _no_bundles(), _compilation(lowering.compile_context), _donating(lowering)):
                 stack.enter_context(one)
             stack.enter_context(inductor_config().patch({k: v for k, v in wanted.items() if k in known}))
             return compile_fx_inner(module, fresh_inputs(module), **given)
@@ -238,6 +236,13 @@ def _parameters(function: Any) -> frozenset[str] | None:
     except (ImportError, AttributeError):
         known = inspect.signature(function).parameters.values()
         return None if any(p.kind is p.VAR_KEYWORD for p in known) else frozenset(p.name for p in known)
+
+
+def _compile_lock() -> contextlib.AbstractContextManager[Any]:
+    from torch._dynamo import convert_frame
+
+    found: contextlib.AbstractContextManager[Any] = convert_frame.compile_lock
+    return found
 
 
 def _no_bundles() -> contextlib.AbstractContextManager[Any]:

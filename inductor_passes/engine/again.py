@@ -52,7 +52,7 @@ def compile_again(kept: Kept, profile: CostProfile) -> New:
     compiled: Any = None
     with again.caught() as loaded:
         try:
-            compiled = _torch.lower_again(kept.module, kept.lowering, work.plan, work.order, is_ours, work.look_up)
+            compiled = _torch.lower_again(kept.module, kept.lowering, work.plan, work.order, is_ours)
         except Exception:
             # With the program or its process groups any pass may fail.
             work.why = work.why or work.over()
@@ -61,7 +61,7 @@ def compile_again(kept: Kept, profile: CostProfile) -> New:
             if not work.same:
                 raise
     if work.same:
-        return New(None, {}, lambda inputs: None, "", {}, kept.plan, lambda used: None, _unwritten(kept))
+        return New(None, {}, lambda inputs: None, "", {}, kept.plan, lambda used: None, unwritten=_unwritten(kept))
     return work.made(compiled, loaded)
 
 
@@ -92,7 +92,7 @@ class _Again:
         self.why = why
         raise _StopError(why)
 
-    def look_up(self) -> None:
+    def _look_up(self) -> None:
         """Stop where nobody needs the result any more. Between two looks torch is not left: its state would stay."""
         if over := self.over():
             self._stop(over)
@@ -109,7 +109,7 @@ class _Again:
         The program runs meanwhile, so Python's garbage collector is left as the program has it.
         """
         kept = self._kept
-        self.look_up()
+        self._look_up()
         if text_of(graph) != kept.lines:
             self._stop("traced again it is another graph")
         output = next(node for node in reversed(graph.nodes) if node.op == "output")
@@ -136,7 +136,7 @@ class _Again:
         """In place of our hook at the end of scheduling."""
         done, before = self._compilation, self._kept.report
         assert done is not None and before is not None
-        self.look_up()
+        self._look_up()
         report = PassReport("replay")
         done.report.passes.append(report)
         planned = order_kernels(nodes, done, report)
@@ -144,7 +144,7 @@ class _Again:
         if all(done.report.plan.get(key) == before.plan.get(key) for key in _DECIDED):
             self.same = True
             raise _StopError("the plan is the one that runs")
-        self.look_up()
+        self._look_up()
         return planned
 
     def made(self, compiled: Any, loaded: list[tuple[dict[str, Any], Any]]) -> New:
@@ -175,7 +175,7 @@ class _Again:
 
         plan = with_costs(report, self._profile)
         peak = report.schedules[-1].peak_after_bytes if report.schedules else 0
-        return New(planned, module, call, digest, plan, kept.plan, use, _unwritten(kept), peak)
+        return New(planned, module, call, digest, plan, kept.plan, use, unwritten=_unwritten(kept), peak_bytes=peak)
 
 
 def _unwritten(kept: Kept) -> str:

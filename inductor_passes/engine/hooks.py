@@ -45,7 +45,6 @@ class GraphPass(identity.Configured, _torch.graph_pass_base()):  # type: ignore[
         def plan() -> None:
             from inductor_passes.engine.graph import compile_graph
 
-            _torch.wait_for_compilation_beside()
             inference = "_inference_" in _torch.aot_graph_name() if is_inference is None else is_inference
             compile_graph(graph, inference, self.settings)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inductor_passes import _torch
+from inductor_passes.config import plans_beside
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.pin import file as plan_file
 from inductor_passes.records.whole_file import write_whole
@@ -32,8 +33,7 @@ def path_of(planned: Planned, home: tuple[int, ...]) -> Path:
 
 def plan_path_of(planned: Planned, home: tuple[int, ...]) -> Path:
     """Where plans go; see :func:`path_of`."""
-    path = path_of(planned, home)
-    return path.with_name(f"{path.stem}.plan.json")
+    return Path(plans_beside(str(path_of(planned, home))))
 
 
 def writes(planned: Planned, rank: int) -> bool:

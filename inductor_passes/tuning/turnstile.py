@@ -141,7 +141,7 @@ class Turnstile:
             if self._dead is not None:
                 raise self._dead
             if early is not None:
-                early()
+                _told(early)
             if vote is not None:
                 self._turn(vote)
             other = self._other
@@ -159,10 +159,7 @@ class Turnstile:
             raise
         if decision.yes:
             self._other = self._to
-        try:
-            self._then(decision)
-        except Exception:  # what is told about it must never stop a program
-            log.debug("a change of plans cannot be handed on", exc_info=True)
+        _told(lambda: self._then(decision))
 
     def end(self) -> None:
         """Stop counting; what runs now stays. Calls that are on their way elsewhere find something to run."""
@@ -178,3 +175,10 @@ class Turnstile:
             return other(args[-1])
 
         self.module[_NAME] = onward
+
+
+def _told(what: Callable[[], None]) -> None:
+    try:
+        what()
+    except Exception:  # what is told about a change must never stop a program
+        log.debug("a change of plans cannot be handed on", exc_info=True)

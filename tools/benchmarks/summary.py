@@ -25,6 +25,7 @@ from tools.link.summary import (
     missing,
     newest,
     tuning_means,
+    tuning_where_off,
     tunings,
 )
 from tools.shared.record import RESULTS, ROOT, Provenance, markdown_table, write
@@ -132,6 +133,7 @@ def _tuned(pages: list[Stored]) -> list[str]:
     ]
     return [
         *("", "## Before and after the first steps were timed (`tune`)", "", tuning_means([found[k] for k in ordered])),
+        *("", tuning_where_off([found[k] for k in ordered])),
         *("", *markdown_table(["model", "link", *TUNING_HEADER, "page"], rows)),
     ]
 

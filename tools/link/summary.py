@@ -20,6 +20,8 @@ REFERENCE = "inductor"
 BUSY = ("balanced", "bandwidth-bound")
 #: What the best contender's step over ours should not fall below.
 NEVER_BELOW = 0.98
+#: A prediction that is off by so much of the step, or more, is what tuning is for.
+OFF = 0.1
 
 
 @dataclass(frozen=True)
@@ -223,3 +225,16 @@ def tuning_means(found: Sequence[Tuning]) -> str:
         return f"{said}."
     worst = [f"{median(shares):.1%} ({max(shares):.1%} at most)" for shares in off]
     return f"{said}. The predicted step was off by {worst[0]} in the median, tuned by {worst[1]}."
+
+
+def tuning_where_off(found: Sequence[Tuning]) -> str:
+    """What tuning gained where the prediction was off, and where it still is, in two sentences; "" for nowhere."""
+    off = [one for one in found if one.off_before is not None and one.off_before >= OFF]
+    if not off:
+        return ""
+    gained = geometric_mean(one.before_ns / one.after_ns for one in off)
+    still = sum(one.off_after is not None and one.off_after >= OFF for one in found)
+    return (
+        f"Over the {len(off)} rows whose prediction was off by {OFF:.0%} or more: {gained:.3f} times. "
+        f"Tuned, it is off by as much in {still} rows."
+    )
