@@ -12,9 +12,10 @@ import pytest
 
 from tools.fuzzing import tune_soak
 
-JOB: dict[str, Any] = {"how": "nothing", "victim": 0, "after_s": 1.0, "warm": []}
+JOB: dict[str, Any] = {"how": "nothing", "victim": 0, "after_s": 1.0, "warm": [], "delays": {}}
 TIMING = {"profile_hash": "abc", "note": ""}
-HELD = {rank: {"losses": [1.0, 2.0], "timings": [TIMING], "error": "", "finished": True} for rank in range(2)}
+ONE: dict[str, Any] = {"losses": [1.0, 2.0], "timings": [TIMING], "error": "", "finished": True, "delayed": []}
+HELD = {rank: dict(ONE) for rank in range(2)}
 
 
 def swapped(call: int = 9, back: int = 0, outcome: str = "swapped in, faster", why: str = "") -> dict[str, Any]:
@@ -42,6 +43,7 @@ def test_a_run_without_findings_is_counted(tmp_path: Path) -> None:
         ({"error": "RuntimeError"}, "ended with RuntimeError"),
         ({"timings": [{"profile_hash": "other", "note": ""}]}, "different results"),
         ({"timings": [{"profile_hash": "", "note": ""}]}, "neither a profile nor a reason"),
+        ({"timings": [{"profile_hash": "", "note": f"times {tune_soak.OWN_MISTAKE}: 3 were given"}]}, "does not fit"),
     ],
 )
 def test_what_must_not_happen_is_found(tmp_path: Path, change: dict[str, Any], finding: str) -> None:
@@ -78,6 +80,31 @@ def test_a_rank_that_does_not_end_is_found(tmp_path: Path) -> None:
         judged(tmp_path, JOB, {0: HELD[0]})
     with pytest.raises(tune_soak.TuneSoakError, match="did not end"):
         judged(tmp_path, {**JOB, "how": "kill", "victim": 0}, {0: HELD[0]})
+
+
+def test_a_run_goes_on_until_it_is_known_what_became_of_second_plans() -> None:
+    pending = {**TIMING, "note": "one size only", "swap": None}
+    noted = {"profile_hash": "", "note": "late", "swap": None}
+    assert not tune_soak._over([swapped(), pending]) and not tune_soak._over([swapped(), swapped(outcome="swapped in")])
+    assert tune_soak._over([swapped(), noted]) and not tune_soak._over([swapped()])
+
+
+def test_delays_are_counted_once_each() -> None:
+    happened: list[str] = []
+    delays = tune_soak.Delays({"call": 0.0, "exchange": 0.0}, happened)
+    for stage in ("call", "compilation", "call"):
+        delays.at(stage)
+    assert happened == ["call"]
+
+
+@pytest.mark.ranks
+def test_ranks_that_nothing_happens_to_get_second_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    delays = {"0": {"call": 0.3}, "1": {"exchange": 0.2, "step": 0.1}}
+    job = {**JOB, "delays": delays, "tune": tune_soak.STEPS, "steps": tune_soak.MOST, "patience": "60s"}
+    monkeypatch.setattr(tune_soak, "job_of", lambda number, seed: (2, job))
+    found = tune_soak.one_run(0, 0, tmp_path)
+    assert found["graphs tuned"] == 4 and found["graphs with a reason"] == 0
+    assert sum(found[outcome] for outcome in tune_soak.OVER) == 4 and found["delays"] >= 3
 
 
 @pytest.mark.ranks

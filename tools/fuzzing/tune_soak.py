@@ -3,10 +3,10 @@
     tools/tune_soak --runs 30
 
 Each run trains with ``tune`` and ``tune_swap`` on two to four ranks over gloo. One of them may be killed, stopped for a
-while, have no part in the exchange, or fail in some stage of the second plan; some find their code in a cache, some do
-not. Afterwards: nobody hangs, no two ranks hold different results or changed plans at different calls, losses are those
-without tuning, and where no profile or no change came of it one sentence says why. A rank whose peer was killed within
-a step may end with an error of its collective: that is torch's.
+while, have no part in the exchange, or fail in some stage of the second plan; each may be held up in any stage; some
+find their code in a cache, some do not. Afterwards: nobody hangs, no two ranks hold different results or changed plans
+at different calls, losses are those without tuning, and where no profile or no change came of it one sentence says why.
+A rank whose peer was killed within a step may end with an error of its collective: that is torch's.
 """
 
 from __future__ import annotations
@@ -42,6 +42,11 @@ HOW = (
     *("nothing", "nothing", "kill", "kill in the exchange", "stop", "stay away", "come late"),
     *("kill in the compilation", "kill at the call", "late at the call", "do not compile", "plan something else"),
 )
+LATE = ("stop", "come late", "late at the call")
+#: Where a rank may be held up besides, how often, and for how long at most: ranks wait for each other for ``PATIENCE``.
+STAGES, SHARE, DELAY_S = ("step", "exchange", "compilation", "call"), 0.5, 2.0
+#: A reason that only a mistake in this file can lead to.
+OWN_MISTAKE = "do not fit together"
 OVER = tuple(one.value for one in SwapOutcome if one not in (SwapOutcome.AGREED, SwapOutcome.SWAPPED))
 
 
@@ -67,7 +72,7 @@ def worker(rank: int, world: int, job: dict[str, Any]) -> None:
         timer.start()
     torch.manual_seed(0)
     model = inductor_passes.simple_fsdp(mlp(MLPConfig()), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    settings: dict[str, Any] = {"rank_agreement": PATIENCE, "memory_budget": "unlimited"}
+    settings: dict[str, Any] = {"rank_agreement": job.get("patience", PATIENCE), "memory_budget": "unlimited"}
     settings["cost_profile"] = f"{job['folder']}/assumed.json"
     if job["tune"]:
         settings |= {"tune": job["tune"], "tune_file": f"{job['folder']}/tuned.json", "tune_swap": "on"}
@@ -77,11 +82,15 @@ def worker(rank: int, world: int, job: dict[str, Any]) -> None:
     step = torch.compile(model, options=inductor_passes.options(inductor=graphs, **settings), fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x = mlp_batch(MLPConfig(), seed=rank + 1)[0]
-    held: dict[str, Any] = {"losses": [], "timings": [], "error": ""}
+    held: dict[str, Any] = {"losses": [], "timings": [], "error": "", "delayed": []}
     began = time.monotonic()
-    with hindered(how, job, rank), collect(what_if=False) as reports:
+    delays = Delays(job["delays"].get(str(rank), {}), held["delayed"])
+    late = random.Random(rank).randrange(2 * STEPS)
+    with hindered(how, job, delays), collect(what_if=False) as reports:
         try:
             while len(held["losses"]) < job["steps"]:
+                if len(held["losses"]) == late:
+                    delays.at("step")
                 loss = step(x).square().mean()
                 loss.backward()
                 held["losses"].append(loss.item())
@@ -98,17 +107,41 @@ def worker(rank: int, world: int, job: dict[str, Any]) -> None:
         held["finished"] = measuring.finished(120.0)
     held["timings"] = [r.to_json()["timing"] for r in reports]
     Path(job["folder"], f"held-{job['tune']}-{rank}").write_text(json.dumps(held), encoding="utf-8")
+    if held["error"]:
+        # A program that ends closes its connections; a rank that stayed would leave those waiting that wait for it.
+        os._exit(1)
 
 
 def _over(timings: list[Any]) -> bool:
     """Whether nothing more is going to come of the graphs."""
     if len(timings) < 2 or None in timings:
         return False
-    return all(one["note"] or (one["swap"] or {}).get("outcome") in OVER for one in timings)
+    return all(
+        (one["swap"] or {}).get("outcome") in OVER if one["profile_hash"] else bool(one["note"]) for one in timings
+    )
+
+
+class Delays:
+    """What holds a rank up: seconds by stage, each once.
+
+    Args:
+        seconds: the stages at which the rank sleeps.
+        happened: gets the stages at which it did.
+    """
+
+    def __init__(self, seconds: dict[str, float], happened: list[str]) -> None:
+        self._seconds, self._happened = dict(seconds), happened
+
+    def at(self, stage: str) -> None:
+        """Sleep, where that is asked for."""
+        seconds = self._seconds.pop(stage, None)
+        if seconds is not None:
+            self._happened.append(stage)
+            time.sleep(seconds)
 
 
 @contextlib.contextmanager
-def hindered(how: str, job: dict[str, Any], rank: int) -> Iterator[None]:
+def hindered(how: str, job: dict[str, Any], delays: Delays) -> Iterator[None]:
     """While it is entered, a rank that is hindered is, and the corrected profile is one with which plans differ."""
     from inductor_passes import _torch
     from inductor_passes.cost.profile import CostProfile
@@ -125,6 +158,7 @@ def hindered(how: str, job: dict[str, Any], rank: int) -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def exchanged(*arguments: Any) -> Any:
+        delays.at("exchange")
         if how == "kill in the exchange":
             killed()
         if how == "stay away":
@@ -134,6 +168,7 @@ def hindered(how: str, job: dict[str, Any], rank: int) -> Iterator[None]:
         return exchange(*arguments)
 
     def compiled(*arguments: Any) -> Any:
+        delays.at("compilation")
         if how == "kill in the compilation":
             threading.Thread(target=killed, daemon=True).start()
         if how == "do not compile":
@@ -141,6 +176,7 @@ def hindered(how: str, job: dict[str, Any], rank: int) -> Iterator[None]:
         return lower_again(*arguments)
 
     def voted(self: Any) -> Any:
+        delays.at("call")
         if how == "kill at the call":
             killed()
         if how == "late at the call":
@@ -153,7 +189,7 @@ def hindered(how: str, job: dict[str, Any], rank: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, instead in (
-            (measuring, "corrected", lambda base, found: corrected),
+            (measuring, "corrected", lambda *arguments: corrected),
             (measuring, "exchange", exchanged),
             (_torch, "lower_again", compiled),
             (Vote, "cast", voted),
@@ -171,6 +207,10 @@ def job_of(number: int, seed: int) -> tuple[int, dict[str, Any]]:
         "how": rng.choice(HOW),
         "victim": rng.randrange(world),
         "after_s": rng.uniform(0.0, 6.0),
+        "delays": {
+            str(rank): {stage: rng.uniform(0.0, DELAY_S) for stage in STAGES if rng.random() < SHARE}
+            for rank in range(world)
+        },
         "warm": [rank for rank in range(world) if rng.random() < 0.1],
         "tune": STEPS,
         "steps": MOST,
@@ -213,7 +253,8 @@ def _untouched(world: int, folder: Path) -> None:
     """Write down the losses of so many ranks without tuning, once."""
     if (folder / f"losses-{world}-0").exists():
         return
-    job = {"how": "nothing", "victim": 0, "after_s": 0.0, "warm": [], "folder": str(folder), "tune": 0, "steps": MOST}
+    job = {"how": "nothing", "victim": 0, "after_s": 0.0, "warm": [], "delays": {}, "tune": 0, "steps": MOST}
+    job["folder"] = str(folder)
     _profiles(folder, world)
     _ranks(world, job, str(folder / "cache"))
     for rank in range(world):
@@ -227,6 +268,10 @@ def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], 
     if missing:
         raise TuneSoakError(f"run {number}: ranks {missing} did not end: {job}")
     found: Counter[str] = Counter({"runs": 1, str(job["how"]): 1})
+    found["kills"] = int(killed and job["victim"] not in held)
+    found["ranks without a cache"] = world - len(job["warm"])
+    found["ranks with a cache"] = len(job["warm"])
+    found["delays"] = sum(len(one["delayed"]) for one in held.values()) + int(job["how"] in LATE)
     profiles: dict[int, set[str]] = {}
     calls: dict[tuple[int, str], set[int]] = {}
     for rank, one in held.items():
@@ -244,6 +289,8 @@ def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], 
                 same = {key: value for key, value in timing.items() if key != "swap" or not killed}
                 profiles.setdefault(k, set()).add(json.dumps(same, sort_keys=True))
                 found["graphs tuned"] += 1
+            elif OWN_MISTAKE in timing["note"]:
+                raise TuneSoakError(f"run {number}: this file does not fit the code it hinders: {timing['note']}")
             elif not timing["note"] and not (killed or one["error"]):
                 raise TuneSoakError(f"run {number}: rank {rank} has neither a profile nor a reason: {job}")
             else:
