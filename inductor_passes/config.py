@@ -589,8 +589,9 @@ class PassConfig:
         if not self.tune or not self.tune_file:
             return
         for name, written in (("cost_profile", self.tune_file), ("plan", plans_beside(self.tune_file))):
-            read = getattr(self, name)
-            if read and os.path.realpath(read) == os.path.realpath(written):
+            read, path = getattr(self, name), os.path.realpath(written)
+            # A plan setting may name a directory, all of whose files are read.
+            if read and os.path.realpath(read) in (path, os.path.dirname(path) if name == "plan" else path):
                 needs = f"a path that does not make this run write {name}={read!r}, which it reads"
                 raise ConfigError("tune_file", self.tune_file, needs)
 

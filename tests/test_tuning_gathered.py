@@ -150,6 +150,33 @@ def test_a_graph_that_is_timed_once_more_counts_once(ranks: Ranks, tmp_path: Pat
         assert gather_ns(found[0], ALL, size) == gather_ns(found[1], ALL, size)
 
 
+@pytest.mark.parametrize("looks_between", [True, False])
+def test_a_graph_of_other_ranks_that_is_timed_once_more_counts_once(
+    ranks: Ranks, tmp_path: Path, looks_between: bool
+) -> None:
+    """Ranks that share no graph with those of rank 0's graph leave their times for rank 0, early and later ones."""
+    found = []
+    for name, firsts in (("once", ()), ("twice", (30 * MS,))):
+        path = tmp_path / f"{name}.json"
+        forward, beside = graph(ALL, path, "forward", 6 * MS)
+        one, its = graph(FIRST, path, "backward", 4 * MS)
+        planned, later = graph(SECOND, path, "backward", 5 * MS)
+        for each in (forward, one, planned):
+            ranks.expect(each)
+        ranks.measured(forward, beside)
+        ranks.measured(one, its)
+        for ns in firsts:
+            ranks.measured(planned, graph(SECOND, path, "backward", ns)[1])
+            if looks_between:
+                ranks.each((0,), Gathered.look)
+        ranks.measured(planned, later)
+        ranks.each((0,), Gathered.look)
+        found.append(CostProfile.load(path))
+    assert gather_ns(found[0], FIRST, MIB) == pytest.approx(5 * MS, rel=0.05), "of equal groups the slower one"
+    for size in (MIB, 2 * MIB):
+        assert gather_ns(found[0], FIRST, size) == gather_ns(found[1], FIRST, size)
+
+
 def test_plans_of_all_graphs_lie_in_one_file(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     which = (ALL, "forward"), (FIRST, "backward"), (SECOND, "backward")

@@ -31,6 +31,9 @@ from inductor_passes.tuning.reconcile import Account
 #: After a result this often, in seconds, twice as long each time, it is looked for what other ranks left.
 _FIRST_LOOK_S, _LOOKS = 0.5, 9
 
+#: Ranks in whose name times were left for rank 0, and a number.
+Place = tuple[tuple[int, ...], int]
+
 
 @dataclass
 class Program:
@@ -39,17 +42,22 @@ class Program:
     Attributes:
         latest: the last graph that was measured.
         found: of this rank's graphs, in order of the exchanges.
-        others: on rank 0, what other sets of ranks left.
+        others: on rank 0, what other sets of ranks left, by place.
         plans: second plans that stayed, of this rank's graphs.
         sets: ranks of its graphs, measured or not.
+        posted: where this rank left a graph's times for rank 0.
+        taken: on rank 0, places that it has read.
+        replaced: on rank 0, those of graphs that were timed once more.
     """
 
     latest: Planned | None = None
     found: list[tuple[Planned, Account]] = field(default_factory=list)
-    others: list[Others] = field(default_factory=list)
+    others: dict[Place, Others] = field(default_factory=dict)
     plans: list[dict[str, Any]] = field(default_factory=list)
     sets: set[tuple[int, ...]] = field(default_factory=set)
-    taken: set[tuple[tuple[int, ...], int]] = field(default_factory=set)
+    posted: dict[int, Place] = field(default_factory=dict)
+    taken: set[Place] = field(default_factory=set)
+    replaced: set[Place] = field(default_factory=set)
     written: str = ""
 
 
@@ -108,8 +116,8 @@ class Gathered:
     ) -> tuple[list[tuple[Planned, Account]], list[Others]]:
         program = self._program(planned)
         if found is None:
-            return list(program.found), program.others
-        return [*_without(program, planned), (planned, found)], program.others
+            return list(program.found), list(program.others.values())
+        return [*_without(program, planned), (planned, found)], list(program.others.values())
 
     def add(self, planned: Planned, found: Account, profile: CostProfile) -> tuple[str, str]:
         """The ranks of a graph hold one account and one profile: write it, or leave it for rank 0.
@@ -201,12 +209,15 @@ class Gathered:
         session = _opened(home)
         if session is not None:
             board, key = self._connect(), _key(session, planned)
-            text = json.dumps(plain(others_of(self._base(planned), planned, found)))
-            board.put(f"{key}/{board.add(f'{key}/count')}", text)
+            posted = self._program(planned).posted
+            left = others_of(self._base(planned), planned, found)
+            number = board.add(f"{key}/count")
+            board.put(f"{key}/{number}", json.dumps({"replaces": posted.get(id(planned)), "times": plain(left)}))
+            posted[id(planned)] = home, number
 
     def _took(self, program: Program) -> bool:
         """On rank 0, whether there was something new."""
-        planned, before = program.latest, len(program.others)
+        planned, new = program.latest, False
         assert planned is not None
         for home in sorted(one for one in program.sets if 0 in one):
             session = _opened(home)
@@ -217,8 +228,16 @@ class Gathered:
                 place = f"{key}/{number}"
                 if (home, number) not in program.taken and board.has([place]):
                     program.taken.add((home, number))
-                    program.others.append(convert(json.loads(board.read([place])[0]), Others, "another rank's times"))
-        return len(program.others) > before
+                    found = json.loads(board.read([place])[0])
+                    # A graph that is timed once more counts once; what it left before may come second.
+                    if found["replaces"] is not None:
+                        ranks, earlier = found["replaces"]
+                        program.replaced.add((tuple(ranks), earlier))
+                    program.others[home, number] = convert(found["times"], Others, "another rank's times")
+                    new = True
+        for replaced in program.replaced & set(program.others):
+            del program.others[replaced]
+        return new
 
     def _leave(self, program: Program, profile: CostProfile) -> None:
         """On rank 0: what it wrote, for the ranks that write on other hosts."""
