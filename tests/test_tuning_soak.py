@@ -82,6 +82,19 @@ def test_a_rank_that_does_not_end_is_found(tmp_path: Path) -> None:
         judged(tmp_path, {**JOB, "how": "kill", "victim": 0}, {0: HELD[0]})
 
 
+def test_ranks_with_shards_of_other_sizes_have_kernels_of_their_own(tmp_path: Path) -> None:
+    one = {"name": "op0", "label": "AG0", "measured_ns": 5, "predicted_ns": 4}
+    timings = [
+        {**swapped(), "predicted_ns": 4, "kernels": [{"predicted_ns": 3}], "collectives": [one]},
+        {**swapped(), "predicted_ns": 5, "kernels": [], "collectives": [{**one, "name": "op1", "predicted_ns": 5}]},
+    ]
+    held = {rank: {**ONE, "timings": [timings[rank]]} for rank in range(2)}
+    assert judged(tmp_path, JOB, held)["graphs tuned"] == 2
+    held[1]["timings"] = [{**timings[1], "collectives": [{**one, "measured_ns": 6}]}]
+    with pytest.raises(tune_soak.TuneSoakError, match="different results"):
+        judged(tmp_path, JOB, held)
+
+
 def test_a_run_goes_on_until_it_is_known_what_became_of_second_plans() -> None:
     pending = {**TIMING, "note": "one size only", "swap": None}
     noted = {"profile_hash": "", "note": "late", "swap": None}

@@ -286,8 +286,7 @@ def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], 
             if timing is None:
                 found["graphs not timed"] += 1
             elif timing["profile_hash"]:
-                same = {key: value for key, value in timing.items() if key != "swap" or not killed}
-                profiles.setdefault(k, set()).add(json.dumps(same, sort_keys=True))
+                profiles.setdefault(k, set()).add(json.dumps(_shared(timing, killed), sort_keys=True))
                 found["graphs tuned"] += 1
             elif OWN_MISTAKE in timing["note"]:
                 raise TuneSoakError(f"run {number}: this file does not fit the code it hinders: {timing['note']}")
@@ -310,8 +309,26 @@ def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], 
     if any(len(one) > 1 for one in calls.values()):
         raise TuneSoakError(f"run {number}: ranks changed plans at different calls: {calls}, {job}")
     if any(len(one) > 1 for one in profiles.values()):
-        raise TuneSoakError(f"run {number}: ranks hold different results: {job}")
+        differ = [one for one in profiles.values() if len(one) > 1]
+        raise TuneSoakError(f"run {number}: ranks hold different results: {differ}: {job}")
     return found
+
+
+def _shared(timing: dict[str, Any], killed: bool) -> dict[str, Any]:
+    """What ranks must hold alike: what was measured, and what became of the second plan.
+
+    Where shards have other sizes, a rank's kernels are others, and so are what they are predicted to take and the peak.
+    """
+    same = {key: value for key, value in timing.items() if key not in ("kernels", "predicted_ns")}
+    own = ("name", "predicted_ns", "predicted_stall_ns", "cause")
+    same["collectives"] = [
+        {key: value for key, value in one.items() if key not in own} for one in timing.get("collectives", ())
+    ]
+    if same.get("swap"):
+        same["swap"] = {key: value for key, value in same["swap"].items() if key not in ("predicted_ns", "peak_bytes")}
+    if killed:
+        same.pop("swap", None)
+    return same
 
 
 def _ranks(world: int, job: dict[str, Any], cache: str) -> None:
