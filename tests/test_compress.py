@@ -30,6 +30,7 @@ from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir import parameters
 from inductor_passes.ir.view import GraphView
+from inductor_passes.records import once
 from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewriting.emit import Emitter
 from tests.support.bucket_graphs import (
@@ -66,9 +67,14 @@ def run(gm: torch.fx.GraphModule, chosen: PassConfig, profile: CostProfile) -> P
     gm.graph.lint()
     gm.recompile()
     (report,) = done.report.passes
-    # It is told wherever notes are shown, and only then.
-    assert bool(done.report.notes) == report.changed
-    assert all(note.startswith("compress: ") and "at most" in note for note in done.report.notes)
+    # It is told wherever notes are shown, and so is why nothing is narrowed of what the settings ask for.
+    asked = [one for one in report.decisions if one.reason is not Reason.DISABLED]
+    assert len(done.report.notes) == bool(asked)
+    none = f"compress: none of {len(asked)} collectives is narrowed: "
+    for note in done.report.notes:
+        assert note.startswith("compress: ") and ("at most" in note) == bool(done.report.narrowed)
+        assert note.startswith(none) != bool(done.report.narrowed)
+        assert done.report.narrowed or all(one.reason.value in note for one in asked)
     return report
 
 
@@ -520,6 +526,25 @@ def test_refusals_say_why(
         assert str(gm.graph) == before
     assert [d.reason for d in report.decisions] == [reason]
     assert report.decisions[0].detail
+
+
+@pytest.mark.parametrize(("name", "error"), [("e4m3", "0.01"), ("e5m2", "0.04"), ("int8", "0.001")])
+def test_a_type_that_errs_more_than_is_admitted_is_warned_of(
+    name: str, error: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: the setting was accepted, did nothing, and no text said so."""
+    monkeypatch.setattr(once, "warned", set())
+    with fake_world(2) as group:
+        for rules in ({"*": name}, {"*": f"{name}/between"}, {"other": name}):
+            p = Program()
+            run(p.done(p.collective("all_gather", p.input(64, 64), group)), config(rules, error), link(2, 1.0))
+    (said,) = {one.getMessage() for one in caplog.records if "errs by up to" in one.getMessage()}
+    advice = said.rpartition(";")[2].split('"')[1]
+    assert f'nothing is narrowed to "{name}"' in said and f"admits {error}" in said
+    with fake_world(2) as group:
+        p = Program()
+        gm = p.done(p.collective("all_gather", p.input(64, 64), group))
+        assert run(gm, config(name, advice), link(2, 1.0)).changed
 
 
 def test_rules_go_by_group_and_the_first_that_fits() -> None:

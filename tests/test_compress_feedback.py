@@ -22,7 +22,9 @@ from inductor_passes.compress.emit import replace as narrow
 from inductor_passes.compress.form import form_of
 from inductor_passes.compress.pass_ import CompressPass
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.ir.parameters import META_KEY, Carried
 from inductor_passes.ir.view import GraphView
+from inductor_passes.records import once
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.simple_fsdp import SimpleFSDPError, residuals, simple_fsdp
 from tests.support.bucket_graphs import Program, check_fakes, inputs_by_rank, run_all_ranks
@@ -107,6 +109,32 @@ def test_what_loses_nothing_keeps_nothing(rules: object, feedback: str, error: s
     assert all(torch.count_nonzero(one) == 0 for one in kept)
     if feedback == "on":
         assert all(torch.equal(-y, sum(whole).split(8)[rank]) for rank, y in enumerate(arrived))
+
+
+@pytest.mark.parametrize(
+    ("kind", "remembers"), [("reduce_scatter", False), ("reduce_scatter", True), ("all_gather", False)]
+)
+def test_a_model_that_remembers_nothing_is_warned_of(
+    kind: str, remembers: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: only the report said that nothing is kept. Activations have no memory and need none."""
+    monkeypatch.setattr(once, "warned", set())
+    for named in (True, False):
+        with fake_world(2) as group:
+            p = Program()
+            value = p.input(64, 32)
+            result = p.collective(kind, value, group)
+            gm = p.done(result, p.call(SENT, value)) if remembers else p.done(result)
+            if named:
+                start = next(n for n in gm.graph.nodes if n.op == "call_function" and kind in str(n.target))
+                start.meta[META_KEY] = (Carried("layers.0.weight", "layers.0", "Model", True),)
+            chosen = config("*=int8", compress_feedback="on")
+            assert run_passes(gm.graph, [CompressPass(chosen.narrowing)], chosen, link(2, 1.0)).narrowed
+        said = [one.getMessage() for one in caplog.records if "keeps nothing" in one.getMessage()]
+        assert bool(said) is (kind == "reduce_scatter" and not remembers and named)
+        if said:
+            assert "call inductor_passes.add_feedback(model)" in said[0]
+        caplog.clear()
 
 
 @pytest.mark.parametrize(("kind", "advised"), [("all_gather", False), ("reduce_scatter", True)])

@@ -187,5 +187,6 @@ def test_a_run_does_not_write_what_it_reads(tmp_path: Path, name: str, read: str
     tune_file = given.replace("/../{}/", f"/../{tmp_path.name}/").format(tmp_path)
     with pytest.raises(ConfigError, match=f"tune_file=.* is not allowed.*write {name}=.*which it reads"):
         PassConfig(**{name: path, "tune": 3, "tune_file": tune_file})
-    assert getattr(PassConfig(**{name: path, "tune": 3, "tune_file": str(tmp_path / "elsewhere" / "o.json")}), name) == path
+    elsewhere = str(tmp_path / "elsewhere" / "other.json")
+    assert getattr(PassConfig(**{name: path, "tune": 3, "tune_file": elsewhere}), name) == path
     assert getattr(PassConfig(**{name: path, "tune_file": tune_file}), name) == path

@@ -14,6 +14,7 @@ of bytes, which merge like any others. ``candidates`` says what may be narrowed,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,10 +25,11 @@ from inductor_passes import _torch
 from inductor_passes.compress.candidates import Candidate, candidate
 from inductor_passes.compress.choose import Choice, choose
 from inductor_passes.compress.emit import SUBJECT, exact, replace
+from inductor_passes.compress.form import form_of
 from inductor_passes.compress.refused import RefusedError
-from inductor_passes.config import Narrowing
+from inductor_passes.config import BETWEEN, NARROW, Narrowing
 from inductor_passes.ir.ops import source_line
-from inductor_passes.ir.parameters import names_of
+from inductor_passes.ir.parameters import carried, names_of
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import SENT
 from inductor_passes.problems.fx import NoHintError
@@ -52,6 +54,7 @@ class CompressPass:
         """Narrow what pays; one decision per collective."""
         sent = _sent(graph, facts.view.collectives)
         kept = sent if self.settings.feedback else {}
+        complaints = _inadmissible(self.settings) if facts.view.collectives else ()
         found: list[Candidate] = []
         decisions: list[Decision] = []
         try:
@@ -61,16 +64,17 @@ class CompressPass:
                 except RefusedError as why:
                     decisions.append(_refused(collective, why))
             if not found:
-                return _nothing(graph, PassReport(self.name, decisions=decisions))
+                return _nothing(graph, PassReport(self.name, decisions=decisions), complaints)
             choice = choose(facts.problem.problem, found, facts.limit_bytes)
         except NoHintError as error:
             unknown = RefusedError(Reason.NO_HINT, str(error))
-            return Outcome(PassReport(self.name, decisions=[_refused(c, unknown) for c in facts.view.collectives]))
+            decisions = [_refused(c, unknown) for c in facts.view.collectives]
+            return Outcome(PassReport(self.name, decisions=decisions), notes=_none_of(decisions))
         for one in found:
             decisions.append(_taken(one) if one in choice.taken else _refused(one.collective, _left(one, choice)))
         report = PassReport(self.name, changed=bool(choice.taken), decisions=decisions, metrics=_metrics(choice))
         if not choice.taken:
-            return _nothing(graph, report)
+            return _nothing(graph, report, complaints)
         replaced = [
             replace(graph, one.collective, one.form, one.way, kept.get(one.collective.start.name))
             for one in choice.taken
@@ -78,9 +82,13 @@ class CompressPass:
         certificates = (*(one.certificate for one in replaced), *(exact(graph, node) for node in _calls(graph)))
         narrowed = tuple(Sent(_report(one), made.roundings) for one, made in zip(choice.taken, replaced))
         notes = (_note(choice, self.settings),)
+        if self.settings.feedback and not sent and any(_carries_gradients(one) for one in choice.taken):
+            complaints = (*complaints, _FORGOTTEN)
         if any(one.forced for one in choice.taken):
-            return Outcome(report, certificates, narrowed=narrowed, forced=True, notes=notes)
-        return Outcome(report, certificates, narrowed=narrowed, before=choice.before, notes=notes)
+            return Outcome(report, certificates, narrowed=narrowed, forced=True, notes=notes, complaints=complaints)
+        return Outcome(
+            report, certificates, narrowed=narrowed, before=choice.before, notes=notes, complaints=complaints
+        )
 
 
 def _report(one: Candidate) -> NarrowedReport:
@@ -124,13 +132,51 @@ def _sent(graph: torch.fx.Graph, collectives: Sequence[Collective]) -> dict[str,
     return found
 
 
-def _nothing(graph: torch.fx.Graph, report: PassReport) -> Outcome:
+def _nothing(graph: torch.fx.Graph, report: PassReport, complaints: tuple[str, ...]) -> Outcome:
     """Nothing is narrowed, so nothing is lost that could be kept."""
-    certificates = tuple(exact(graph, node) for node in _calls(graph))
+    certificates, notes = tuple(exact(graph, node) for node in _calls(graph)), _none_of(report.decisions)
     if not certificates:
-        return Outcome(report)
+        return Outcome(report, notes=notes, complaints=complaints)
     report.changed = True
-    return Outcome(report, certificates, forced=True)
+    return Outcome(report, certificates, forced=True, notes=notes, complaints=complaints)
+
+
+def _none_of(decisions: Sequence[Decision]) -> tuple[str, ...]:
+    """Why nothing is narrowed, for whoever reads nothing else; nothing to say of what the settings leave out."""
+    asked = [one for one in decisions if one.reason is not Reason.DISABLED]
+    if not asked:
+        return ()
+    counts = Counter(one.reason for one in asked)
+    said = [f"{count} {reason.value} ({_first(asked, reason)})" for reason, count in counts.most_common()]
+    return (f"compress: none of {len(asked)} collectives is narrowed: {', '.join(said)}",)
+
+
+def _first(decisions: Sequence[Decision], reason: Reason) -> str:
+    one = next(decision for decision in decisions if decision.reason is reason)
+    return f"{one.node}: {one.detail}" + (f"; {one.setting} changes it" if one.setting else "")
+
+
+def _inadmissible(settings: Narrowing) -> tuple[str, ...]:
+    """Types that are asked for and that no message can get, because they err more than ``compress_error`` admits."""
+    names = {mode.partition(BETWEEN)[0] for _, mode in settings.rules} & set(NARROW)
+    forms = [form_of(name, settings.block) for name in NARROW if name in names]
+    return tuple(
+        f'compress: nothing is narrowed to "{form.name}": it errs by up to {float(form.error):g}, and compress_error '
+        f'admits {float(settings.error):g}; compress_error="{float(form.error):g}" admits it'
+        for form in forms
+        if form.error > settings.error
+    )
+
+
+def _carries_gradients(one: Candidate) -> bool:
+    """A parameter's, of data parallelism: what ``add_feedback`` gives memory to."""
+    return one.collective.kind.reduces and any(each.managed for each in carried(one.collective.start))
+
+
+_FORGOTTEN = (
+    'compress_feedback="on" keeps nothing of what narrowed gradients lose: no parameter of this graph has memory for '
+    "it; call inductor_passes.add_feedback(model) before the first step"
+)
 
 
 def _note(choice: Choice, settings: Narrowing) -> str:

@@ -122,6 +122,9 @@ class _Again:
         # A pass that fails ends it. The code that runs is not touched, so there is nothing to warn of.
         settings = replace(kept.settings, verify="strict")
         done = run_passes(graph, passes_of(settings), settings, self._profile, known=known, report=report)
+        if done.narrowed:
+            # The program would go on with other numbers than it began with.
+            self._stop("with the corrected profile its messages would be narrowed")
         done.again = True
         done.participants = kept.participants
         self._sent = messages(GraphView(graph))

@@ -82,8 +82,10 @@ class Kept:
         assert self.report is not None
         return with_costs(self.report, self.profile)
 
-    def of(self, compilation: Compilation, about: variants.About, variant: following.Variant) -> Kept:
-        """With what the first compilation made of it."""
+    def of(self, compilation: Compilation, about: variants.About, variant: following.Variant) -> Kept | str:
+        """With what the first compilation made of it; else why it cannot be planned again."""
+        if compilation.narrowed:
+            return "its messages are narrowed"
         self.about, self.variant = about, variant
         self.report, self.known = compilation.report, compilation.known
         return self
@@ -131,8 +133,6 @@ def kept(
     """
     if settings.plan:
         return "its plan is pinned"
-    if not settings.narrowing.is_off:
-        return "its messages are narrowed"
     if view.transfers:
         return "it has messages between two ranks"
     module = _torch.copied_module(graph)

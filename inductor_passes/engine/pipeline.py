@@ -119,6 +119,8 @@ def run_passes(
             )
         if step.outcome is not None:
             compilation.enter(_of_budget(step.outcome, run.cap, came_ns))
+            for complaint in step.outcome.complaints:
+                warn_of_graph(f"inductor_passes: {complaint}")
     return compilation
 
 

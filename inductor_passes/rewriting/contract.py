@@ -293,6 +293,7 @@ class Outcome:
         otherwise: run this on the graph as it was when the result is above the cap or plans slower.
         smaller: passes that do a part of this, for graphs that are small enough to try whether one plans faster.
         notes: sentences that nobody who reads the report should miss.
+        complaints: why a setting does nothing of what it asks for: the user is warned.
     """
 
     report: PassReport
@@ -314,6 +315,7 @@ class Outcome:
     otherwise: Pass | None = None
     smaller: tuple[Pass, ...] = ()
     notes: tuple[str, ...] = ()
+    complaints: tuple[str, ...] = ()
 
 
 @runtime_checkable
