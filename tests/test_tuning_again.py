@@ -89,7 +89,7 @@ def small_graph() -> torch.fx.Graph:
 
 def tried(graph: torch.fx.Graph) -> str:
     """The name of a node that is made and erased again."""
-    with graph.inserting_before(next(reversed(graph.nodes))):
+    with graph.inserting_before(next(iter(reversed(graph.nodes)))):
         node = graph.call_function(torch.relu, (next(iter(graph.nodes)),))
     graph.erase_node(node)
     return node.name
