@@ -70,7 +70,7 @@ def run(gm: torch.fx.GraphModule, chosen: PassConfig, profile: CostProfile) -> P
     # It is told wherever notes are shown, and so is why nothing is narrowed of what the settings ask for.
     asked = [one for one in report.decisions if one.reason is not Reason.DISABLED]
     assert len(done.report.notes) == bool(asked)
-    none = f"compress: none of {len(asked)} collectives is narrowed: "
+    none = f"compress: 0 of {len(asked)} message{'s' * (len(asked) > 1)} narrowed: "
     for note in done.report.notes:
         assert note.startswith("compress: ") and ("at most" in note) == bool(done.report.narrowed)
         assert note.startswith(none) != bool(done.report.narrowed)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
 from inductor_passes import _torch, agreement
+from inductor_passes._torch import observation
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import again as engine_again
@@ -33,6 +36,7 @@ from inductor_passes.trace import collector
 from inductor_passes.trace.collector import collect
 from inductor_passes.tuning import again, files, measuring
 from inductor_passes.tuning.again import New, UnfitError
+from inductor_passes.verify.facts import operators
 from tests.support.compiled import save_profile, without_kernels
 from tests.support.world import fake_world
 
@@ -235,6 +239,41 @@ def test_the_program_draws_random_numbers_meanwhile(profiles: tuple[str, str]) -
             drawn.append(torch.rand(3).tolist())
         torch.set_rng_state(before)
         assert drawn == [torch.rand(3).tolist() for _ in range(2 * len(kept))] and len(kept) == 2
+
+
+def test_the_program_keeps_its_warnings_meanwhile(profiles: tuple[str, str]) -> None:
+    """Filters of warnings are the process's: what the verifier tries on fake tensors would hide the program's own."""
+    with compiled(profiles[0]) as kept:
+        before, seen = warnings.filters, []
+
+        def tried(*args: Any) -> Any:
+            seen.append(warnings.filters is before)
+            return on_meta(*args)
+
+        on_meta = observation._on_meta
+        # What the first plan's verification found out is kept for the process.
+        operators._kept.clear()
+        with mock.patch.object(observation, "_on_meta", tried):
+            assert isinstance(on_a_thread(kept[0], profiles[1]), New)
+            assert seen and all(seen)
+            seen.clear()
+            argument = observation.TensorArgument(torch.float32, (2,), (1,))
+            observation.observe(torch.ops.aten.relu.default, [argument], {}, trusted=True)
+        assert seen and not any(seen), "a compilation that the program waits for hides them"
+    assert warnings.filters is before
+
+
+def test_what_torch_logs_of_a_failing_fake_kernel_is_hidden_on_this_thread_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    with observation._silent():
+        logger.error("of this thread")
+        other = threading.Thread(target=lambda: logger.error("of another thread"))
+        other.start()
+        other.join()
+    logger.error("afterwards")
+    assert [one.getMessage() for one in caplog.records] == ["of another thread", "afterwards"]
 
 
 def test_under_a_budget_below_the_peak_there_is_no_plan_file(profiles: tuple[str, str]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -206,25 +207,46 @@ def _run(
     trusted: bool,
 ) -> Observed | None:
     try:
-        with isolated(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if trusted:
-                return _on_meta(target, args, kwargs, layout)
-            with _silent():
-                return _on_fakes(target, args, kwargs, layout)
+        with isolated(), _silent():
+            return (_on_meta if trusted else _on_fakes)(target, args, kwargs, layout)
     except Exception:  # an operator that cannot run without data says so in as many ways as there are operators
         return None
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Without what torch logs about a fake kernel that fails: here that is an answer."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
+def beside_a_program() -> Iterator[None]:
+    """On this thread, while a program runs on others: what Python keeps per process stays as it is."""
+    before, _thread.beside = getattr(_thread, "beside", False), True
     try:
         yield
     finally:
-        logger.disabled = before
+        _thread.beside = before
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without warnings, and without what torch logs about a fake kernel that fails: here that is an answer.
+
+    Filters of warnings are the process's: beside a program its own ones would be lost meanwhile, so there are none.
+    """
+    logger, mine = logging.getLogger("torch._subclasses.fake_tensor"), threading.get_ident()
+
+    def of_others(record: logging.LogRecord) -> bool:
+        return record.thread != mine
+
+    logger.addFilter(of_others)
+    try:
+        if getattr(_thread, "beside", False):
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeFilter(of_others)
 
 
 @contextlib.contextmanager

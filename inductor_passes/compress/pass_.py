@@ -148,7 +148,7 @@ def _none_of(decisions: Sequence[Decision]) -> tuple[str, ...]:
         return ()
     counts = Counter(one.reason for one in asked)
     said = [f"{count} {reason.value} ({_first(asked, reason)})" for reason, count in counts.most_common()]
-    return (f"compress: none of {len(asked)} collectives is narrowed: {', '.join(said)}",)
+    return (f"compress: 0 of {len(asked)} message{'s' * (len(asked) > 1)} narrowed: {', '.join(said)}",)
 
 
 def _first(decisions: Sequence[Decision], reason: Reason) -> str:

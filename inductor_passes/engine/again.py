@@ -50,7 +50,7 @@ def compile_again(kept: Kept, profile: CostProfile) -> New:
         raise UnfitError(why)
     work = _Again(kept, profile)
     compiled: Any = None
-    with again.caught() as loaded:
+    with again.caught() as loaded, _torch.beside_a_program():
         try:
             compiled = _torch.lower_again(kept.module, kept.lowering, work.plan, work.order, is_ours)
         except Exception:
