@@ -100,6 +100,19 @@ def test_the_newest_page_counts_and_each_model_once(tmp_path: Path, monkeypatch:
     assert [name for name, *_ in bench_summary.load(tmp_path)] == ["link", "link_z"]
 
 
+def test_a_page_without_the_strongest_rival_stands_for_none_that_had_it() -> None:
+    """Else leaving a contender out would make ours look better."""
+    full = {"inductor": 200, "both": 150, "reorder": 110, "ours": 100, "ours-tuned": 90}
+    fewer = {"inductor": 200, "both": 150, "ours": 90, "ours-tuned": 80}
+    pages = [(name, [results("fsdp", "fast", times)]) for name, times in (("full", full), ("fewer", fewer))]
+    (one,) = link_summary.newest(pages, "ours").values()
+    assert (one.page, one.in_tree, one.rivals) == ("full", 1.1, 3)
+    (tuned,) = link_summary.tunings(pages, "ours", "ours-tuned").values()
+    assert tuned.standing.page == "full" and tuned.before_ns == 100
+    (one,) = link_summary.newest([*pages, ("again", pages[0][1])], "ours").values()
+    assert one.page == "again"
+
+
 def test_means_go_over_busy_links_and_say_of_how_many_rows() -> None:
     found = [
         link_summary.standing(results("tp", rate, {"inductor": 200, "reorder": in_tree, "ours": 100}), "ours")

@@ -1,8 +1,9 @@
 """What the link benchmark comes to, over pages: how a contender of ours stands against the others, link by link.
 
 A *standing* compares one contender of ours with those that took turns with it in the same run; figures of different
-runs are never divided by each other. Where several pages hold the same model on the same link, the newest one that has
-the contender counts, so that every mean counts a model once per link.
+runs are never divided by each other. Where several pages hold the same model on the same link, the newest one of those
+that have the contender and the most others beside it counts, so that every mean counts a model once per link, and no
+page that left the strongest rival out stands for one that had it.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Standing:
         limit: ours over the limit, above 1 where ours is slower.
         peak: our peak memory over default Inductor's.
         sharded: whether the limit counts head and tail, so that it can be reached.
+        rivals: how many contenders that are not ours ran.
         page: which page of results it is from, "" when not asked.
     """
 
@@ -51,7 +53,12 @@ class Standing:
     limit: float
     peak: float
     sharded: bool
+    rivals: int = 0
     page: str = ""
+
+    def counts_over(self, known: Standing | None) -> bool:
+        """Whether it counts in the place of an older one."""
+        return known is None or self.rivals >= known.rivals
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -92,12 +99,13 @@ def standing(results: dict[str, Any], name: str, page: str = "") -> Standing | N
         limit=step / limit_ns(results),
         peak=mine["peak_bytes"] / default["peak_bytes"],
         sharded=results["sharded"],
+        rivals=len(others),
         page=page,
     )
 
 
 def newest(pages: Iterable[tuple[str, Sequence[dict[str, Any]]]], name: str) -> dict[tuple[str, str], Standing]:
-    """(layout, rate) -> how ``name`` stands, of the newest page that has it.
+    """(layout, rate) -> how ``name`` stands, of the newest page that has it and the most others.
 
     Args:
         pages: names and contents, the oldest first.
@@ -106,7 +114,7 @@ def newest(pages: Iterable[tuple[str, Sequence[dict[str, Any]]]], name: str) -> 
     for page, everything in pages:
         for results in everything:
             one = standing(results, name, page)
-            if one is not None:
+            if one is not None and one.counts_over(found.get((one.layout, one.rate))):
                 found[one.layout, one.rate] = one
     return found
 
@@ -193,7 +201,7 @@ TUNING_HEADER = ("before ms", "tuned ms", "before / tuned", "best other / tuned"
 def tunings(
     pages: Iterable[tuple[str, Sequence[dict[str, Any]]]], before: str, after: str
 ) -> dict[tuple[str, str], Tuning]:
-    """(layout, rate) -> what tuning did, of the newest page that has both contenders.
+    """(layout, rate) -> what tuning did, of the newest page that has both contenders and the most others.
 
     Args:
         pages: names and contents, the oldest first.
@@ -203,6 +211,9 @@ def tunings(
         for results in everything:
             one, rows = standing(results, after, page), [row(results, name) for name in (before, after)]
             if one is None or rows[0] is None or rows[1] is None:
+                continue
+            known = found.get((one.layout, one.rate))
+            if not one.counts_over(None if known is None else known.standing):
                 continue
             steps = [median(r["virtual_ns"]) for r in rows if r is not None]
             off = [_off(r.get("predicted_ns"), step) for r, step in zip(rows, steps) if r is not None]
