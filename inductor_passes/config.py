@@ -588,10 +588,11 @@ class PassConfig:
         """What a run reads it must not write: graphs that are compiled later would be planned by something else."""
         if not self.tune or not self.tune_file:
             return
-        for name, written in (("cost_profile", self.tune_file), ("plan", plans_beside(self.tune_file))):
-            read, path = getattr(self, name), os.path.realpath(written)
-            # A plan setting may name a directory, all of whose files are read.
-            if read and os.path.realpath(read) in (path, os.path.dirname(path) if name == "plan" else path):
+        profile, plans = map(os.path.realpath, (self.tune_file, plans_beside(self.tune_file)))
+        # Of a directory of plans all files are read.
+        for name, written in (("cost_profile", (profile,)), ("plan", (plans, os.path.dirname(plans)))):
+            read = getattr(self, name)
+            if read and os.path.realpath(read) in written:
                 needs = f"a path that does not make this run write {name}={read!r}, which it reads"
                 raise ConfigError("tune_file", self.tune_file, needs)
 

@@ -106,11 +106,16 @@ def test_a_page_without_the_strongest_rival_stands_for_none_that_had_it() -> Non
     fewer = {"inductor": 200, "both": 150, "ours": 90, "ours-tuned": 80}
     pages = [(name, [results("fsdp", "fast", times)]) for name, times in (("full", full), ("fewer", fewer))]
     (one,) = link_summary.newest(pages, "ours").values()
-    assert (one.page, one.in_tree, one.rivals) == ("full", 1.1, 3)
+    assert (one.page, one.in_tree, one.rivals) == ("full", 1.1, ("<inductor>", "<both>", "<reorder>"))
     (tuned,) = link_summary.tunings(pages, "ours", "ours-tuned").values()
     assert tuned.standing.page == "full" and tuned.before_ns == 100
     (one,) = link_summary.newest([*pages, ("again", pages[0][1])], "ours").values()
     assert one.page == "again"
+    # As many others, and not the fastest one of before; then that one alone.
+    for name, rivals, counts in (("eager", {"fsdp2": 150, "both": 150}, "full"), ("alone", {"reorder": 120}, "alone")):
+        page = name, [results("fsdp", "fast", {"inductor": 200, **rivals, "ours": 90})]
+        (one,) = link_summary.newest([pages[0], page], "ours").values()
+        assert one.page == counts
 
 
 def test_means_go_over_busy_links_and_say_of_how_many_rows() -> None:

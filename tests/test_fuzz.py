@@ -440,6 +440,24 @@ def test_what_a_step_without_a_result_writes_counts(groups: tuple[str, ...]) -> 
     assert judging.judge(case, groups)[0] == ""
 
 
+def test_a_float_without_infinities_ends_a_bound(groups: tuple[str, ...]) -> None:
+    """Found by seed 53000, program 130: where a message may have turned an infinity's sign, +448 becomes -448."""
+    steps = (
+        *(("written_back", 28, 25, 13), ("all_gather_out", 47, 54, 20), ("temporary", 12, 28, 3), ("wait", 23, 47, 31)),
+        *(("wait", 3, 22, 4), ("broadcast_in_place", 51, 8, 14), ("wait", 21, 38, 6), ("input", 30, 28, 10)),
+        ("float8", 63, 8, 40),
+    )
+    off = dict.fromkeys(("bucket", "schedule", "redistribute", "compress_feedback"), "off")
+    narrow = {"compress": "auto", "compress_dtypes": "int8", "compress_block": "64", "compress_error": "0.04"}
+    case = cases.Case(
+        steps=steps, ranks=4, settings={"memory_budget": "unlimited", **off, **narrow}, async_tp=False, device="cpu",
+        ranks_per_host=2, backward=False, vandal=-1, alternatives=0, search=500, differs=False, link_ns=100.0,
+        special=577,
+    )  # fmt: skip
+    said, changed = judging.judge(case, groups)
+    assert said == "" and changed
+
+
 def test_zeros_lose_their_sign(groups: tuple[str, ...]) -> None:
     """Found: a message of nothing but -0.0 was allowed no error at all; int8 has one zero."""
     case = cases.Case(parsed("add 2 1 1, pointwise 0 0 0, all_gather 0 0 0, wait 0 0 0"), settings=INT8)

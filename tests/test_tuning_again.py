@@ -123,12 +123,15 @@ def test_a_copy_knows_the_names_that_are_gone() -> None:
     assert isinstance(copy, torch.fx.GraphModule) and tried(copy.graph) == tried(graph)
 
 
-def test_a_plan_that_stayed_is_followed_to_its_last_kernel(profiles: tuple[str, str], tmp_path: Path) -> None:
-    """Whatever else was tried while it was found, and whatever the next compilation would have planned."""
-    free, dear = profiles
-    with compiled(free) as kept:
+@pytest.mark.parametrize("narrowing", [{}, {"compress": "auto", "compress_dtypes": "int8", "inductor": NO_CACHE}])
+def test_a_plan_that_stayed_is_followed_to_its_last_kernel(tmp_path: Path, narrowing: dict[str, Any]) -> None:
+    """Whatever else was tried while it was found, and whatever the next compilation would have planned or narrowed."""
+    ns = 0.01 if narrowing else 10.0
+    free, dear = (save_profile(tmp_path / name, latency, ns, 20_000, 0.1) for name, latency in (("a", 0.0), ("b", 2e6)))
+    with compiled(free, **narrowing) as kept:
         made = written(kept, dear, tmp_path)
-    with collect(what_if=False) as reports, compiled("", plan=str(tmp_path / "tuned.plan.json"), tune=0):
+    pinned = compiled("", plan=str(tmp_path / "tuned.plan.json"), tune=0, **narrowing)
+    with collect(what_if=False) as reports, pinned:
         pass
     assert len(reports) == 2
     for new, report in zip(made, reports):

@@ -108,12 +108,16 @@ def test_delays_are_counted_once_each() -> None:
     for stage in ("call", "compilation", "call"):
         delays.at(stage)
     assert happened == ["call"]
+    delays.sleep("come late", 0.0)
+    assert happened == ["call", "come late"]
 
 
 @pytest.mark.ranks
 def test_ranks_that_nothing_happens_to_get_second_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     delays = {"0": {"call": 0.3}, "1": {"exchange": 0.2, "step": 0.1}}
-    job = {**JOB, "delays": delays, "tune": tune_soak.STEPS, "steps": tune_soak.MOST, "patience": "60s"}
+    job = {**JOB, "delays": delays, "late_step": 1, "tune": tune_soak.STEPS, "steps": tune_soak.MOST}
+    # Beside other load compiling takes longer.
+    job |= {"patience": "60s", "longest_s": 200.0}
     monkeypatch.setattr(tune_soak, "job_of", lambda number, seed: (2, job))
     found = tune_soak.one_run(0, 0, tmp_path)
     assert found["graphs tuned"] == 4 and found["graphs with a reason"] == 0

@@ -213,6 +213,9 @@ def _run(
         return None
 
 
+_thread = threading.local()
+
+
 @contextlib.contextmanager
 def beside_a_program() -> Iterator[None]:
     """On this thread, while a program runs on others: what Python keeps per process stays as it is."""
@@ -221,9 +224,6 @@ def beside_a_program() -> Iterator[None]:
         yield
     finally:
         _thread.beside = before
-
-
-_thread = threading.local()
 
 
 @contextlib.contextmanager

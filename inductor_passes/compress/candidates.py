@@ -82,14 +82,8 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing, kept: b
     name, between, _ = mode.partition(BETWEEN)
     ways = _ways(collective, facts.profile, required=bool(between), free=mode == "auto", kept=kept)
     ways = _short_sums(collective, ways)
-    names = settings.dtypes if mode == "auto" else (name,)
-    forms = [form_of(name, settings.block) for name in names]
-    allowed = [form for form in forms if form.error <= settings.error]
-    if not allowed:
-        least = min(float(form.error) for form in forms)
-        said = f"a rounding to {' or '.join(names)} errs by up to {least:g}"
-        raise RefusedError(Reason.NUMERICS, said, f'compress_error="{least:g}"')
-    found = [_priced(collective, form, way, facts.profile, mode, kept) for form in allowed for way in ways]
+    forms = admitted(name, settings)
+    found = [_priced(collective, form, way, facts.profile, mode, kept) for form in forms for way in ways]
     smaller = [one for one in found if one.now.sent_bytes < one.was.sent_bytes]
     if not smaller:
         elements, dtype = math.prod(collective.inputs[0].meta["val"].shape), collective.dtypes[0]
@@ -100,6 +94,22 @@ def candidate(collective: Collective, facts: Facts, settings: Narrowing, kept: b
         said = f"{best.form.name} saves {best.was.link_ns - best.now.link_ns} ns of link for {best.compute_ns} ns"
         raise RefusedError(Reason.NOT_PROFITABLE, f"{said} of compute", _forcing(best), best.gain_ns)
     return best
+
+
+def admitted(name: str, settings: Narrowing) -> list[Form]:
+    """The forms that a type, or ``auto``, may become.
+
+    Raises:
+        RefusedError: each errs more than ``compress_error`` admits.
+    """
+    names = settings.dtypes if name == "auto" else (name,)
+    forms = [form_of(one, settings.block) for one in names]
+    found = [form for form in forms if form.error <= settings.error]
+    if not found:
+        least = min(float(form.error) for form in forms)
+        said = f"a rounding to {' or '.join(names)} errs by up to {least:g}"
+        raise RefusedError(Reason.NUMERICS, said, f'compress_error="{least:g}"')
+    return found
 
 
 def _ways(collective: Collective, profile: CostProfile, *, required: bool, free: bool, kept: bool) -> list[Way | None]:

@@ -22,12 +22,11 @@ from typing import ClassVar
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.compress.candidates import Candidate, candidate
+from inductor_passes.compress.candidates import Candidate, admitted, candidate
 from inductor_passes.compress.choose import Choice, choose
 from inductor_passes.compress.emit import SUBJECT, exact, replace
-from inductor_passes.compress.form import form_of
 from inductor_passes.compress.refused import RefusedError
-from inductor_passes.config import BETWEEN, NARROW, Narrowing
+from inductor_passes.config import BETWEEN, Narrowing
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.parameters import carried, names_of
 from inductor_passes.ir.view import Collective
@@ -55,6 +54,7 @@ class CompressPass:
         sent = _sent(graph, facts.view.collectives)
         kept = sent if self.settings.feedback else {}
         complaints = _inadmissible(self.settings) if facts.view.collectives else ()
+        remembers = bool(_calls(graph))
         found: list[Candidate] = []
         decisions: list[Decision] = []
         try:
@@ -69,7 +69,8 @@ class CompressPass:
         except NoHintError as error:
             unknown = RefusedError(Reason.NO_HINT, str(error))
             decisions = [_refused(c, unknown) for c in facts.view.collectives]
-            return Outcome(PassReport(self.name, decisions=decisions), notes=_none_of(decisions))
+            report = PassReport(self.name, decisions=decisions)
+            return Outcome(report, notes=_none_of(decisions), complaints=complaints)
         for one in found:
             decisions.append(_taken(one) if one in choice.taken else _refused(one.collective, _left(one, choice)))
         report = PassReport(self.name, changed=bool(choice.taken), decisions=decisions, metrics=_metrics(choice))
@@ -82,7 +83,7 @@ class CompressPass:
         certificates = (*(one.certificate for one in replaced), *(exact(graph, node) for node in _calls(graph)))
         narrowed = tuple(Sent(_report(one), made.roundings) for one, made in zip(choice.taken, replaced))
         notes = (_note(choice, self.settings),)
-        if self.settings.feedback and not sent and any(_carries_gradients(one) for one in choice.taken):
+        if self.settings.feedback and not remembers and any(_carries_gradients(one) for one in choice.taken):
             complaints = (*complaints, _FORGOTTEN)
         if any(one.forced for one in choice.taken):
             return Outcome(report, certificates, narrowed=narrowed, forced=True, notes=notes, complaints=complaints)
@@ -157,15 +158,15 @@ def _first(decisions: Sequence[Decision], reason: Reason) -> str:
 
 
 def _inadmissible(settings: Narrowing) -> tuple[str, ...]:
-    """Types that are asked for and that no message can get, because they err more than ``compress_error`` admits."""
-    names = {mode.partition(BETWEEN)[0] for _, mode in settings.rules} & set(NARROW)
-    forms = [form_of(name, settings.block) for name in NARROW if name in names]
-    return tuple(
-        f'compress: nothing is narrowed to "{form.name}": it errs by up to {float(form.error):g}, and compress_error '
-        f'admits {float(settings.error):g}; compress_error="{float(form.error):g}" admits it'
-        for form in forms
-        if form.error > settings.error
-    )
+    """What is asked for and what no message can get, because it errs more than ``compress_error`` admits."""
+    found = []
+    for name in dict.fromkeys(mode.partition(BETWEEN)[0] for _, mode in settings.rules if mode != "off"):
+        try:
+            admitted(name, settings)
+        except RefusedError as why:
+            limit = f"compress_error admits {float(settings.error):g}"
+            found.append(f'compress: "{name}" narrows nothing: {why.detail}, and {limit}; {why.setting} admits it')
+    return tuple(found)
 
 
 def _carries_gradients(one: Candidate) -> bool:

@@ -46,8 +46,7 @@ class Program:
         plans: second plans that stayed, of this rank's graphs.
         sets: ranks of its graphs, measured or not.
         posted: where this rank left a graph's times for rank 0.
-        taken: on rank 0, places that it has read.
-        replaced: on rank 0, those of graphs that were timed once more.
+        replaced: on rank 0, places of graphs that were timed once more.
     """
 
     latest: Planned | None = None
@@ -56,7 +55,6 @@ class Program:
     plans: list[dict[str, Any]] = field(default_factory=list)
     sets: set[tuple[int, ...]] = field(default_factory=set)
     posted: dict[int, Place] = field(default_factory=dict)
-    taken: set[Place] = field(default_factory=set)
     replaced: set[Place] = field(default_factory=set)
     written: str = ""
 
@@ -225,15 +223,15 @@ class Gathered:
                 continue
             board, key = self._connect(), _key(session, planned)
             for number in range(1, board.count(f"{key}/count") + 1):
-                place = f"{key}/{number}"
-                if (home, number) not in program.taken and board.has([place]):
-                    program.taken.add((home, number))
-                    found = json.loads(board.read([place])[0])
+                place = home, number
+                known = place in program.others or place in program.replaced
+                if not known and board.has([f"{key}/{number}"]):
+                    found = json.loads(board.read([f"{key}/{number}"])[0])
                     # A graph that is timed once more counts once; what it left before may come second.
                     if found["replaces"] is not None:
                         ranks, earlier = found["replaces"]
                         program.replaced.add((tuple(ranks), earlier))
-                    program.others[home, number] = convert(found["times"], Others, "another rank's times")
+                    program.others[place] = convert(found["times"], Others, "another rank's times")
                     new = True
         for replaced in program.replaced & set(program.others):
             del program.others[replaced]

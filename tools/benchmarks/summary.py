@@ -92,9 +92,9 @@ def page(pages: list[Stored]) -> list[str]:
     titles = {name: layout.title for name, layout in LAYOUTS.items()}
     text = [
         "Every row compares contenders that took turns in one run. Where pages hold the same model on the same link, "
-        "the newest one counts of those that have the contender and the most others beside it. `best other` is the "
-        "fastest contender that is not ours, `in-tree` the fastest in-tree setting that ran. What the columns and the "
-        "limit mean is on the pages:",
+        "the newest one that has the contender counts, but none that left out who was the fastest other contender on "
+        "the page before. `best other` is the fastest contender that is not ours, `in-tree` the fastest in-tree "
+        "setting that ran. What the columns and the limit mean is on the pages:",
         "",
     ]
     text += [f"- [{name}]({name}.md): {source.date}, commit {source.commit}" for name, source, _ in reversed(pages)]

@@ -26,7 +26,8 @@ _STEADY = {
     *("neg", "relu", "abs", "clone", "permute", "slice", "select", "view", "split", "split_with_sizes", "unbind"),
     *("cat", "amax", "copy", "unknown", "broadcast", "wait_tensor", "_to_copy", "chunk", "nan_to_num"),
 }
-#: Those that may make a finite number of an infinite one, which a message may have given another sign.
+#: Those that may make a finite number of an infinite one, which a message may have given another sign. So does a cast
+#: to a type without infinities.
 _HIDES = {"relu", "amax", "nan_to_num"}
 #: Operators that read no element.
 _MADE = {"rand_like", "zeros_like", "full", "empty"}
@@ -63,6 +64,11 @@ def bounds(gm: torch.fx.GraphModule, peaks: Peaks, rounding: float, loose: bool)
     for _ in range(2):
         found.walk()
     return found.results
+
+
+def _has_infinities(node: torch.fx.Node) -> bool:
+    """Whether the type of a node's value knows them: some 8-bit floats end at a largest number."""
+    return bool(torch.tensor(math.inf).to(node.meta["val"].dtype).float().isinf())
 
 
 class _Errors:
@@ -129,7 +135,7 @@ class _Errors:
             return worst + self._lost(max(self.peak(n) for n in operands))
         if not worst:
             return 0.0
-        if name in _HIDES and not self._finite:
+        if not self._finite and (name in _HIDES or (name == "_to_copy" and not _has_infinities(node))):
             return math.inf
         if name == "_to_copy" and not node.meta["val"].dtype.is_floating_point:
             return math.inf

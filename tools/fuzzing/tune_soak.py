@@ -42,8 +42,8 @@ HOW = (
     *("nothing", "nothing", "kill", "kill in the exchange", "stop", "stay away", "come late"),
     *("kill in the compilation", "kill at the call", "late at the call", "do not compile", "plan something else"),
 )
-LATE = ("stop", "come late", "late at the call")
 #: Where a rank may be held up besides, how often, and for how long at most: ranks wait for each other for ``PATIENCE``.
+WAITS = {"patience": PATIENCE, "longest_s": LONGEST_S}
 STAGES, SHARE, DELAY_S = ("step", "exchange", "compilation", "call"), 0.5, 2.0
 #: A reason that only a mistake in this file can lead to.
 OWN_MISTAKE = "do not fit together"
@@ -72,7 +72,7 @@ def worker(rank: int, world: int, job: dict[str, Any]) -> None:
         timer.start()
     torch.manual_seed(0)
     model = inductor_passes.simple_fsdp(mlp(MLPConfig()), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
-    settings: dict[str, Any] = {"rank_agreement": job.get("patience", PATIENCE), "memory_budget": "unlimited"}
+    settings: dict[str, Any] = {"rank_agreement": job["patience"], "memory_budget": "unlimited"}
     settings["cost_profile"] = f"{job['folder']}/assumed.json"
     if job["tune"]:
         settings |= {"tune": job["tune"], "tune_file": f"{job['folder']}/tuned.json", "tune_swap": "on"}
@@ -85,7 +85,7 @@ def worker(rank: int, world: int, job: dict[str, Any]) -> None:
     held: dict[str, Any] = {"losses": [], "timings": [], "error": "", "delayed": []}
     began = time.monotonic()
     delays = Delays(job["delays"].get(str(rank), {}), held["delayed"])
-    late = random.Random(rank).randrange(2 * STEPS)
+    late = job["late_step"]
     with hindered(how, job, delays), collect(what_if=False) as reports:
         try:
             while len(held["losses"]) < job["steps"]:
@@ -97,7 +97,7 @@ def worker(rank: int, world: int, job: dict[str, Any]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 over = _over([r.to_json()["timing"] for r in reports])
-                said = torch.tensor([float(over or time.monotonic() - began > LONGEST_S)])
+                said = torch.tensor([float(over or time.monotonic() - began > job["longest_s"])])
                 torch.distributed.all_reduce(said)
                 if job["tune"] and said.item() == world:
                     break
@@ -132,12 +132,15 @@ class Delays:
     def __init__(self, seconds: dict[str, float], happened: list[str]) -> None:
         self._seconds, self._happened = dict(seconds), happened
 
+    def sleep(self, why: str, seconds: float) -> None:
+        """Sleep, and say so."""
+        self._happened.append(why)
+        time.sleep(seconds)
+
     def at(self, stage: str) -> None:
         """Sleep, where that is asked for."""
-        seconds = self._seconds.pop(stage, None)
-        if seconds is not None:
-            self._happened.append(stage)
-            time.sleep(seconds)
+        if stage in self._seconds:
+            self.sleep(stage, self._seconds.pop(stage))
 
 
 @contextlib.contextmanager
@@ -164,7 +167,7 @@ def hindered(how: str, job: dict[str, Any], delays: Delays) -> Iterator[None]:
         if how == "stay away":
             raise RuntimeError("it stays away")
         if how == "come late":
-            time.sleep(2 * job["after_s"] + 1)
+            delays.sleep(how, 2 * job["after_s"] + 1)
         return exchange(*arguments)
 
     def compiled(*arguments: Any) -> Any:
@@ -180,7 +183,7 @@ def hindered(how: str, job: dict[str, Any], delays: Delays) -> Iterator[None]:
         if how == "kill at the call":
             killed()
         if how == "late at the call":
-            time.sleep(job["after_s"])
+            delays.sleep(how, job["after_s"])
         return cast(self)
 
     def profile(self: Any) -> Any:
@@ -212,6 +215,8 @@ def job_of(number: int, seed: int) -> tuple[int, dict[str, Any]]:
             for rank in range(world)
         },
         "warm": [rank for rank in range(world) if rng.random() < 0.1],
+        "late_step": rng.randrange(2 * STEPS),
+        **WAITS,
         "tune": STEPS,
         "steps": MOST,
     }
@@ -253,8 +258,8 @@ def _untouched(world: int, folder: Path) -> None:
     """Write down the losses of so many ranks without tuning, once."""
     if (folder / f"losses-{world}-0").exists():
         return
-    job = {"how": "nothing", "victim": 0, "after_s": 0.0, "warm": [], "delays": {}, "tune": 0, "steps": MOST}
-    job["folder"] = str(folder)
+    job = {"how": "nothing", "victim": 0, "after_s": 0.0, "warm": [], "delays": {}, "late_step": 0, "tune": 0}
+    job |= {"steps": MOST, "folder": str(folder), **WAITS}
     _profiles(folder, world)
     _ranks(world, job, str(folder / "cache"))
     for rank in range(world):
@@ -271,7 +276,7 @@ def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], 
     found["kills"] = int(killed and job["victim"] not in held)
     found["ranks without a cache"] = world - len(job["warm"])
     found["ranks with a cache"] = len(job["warm"])
-    found["delays"] = sum(len(one["delayed"]) for one in held.values()) + int(job["how"] in LATE)
+    found["delays"] = sum(len(one["delayed"]) for one in held.values())
     profiles: dict[int, set[str]] = {}
     calls: dict[tuple[int, str], set[int]] = {}
     for rank, one in held.items():

@@ -1,9 +1,9 @@
 """What the link benchmark comes to, over pages: how a contender of ours stands against the others, link by link.
 
 A *standing* compares one contender of ours with those that took turns with it in the same run; figures of different
-runs are never divided by each other. Where several pages hold the same model on the same link, the newest one of those
-that have the contender and the most others beside it counts, so that every mean counts a model once per link, and no
-page that left the strongest rival out stands for one that had it.
+runs are never divided by each other. Where several pages hold the same model on the same link, the newest one that has
+the contender counts, so that every mean counts a model once per link; but none that left out who was the fastest other
+contender on the page before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Standing:
         limit: ours over the limit, above 1 where ours is slower.
         peak: our peak memory over default Inductor's.
         sharded: whether the limit counts head and tail, so that it can be reached.
-        rivals: how many contenders that are not ours ran.
+        rivals: titles of all contenders that are not ours.
         page: which page of results it is from, "" when not asked.
     """
 
@@ -53,16 +53,16 @@ class Standing:
     limit: float
     peak: float
     sharded: bool
-    rivals: int = 0
+    rivals: tuple[str, ...] = ()
     page: str = ""
 
     def counts_over(self, known: Standing | None) -> bool:
         """Whether it counts in the place of an older one."""
-        return known is None or self.rivals >= known.rivals
+        return known is None or known.other_title in self.rivals
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self)
+        return {**asdict(self), "rivals": list(self.rivals)}
 
     def cells(self) -> list[str]:
         """By ``HEADER``."""
@@ -99,13 +99,13 @@ def standing(results: dict[str, Any], name: str, page: str = "") -> Standing | N
         limit=step / limit_ns(results),
         peak=mine["peak_bytes"] / default["peak_bytes"],
         sharded=results["sharded"],
-        rivals=len(others),
+        rivals=tuple(r["title"] for r in others),
         page=page,
     )
 
 
 def newest(pages: Iterable[tuple[str, Sequence[dict[str, Any]]]], name: str) -> dict[tuple[str, str], Standing]:
-    """(layout, rate) -> how ``name`` stands, of the newest page that has it and the most others.
+    """(layout, rate) -> how ``name`` stands, of the newest page that has it and the fastest other.
 
     Args:
         pages: names and contents, the oldest first.
@@ -201,7 +201,7 @@ TUNING_HEADER = ("before ms", "tuned ms", "before / tuned", "best other / tuned"
 def tunings(
     pages: Iterable[tuple[str, Sequence[dict[str, Any]]]], before: str, after: str
 ) -> dict[tuple[str, str], Tuning]:
-    """(layout, rate) -> what tuning did, of the newest page that has both contenders and the most others.
+    """(layout, rate) -> what tuning did, of the newest page that has both contenders and the fastest other.
 
     Args:
         pages: names and contents, the oldest first.
