@@ -65,13 +65,14 @@ def worker(rank: int, world: int, job: dict[str, Any]) -> None:
     from inductor_passes.tuning import measuring
 
     how = job["how"] if rank == job["victim"] else "nothing"
+    torch.manual_seed(0)
+    model = inductor_passes.simple_fsdp(mlp(MLPConfig()), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
+    # Behind the calls with which ranks share the model out: a rank that is gone there is none of ours to survive.
     if how in ("kill", "stop"):
         number = signal.SIGKILL if how == "kill" else signal.SIGSTOP
         timer = threading.Timer(job["after_s"], lambda: os.kill(os.getpid(), number))
         timer.daemon = True
         timer.start()
-    torch.manual_seed(0)
-    model = inductor_passes.simple_fsdp(mlp(MLPConfig()), init_device_mesh("cpu", (world,), mesh_dim_names=("dp",)))
     settings: dict[str, Any] = {"rank_agreement": job["patience"], "memory_budget": "unlimited"}
     settings["cost_profile"] = f"{job['folder']}/assumed.json"
     if job["tune"]:
@@ -234,7 +235,7 @@ def one_run(number: int, seed: int, folder: Path) -> Counter[str]:
     _profiles(Path(job["folder"]), world)
     _untouched(world, folder)
     began = time.monotonic()
-    _ranks(world, job, str(folder / "cache"))
+    failed = _ranks(world, job, str(folder / "cache"))
     took = time.monotonic() - began
     if took > LIMIT_S:
         raise TuneSoakError(f"run {number} took {took:.0f} s: {job}")
@@ -243,6 +244,9 @@ def one_run(number: int, seed: int, folder: Path) -> Counter[str]:
         path = Path(job["folder"], f"held-{STEPS}-{rank}")
         if path.exists():
             held[rank] = json.loads(path.read_text(encoding="utf-8"))
+    missing = [rank for rank in range(world) if rank not in held and (not failed or rank != job["victim"])]
+    if missing:
+        raise TuneSoakError(f"run {number}: ranks {missing} did not end: {job}: {failed}")
     return _judged(number, world, job, held, folder)
 
 
@@ -269,9 +273,6 @@ def _untouched(world: int, folder: Path) -> None:
 
 def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], folder: Path) -> Counter[str]:
     killed = str(job["how"]).startswith("kill")
-    missing = [rank for rank in range(world) if rank not in held and not (killed and rank == job["victim"])]
-    if missing:
-        raise TuneSoakError(f"run {number}: ranks {missing} did not end: {job}")
     found: Counter[str] = Counter({"runs": 1, str(job["how"]): 1})
     found["kills"] = int(killed and job["victim"] not in held)
     found["ranks without a cache"] = world - len(job["warm"])
@@ -336,8 +337,8 @@ def _shared(timing: dict[str, Any], killed: bool) -> dict[str, Any]:
     return same
 
 
-def _ranks(world: int, job: dict[str, Any], cache: str) -> None:
-    """Start ranks, wait for them, let those go on that stopped themselves."""
+def _ranks(world: int, job: dict[str, Any], cache: str) -> str:
+    """Start ranks, wait for them, let those go on that stopped themselves; what they failed with, where one is killed."""
     from tests.support import ranks
     from tools.fuzzing import tune_soak  # ranks import functions of modules, and this one may be the program
 
@@ -358,8 +359,10 @@ def _ranks(world: int, job: dict[str, Any], cache: str) -> None:
         except ranks.RankError as error:
             if not str(job["how"]).startswith("kill"):
                 raise TuneSoakError(f"{job}: {error}") from None
+            return str(error)
         finally:
             done.set()
+    return ""
 
 
 def main(
