@@ -121,3 +121,16 @@ def test_a_pointwise_reader_stays_behind_the_one_that_needs_the_value_in_memory(
     late = b.call(aten.mul.Tensor, b.call(aten.view.default, value, [64]), 0.5)
     b.graph.output((early, needs, again, late))
     assert GraphView(b.graph).ordering_edges() == [(needs, late)]
+
+
+def test_a_pointwise_reader_stays_behind_one_of_those_that_need_the_value_in_memory() -> None:
+    """The gradient of a weight is held back for as long as it pays, and nothing waits for it."""
+    b = GraphBuilder()
+    x, w = b.placeholder("x", 8, 8), b.placeholder("w", 8, 8)
+    value = b.call(aten.sin.default, b.call(aten.mm.default, x, w))
+    of_weight = b.call(aten.mm.default, value, x)
+    between = b.call(aten.neg.default, value)
+    of_input = b.call(aten.mm.default, value, w)
+    residual = b.call(aten.add.Tensor, value, b.call(aten.mul.Tensor, of_input, 2.0))
+    b.graph.output((of_weight, between, residual))
+    assert GraphView(b.graph).ordering_edges() == [(of_weight, between), (of_input, residual)]

@@ -147,7 +147,7 @@ class GraphView:
         - around every write to a storage: earlier readers and writers before it, later ones after it; a read by a
           collective or a transfer lasts until its waits, and its result is written until its wait;
         - around what Inductor may do in place, as if it were a write, towards collectives;
-        - what Inductor writes to memory for one reader is not computed anew for another one in front of it;
+        - what Inductor writes to memory for one reader is not computed anew for another one in front of all such;
         - random operators keep their order, but for attention that drops nothing out; so do asserts, and fences among
           each other (what crosses a fence is the schedule's business). What a fence does is not known: it may draw as
           well, so draws do not cross it.
@@ -167,12 +167,15 @@ class GraphView:
         return edges
 
     def _written_to_memory(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-        """Keeps pointwise readers of a pointwise result behind the reader for which Inductor writes it to memory.
+        """Keeps pointwise readers of a pointwise result behind a reader for which Inductor writes it to memory.
 
         Inductor computes a pointwise result anew in every pointwise reader, up to the first reader in graph order that
         needs it in memory. A reader that is moved in front of that one keeps the result's operands until it has run.
+        Where several readers need the value in memory, any of them will do; the one with the longest way to the end of
+        the graph is the last that an order would hold back (the gradient of an input, not that of a weight).
         """
         edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        ways: dict[torch.fx.Node, int] = {}
         for storage in self.storages.all:
             if self.roles[storage.producer] is not Role.COMPUTE or not _torch.is_pointwise(storage.producer.target):
                 continue
@@ -180,11 +183,23 @@ class GraphView:
             if len(readers) < 2:
                 continue
             readers.sort(key=self.position.__getitem__)
-            first = next((n for n in readers if not _torch.is_pointwise(n.target)), None)
-            if first is not None:
-                at = self.position[first]
-                edges.extend((first, n) for n in readers if self.position[n] > at and _torch.is_pointwise(n.target))
+            writing: torch.fx.Node | None = None
+            for reader in readers:
+                if _torch.is_pointwise(reader.target):
+                    edges.extend([(writing, reader)] if writing else [])
+                elif writing is None:
+                    writing = reader
+                else:
+                    ways = ways or self._ways_to_the_end()
+                    writing = reader if ways[reader] > ways[writing] else writing
         return edges
+
+    def _ways_to_the_end(self) -> dict[torch.fx.Node, int]:
+        """Per node, over how many users the longest way from it leads."""
+        ways: dict[torch.fx.Node, int] = {}
+        for node in reversed(self.nodes):
+            ways[node] = 1 + max((ways[user] for user in node.users), default=0)
+        return ways
 
     def _possible_hazards(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
         """Keeps nodes that Inductor may do in place off memory that is needed otherwise.

@@ -22,7 +22,7 @@ from inductor_passes.verify.values.communication import COLLECTIVES, Groups, Red
 from inductor_passes.verify.values.memory import Memory
 from inductor_passes.verify.values.movement import ALIASES, starts_of
 from inductor_passes.verify.values.moves import CASTS, MOVES
-from inductor_passes.verify.values.own import Own
+from inductor_passes.verify.values.own import CUTS, Own
 from inductor_passes.verify.values.program import Record
 from inductor_passes.verify.values.sizes import NoHintError
 from inductor_passes.verify.values.strided import NotRegularError
@@ -168,6 +168,20 @@ class Resolver:
                 return None
             a = step
         return None
+
+    def taken_here(self, a: Access) -> Access | None:
+        """Where this rank reads an element of a cut that may be elsewhere on other ranks; None for all other reads.
+
+        It tells reads apart, and says nothing of what they are worth on another rank.
+
+        Raises:
+            NeedsCut, NeedsBytes, NoHintError, NotRegularError: see :meth:`head`.
+        """
+        if a.record.called not in CUTS or self.is_overwritten(a) or not self.own.may_be_elsewhere(a):
+            return None
+        found = MOVES[a.record.called](self.space, a)
+        assert isinstance(found, Access)
+        return self._reads(a, found)
 
     def is_constant(self, a: Access, value: float) -> bool:
         """Whether an element is this number."""

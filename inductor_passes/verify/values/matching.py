@@ -88,6 +88,10 @@ class Side:
                         head = head._replace(rank=self.holder(known, head.rank))
                     return (known or ("?", head.record.name), head.path), head.functions(), tuple(trail)
                 trail += [head.record.called, *(v for v in head.record.args if type(v) in (int, float))]
+                # Whatever the whole of a cut is read for has one place, and a part of it another one.
+                if (taken := self.resolver.taken_here(head)) is not None:
+                    read = taken
+                    continue
                 # A condition or an index says less about a value than what is chosen by it.
                 use = max(found.uses, key=lambda u: (u.record.dtype() == head.dtype, _letters(u)))
                 inner = {letter: ZERO for letter, _ in (*found.whole, *found.summed)}

@@ -37,6 +37,8 @@ _CONVERSIONS = frozenset({"redistribute", "full_tensor", "to_local", "from_local
 _SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
 _LISTS = frozenset({"aten::chunk", "aten::unbind", "aten::tensor_split"})
 _ROWS = frozenset({"aten::select", "aten::select_scatter"})
+#: What takes a part of a tensor, at a place that is a number, and nothing else.
+CUTS = frozenset({"aten::select", "aten::slice"})
 #: Whose numbers the ranks do not compare as they stand.
 _MAYBE_OWN = _SPLITS | _LISTS | _ROWS | {"aten::slice", "aten::slice_scatter", "aten::full"}
 #: What passes on that ranks hold the same: everything that only moves elements, and gathers over other groups.
@@ -120,8 +122,7 @@ class Own:
         Args:
             other: of ``b``'s program. Of both :meth:`may_be_elsewhere` is true.
         """
-        names = {*_ROWS, "aten::slice"} - {"aten::select_scatter"}
-        if a.rank != b.rank or a.record.called != b.record.called or a.record.called not in names:
+        if a.rank != b.rank or a.record.called != b.record.called or a.record.called not in CUTS:
             return None
         dims = []
         for own, read in ((self, a), (other, b)):
