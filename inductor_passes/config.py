@@ -488,8 +488,9 @@ class PassConfig:
     )
     rank_agreement: str = _doc(
         "How long a graph's ranks wait for each other, before anything is changed, to find out whether they all "
-        "compile the same graph. They use the default group's store, never a collective. If they do not compile the "
-        "same graph, or one does not answer in time, collectives stay as they are and a warning says why. "
+        "compile the same graph. They use the default group's store, never a collective. If their collectives "
+        "differ, or one does not answer in time, collectives stay as they are and a warning says why. If only the rest "
+        "of their graphs differs, collectives are merged and reordered, and nothing else is done. "
         "For the first graph of a function they wait longer, by the time that compiling it has taken so far. "
         '"trust" asks nobody: if the programs of the ranks then differ, they hang or compute wrong numbers. '
         "See [agreement](agreement.md).",
