@@ -244,10 +244,7 @@ def one_run(number: int, seed: int, folder: Path) -> Counter[str]:
         path = Path(job["folder"], f"held-{STEPS}-{rank}")
         if path.exists():
             held[rank] = json.loads(path.read_text(encoding="utf-8"))
-    missing = [rank for rank in range(world) if rank not in held and (not failed or rank != job["victim"])]
-    if missing:
-        raise TuneSoakError(f"run {number}: ranks {missing} did not end: {job}: {failed}")
-    return _judged(number, world, job, held, folder)
+    return _judged(number, world, job, held, folder, failed)
 
 
 def _profiles(folder: Path, world: int) -> None:
@@ -271,8 +268,13 @@ def _untouched(world: int, folder: Path) -> None:
         (folder / f"losses-{world}-{rank}").write_text(json.dumps(losses), encoding="utf-8")
 
 
-def _judged(number: int, world: int, job: dict[str, Any], held: dict[int, Any], folder: Path) -> Counter[str]:
+def _judged(
+    number: int, world: int, job: dict[str, Any], held: dict[int, Any], folder: Path, failed: str = ""
+) -> Counter[str]:
     killed = str(job["how"]).startswith("kill")
+    missing = [rank for rank in range(world) if rank not in held and not (killed and rank == job["victim"])]
+    if missing:
+        raise TuneSoakError(f"run {number}: ranks {missing} did not end: {job} {failed}")
     found: Counter[str] = Counter({"runs": 1, str(job["how"]): 1})
     found["kills"] = int(killed and job["victim"] not in held)
     found["ranks without a cache"] = world - len(job["warm"])
@@ -338,7 +340,7 @@ def _shared(timing: dict[str, Any], killed: bool) -> dict[str, Any]:
 
 
 def _ranks(world: int, job: dict[str, Any], cache: str) -> str:
-    """Start ranks, wait for them, let those go on that stopped themselves; what they failed with, where one is killed."""
+    """Start ranks, wait for them, let those go on that stopped themselves; what ranks failed with where one is killed."""
     from tests.support import ranks
     from tools.fuzzing import tune_soak  # ranks import functions of modules, and this one may be the program
 
