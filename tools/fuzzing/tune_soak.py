@@ -340,7 +340,7 @@ def _shared(timing: dict[str, Any], killed: bool) -> dict[str, Any]:
 
 
 def _ranks(world: int, job: dict[str, Any], cache: str) -> str:
-    """Start ranks, wait for them, let those go on that stopped themselves; what ranks failed with where one is killed."""
+    """Start ranks, wait for them, let those go on that stopped themselves; what they failed with, if one was killed."""
     from tests.support import ranks
     from tools.fuzzing import tune_soak  # ranks import functions of modules, and this one may be the program
 
