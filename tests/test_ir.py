@@ -134,3 +134,13 @@ def test_a_pointwise_reader_stays_behind_one_of_those_that_need_the_value_in_mem
     residual = b.call(aten.add.Tensor, value, b.call(aten.mul.Tensor, of_input, 2.0))
     b.graph.output((of_weight, between, residual))
     assert GraphView(b.graph).ordering_edges() == [(of_weight, between), (of_input, residual)]
+
+
+def test_no_reader_of_a_part_waits_for_all_parts() -> None:
+    """Found in async TP of a training step: what is saved of a norm joins all parts, and held back each part's norm."""
+    b = GraphBuilder()
+    x, y = b.placeholder("x", 8, 8), b.placeholder("y", 8, 8)
+    first, second = b.call(aten.rsqrt.default, x), b.call(aten.rsqrt.default, y)
+    saved = b.call(aten.cat.default, [first, second])
+    b.graph.output((saved, *(b.call(aten.mul.Tensor, one, 2.0) for one in (first, second))))
+    assert GraphView(b.graph).ordering_edges() == []

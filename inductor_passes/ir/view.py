@@ -14,6 +14,9 @@ from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage, Storages
 from inductor_passes.operators import CollectiveKind
 
+#: What writes each operand where it belongs in the result, as soon as that operand is there.
+_JOINS = frozenset({torch.ops.aten.cat.default})
+
 
 @dataclass(frozen=True, eq=False)
 class Collective:
@@ -172,14 +175,15 @@ class GraphView:
         Inductor computes a pointwise result anew in every pointwise reader, up to the first reader in graph order that
         needs it in memory. A reader that is moved in front of that one keeps the result's operands until it has run.
         Where several readers need the value in memory, any of them will do; the one with the longest way to the end of
-        the graph is the last that an order would hold back (the gradient of an input, not that of a weight).
+        the graph is the last that an order would hold back (the gradient of an input, not that of a weight). What is
+        joined with others is written where it belongs, and is complete when the last of them is: nobody waits for it.
         """
         edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         ways: dict[torch.fx.Node, int] = {}
         for storage in self.storages.all:
             if self.roles[storage.producer] is not Role.COMPUTE or not _torch.is_pointwise(storage.producer.target):
                 continue
-            readers = [n for n in self._readers(storage) if self.roles[n] is Role.COMPUTE]
+            readers = [n for n in self._readers(storage) if self.roles[n] is Role.COMPUTE and n.target not in _JOINS]
             if len(readers) < 2:
                 continue
             readers.sort(key=self.position.__getitem__)
