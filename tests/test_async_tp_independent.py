@@ -23,7 +23,7 @@ PARTS = 4
 
 
 class InParts(_torch.graph_pass_base()):  # type: ignore[misc]
-    """Async TP, cut as a whole at these costs; keeps the starts of parts, each with all that it needs in front of it."""
+    """Async TP, cut as a whole at these costs; keeps the starts of parts, each with those in front of it."""
 
     def __init__(self) -> None:
         self.needed: list[dict[str, set[str]]] = []
