@@ -67,8 +67,8 @@ def test_tuned_plans_stand_beside_what_they_were() -> None:
     assert [*found] == [("fsdp", "fast"), ("moe", "fast")]
     one, other = found.values()
     assert (one.before_ns, one.after_ns, one.off_before, one.off_after) == (200, 160, 0.5, 0.05)
-    assert one.cells() == ["0", "0", "1.250", "1.562", "50.0%", "5.0%"]
-    assert other.cells()[2:] == ["0.800", "1.600", "-", "-"]
+    assert one.cells() == ["0", "0", "1.250", "1.562", "50.0%", "5.0%", "-"]
+    assert other.cells()[2:] == ["0.800", "1.600", "-", "-", "-"]
     assert link_summary.tuning_means([one, other]) == (
         "Geometric mean over 2 rows: 1.000 times as fast as before. The predicted step was off by 50.0% (50.0% at "
         "most) in the median, tuned by 5.0% (5.0% at most)."
@@ -78,6 +78,20 @@ def test_tuned_plans_stand_beside_what_they_were() -> None:
     )
     assert link_summary.tuning_where_off([other]) == ""
     assert link_summary.tuning_means([other]) == "Geometric mean over 1 rows: 0.800 times as fast as before."
+
+
+def test_how_far_single_stalls_are_off() -> None:
+    assert link_summary.stalls_off([[10, 20], [30, 30], [0, 40], [1, 3]], 1000) == 0.5
+    assert link_summary.stalls_off([[1, 3], [0, 0]], 1000) is None
+    slow = results("fsdp", "fast", {"inductor": 3000, "reorder": 2500, "ours": 2000, "ours-tuned": 1600}, True)
+    slow["rows"][2]["predicted_ns"] = slow["rows"][3]["predicted_ns"] = 1600
+    slow["rows"][3]["stalls"] = [[10, 20], [12, 16], [7, 1]]
+    (one,) = link_summary.tunings([("p", [slow])], "ours", "ours-tuned").values()
+    assert one.cells()[-1] == "37.5%"
+    assert link_summary.tuning_means([one]).endswith(
+        "Of 1 tuned plans single stalls of at least 0.5% of the step are known: in the median of a plan they are off "
+        "by 37.5% (37.5% at most)."
+    )
 
 
 def test_the_newest_page_counts_and_each_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from tools.link import narrower, retiming
 from tools.link import report as link_report
 from tools.link import sweep as link_sweep
 from tools.link import worker as link_worker
-from tools.link.prediction import predicted_peak
+from tools.link.prediction import measured_stalls, predicted_peak
 from tools.shared.launch import OUT_OF_TIME
 
 
@@ -362,3 +362,23 @@ def test_what_narrower_messages_do_is_one_table() -> None:
     assert first.startswith("| FSDP | balanced | <ours-int8> | 1.0 | 0.250 | 0.500 | 2.000 | 2.00 | 0.250 |")
     assert first.endswith("| 3e-04 | 0.004 | 0.0039 |")
     assert second.endswith("| 4.00 | 0.500 | 3e-04 | - | - |")
+
+
+def test_a_stall_is_charged_to_what_fills_it() -> None:
+    """As reports charge those of a plan: a wait for the second of two transfers stands still for both."""
+    first, second, other, barrier = (_sent(kind, link) for kind, link in (
+        ("all_gather", "a"), ("reduce_scatter", "a"), ("all_reduce", "b"), ("barrier", "a"),
+    ))  # fmt: skip
+    first.virtual.begin_ns, first.virtual.end_ns = 10, 40
+    second.virtual.begin_ns, second.virtual.end_ns = 40, 60
+    second.virtual.wait_begin_ns, second.virtual.wait_end_ns = 25, 60
+    first.virtual.wait_begin_ns = first.virtual.wait_end_ns = 70
+    other.virtual.begin_ns, other.virtual.end_ns = 100, 110
+    other.virtual.wait_begin_ns, other.virtual.wait_end_ns = 80, 110
+    assert measured_stalls([first, second, barrier, other]) == [
+        ("all_gather", 15), ("reduce_scatter", 20), ("all_reduce", 30)
+    ]  # fmt: skip
+
+
+def _sent(kind: str, link: str) -> Record:
+    return Record(0, kind, "g", 2, link, 8, 8, 8, 10)

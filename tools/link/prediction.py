@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from inductor_passes.emulation.link_model import Record
 from inductor_passes.report import GraphReport
 from inductor_passes.schedule.problem import INPUT, Problem
 from inductor_passes.step import recompute
@@ -19,6 +20,36 @@ def foretold(reports: Sequence[GraphReport]) -> dict[str, int]:
         "disturbed_ns": sum(s.disturbed_after_ns for s in schedules),
         "disturbed_worst_ns": sum(s.disturbed_worst_ns for s in schedules),
     }
+
+
+def planned_stalls(reports: Sequence[GraphReport]) -> list[tuple[str, int]]:
+    """(kind, ns that the plan has the compute lane stand still for it) per collective of a step, in order of issue."""
+    return [(one.kind, one.exposed_ns) for report in reports for one in report.collectives]
+
+
+def measured_stalls(records: Sequence[Record]) -> list[tuple[str, int]]:
+    """As :func:`planned_stalls`, of a step on the emulated link: a wait stands still for what goes ahead on the link.
+
+    A stall is charged to the transfers that fill it, as reports charge those of a plan: from its end back to where the
+    wait began, through the queue of the link.
+    """
+    sent = [r for r in records if r.kind != "barrier"]
+    found = {id(r): 0 for r in sent}
+    ends = {(r.link, r.virtual.end_ns): r for r in sent}
+    for one in sent:
+        left, filling = one.virtual.exposed_ns, one
+        while left > 0:
+            times = filling.virtual
+            part = min(left, times.end_ns - times.begin_ns)
+            found[id(filling)] += part
+            left -= part
+            before = ends.get((filling.link, times.begin_ns))
+            if before is None or before is filling:
+                # The link was idle, or waited for another rank.
+                found[id(filling)] += left
+                break
+            filling = before
+    return [(r.kind, found[id(r)]) for r in sent]
 
 
 def predicted_peak(reports: Sequence[GraphReport], problems: Path, rank: int) -> int:

@@ -23,6 +23,8 @@ BUSY = ("balanced", "bandwidth-bound")
 NEVER_BELOW = 0.98
 #: A prediction that is off by so much of the step, or more, is what tuning is for.
 OFF = 0.1
+#: Share of the step from which a single stall counts.
+SHORT_STALL = 0.005
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ class Tuning:
         standing: of the tuned plan.
         before_ns, after_ns: median steps.
         off_before, off_after: how far the predicted step is off, as a share of the measured one; None: not known.
+        stalls_off: how far the tuned plan's stalls are off in the median, see :func:`stalls_off`; None: not known.
     """
 
     standing: Standing
@@ -187,15 +190,18 @@ class Tuning:
     after_ns: float
     off_before: float | None
     off_after: float | None
+    stalls_off: float | None = None
 
     def cells(self) -> list[str]:
         """By ``TUNING_HEADER``."""
-        off = ["-" if one is None else f"{one:.1%}" for one in (self.off_before, self.off_after)]
+        off = ["-" if one is None else f"{one:.1%}" for one in (self.off_before, self.off_after, self.stalls_off)]
         steps = [f"{one / 1e6:.0f}" for one in (self.before_ns, self.after_ns)]
         return [*steps, f"{self.before_ns / self.after_ns:.3f}", f"{self.standing.other:.3f}", *off]
 
 
-TUNING_HEADER = ("before ms", "tuned ms", "before / tuned", "best other / tuned", "prediction off before", "tuned")
+TUNING_HEADER = (
+    "before ms", "tuned ms", "before / tuned", "best other / tuned", "prediction off before", "tuned", "stalls off",
+)  # fmt: skip
 
 
 def tunings(
@@ -217,12 +223,25 @@ def tunings(
                 continue
             steps = [median(r["virtual_ns"]) for r in rows if r is not None]
             off = [_off(r.get("predicted_ns"), step) for r, step in zip(rows, steps) if r is not None]
-            found[one.layout, one.rate] = Tuning(one, steps[0], steps[1], off[0], off[1])
+            stalls = stalls_off(rows[1].get("stalls", ()), steps[1])
+            found[one.layout, one.rate] = Tuning(one, steps[0], steps[1], off[0], off[1], stalls)
     return found
 
 
 def _off(predicted_ns: float | None, measured_ns: float) -> float | None:
     return abs(predicted_ns - measured_ns) / measured_ns if predicted_ns else None
+
+
+def stalls_off(stalls: Sequence[Sequence[float]], step_ns: float) -> float | None:
+    """How far the stalls of a step are off in the median: the difference over the longer one of planned and measured.
+
+    Stalls of which both are below :data:`SHORT_STALL` of the step do not count; None where none does.
+
+    Args:
+        stalls: (planned, measured) in ns of each collective.
+    """
+    long = [pair for pair in stalls if max(pair) >= SHORT_STALL * step_ns]
+    return median(abs(planned - measured) / max(planned, measured) for planned, measured in long) if long else None
 
 
 def tuning_means(found: Sequence[Tuning]) -> str:
@@ -235,7 +254,12 @@ def tuning_means(found: Sequence[Tuning]) -> str:
     if not all(off):
         return f"{said}."
     worst = [f"{median(shares):.1%} ({max(shares):.1%} at most)" for shares in off]
-    return f"{said}. The predicted step was off by {worst[0]} in the median, tuned by {worst[1]}."
+    text = f"{said}. The predicted step was off by {worst[0]} in the median, tuned by {worst[1]}."
+    stalls = [one.stalls_off for one in found if one.stalls_off is not None]
+    if stalls:
+        text += f" Of {len(stalls)} tuned plans single stalls of at least {SHORT_STALL:.1%} of the step are known: in "
+        text += f"the median of a plan they are off by {median(stalls):.1%} ({max(stalls):.1%} at most)."
+    return text
 
 
 def tuning_where_off(found: Sequence[Tuning]) -> str:

@@ -41,7 +41,7 @@ from tools.link.lab import (
     tuned,
 )
 from tools.link.models import ALL_LAYOUTS
-from tools.link.prediction import foretold, predicted_peak, step_peak
+from tools.link.prediction import foretold, measured_stalls, planned_stalls, predicted_peak, step_peak
 from tools.link.sweep import EVERY
 from tools.shared.leave import leave
 
@@ -113,6 +113,7 @@ class Bench:
         self.trials: dict[str, Trial] = {}
         self.failed: dict[str, str] = {}
         self.predicted: dict[str, dict[str, int]] = {}
+        self.planned: dict[str, list[tuple[str, int]]] = {}
         self.tuned: dict[str, list[str]] = {}
         self.plans: dict[str, str] = {}
         self.profile = self.job.file("profile.json")
@@ -143,7 +144,7 @@ class Bench:
                 for _ in range(2):
                     trial.plain_step()
             self.trials[name] = trial
-            self.predicted[name] = foretold(reports)
+            self.predicted[name], self.planned[name] = foretold(reports), planned_stalls(reports)
             if problems is not None:
                 self.predicted[name]["predicted_peak_bytes"] = predicted_peak(reports, problems, self.rank)
             self.step_peak_bytes = self.step_peak_bytes or step_peak(reports)
@@ -343,6 +344,7 @@ class Bench:
                     "exposed_wall_ns": slowest([s.exposed_wall_ns for s in steps]),
                     "violations": sum(gathered(sum(s.violations for s in steps))),
                     "counts": first.counts(),
+                    **self._stalls(name),
                     "steady": all(gathered(all(s.counts() == first.counts() for s in steps))),
                     "wire_bytes": wire_by_kind(first),
                     "traffic": self._traffic(trial),
@@ -354,6 +356,21 @@ class Bench:
                 }
             )
         return result
+
+    def _stalls(self, name: str) -> dict[str, list[list[float]]]:
+        """[planned, measured] ns that the compute lane stands still for each collective; {} where no plan says it.
+
+        Measured is the median over the steps, of the slower rank.
+        """
+        steps = [measured_stalls(step.records) for step in self.steps[name]]
+        planned = self.planned[name]
+        kinds = [kind for kind, _ in planned]
+        known = bool(planned) and all([kind for kind, _ in step] == kinds for step in steps)
+        mine = [median(step[k][1] for step in steps) for k in range(len(planned))] if known else []
+        ranks = gathered(mine)
+        if not all(ranks):
+            return {}
+        return {"stalls": [[ns, max(rank[k] for rank in ranks)] for k, (_, ns) in enumerate(planned)]}
 
     def _traffic(self, trial: Trial) -> dict[str, Any] | None:
         """What a step sent, by the values of parameters; nothing is known where those are not what is sent."""
