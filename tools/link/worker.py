@@ -368,7 +368,7 @@ class Bench:
         known = bool(planned) and all([kind for kind, _ in step] == kinds for step in steps)
         mine = [median(step[k][1] for step in steps) for k in range(len(planned))] if known else []
         ranks = gathered(mine)
-        if not all(ranks):
+        if not all(ranks) or len({*map(len, ranks)}) > 1:
             return {}
         return {"stalls": [[ns, max(rank[k] for rank in ranks)] for k, (_, ns) in enumerate(planned)]}
 
