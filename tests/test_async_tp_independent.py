@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from inductor_passes import _torch
+from inductor_passes.async_tp import selection
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.models import LlamaConfig, cross_entropy, llama, llama_batch, tensor_parallel
+from inductor_passes.problems.fx import build
 from inductor_passes.report import Verdict
+from inductor_passes.schedule.plan import plan
 from tests.support.compiled import without_kernels
 from tests.support.world import fake_world
 from tests.test_async_tp_pass import link
@@ -25,16 +30,21 @@ PARTS = 4
 class InParts(_torch.graph_pass_base()):  # type: ignore[misc]
     """Async TP, cut as a whole at these costs; keeps the starts of parts, each with those in front of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile: CostProfile) -> None:
+        self.profile = profile
         self.needed: list[dict[str, set[str]]] = []
+        self.regions: list[float] = []
+        self.steps_ns: list[int] = []
 
     def __call__(self, graph: torch.fx.Graph, is_inference: bool = False) -> None:
         if not GraphView(graph).collectives:
             return
         settings = PassConfig(verify="strict", memory_budget="unlimited")
         one = AsyncTpPass(mode="auto", parts=(PARTS,))
-        report = run_passes(graph, [one], settings, link(100.0, 50_000.0)).report.passes[0]
+        report = run_passes(graph, [one], settings, self.profile).report.passes[0]
         assert any(d.verdict is Verdict.APPLIED for d in report.decisions), report
+        self.regions.append(report.metrics["regions"])
+        self.steps_ns.append(plan(build(GraphView(graph), self.profile).problem, None).makespan_ns)
         self.needed.append(needed(GraphView(graph)))
 
     def uuid(self) -> None:
@@ -56,7 +66,7 @@ def needed(view: GraphView) -> dict[str, set[str]]:
 def test_a_part_waits_for_itself_alone() -> None:
     """Found by the emulated link: what is saved of a norm joins all parts, and each part's norm came behind it."""
     with fake_world(2), without_kernels():
-        parts = InParts()
+        parts = InParts(link(100.0, 50_000.0))
         model = tensor_parallel(llama(CONFIG), init_device_mesh("cpu", (2,)), sequence_parallel=True)
         tokens, targets = llama_batch(CONFIG)
         compiled = torch.compile(model, options={"post_grad_custom_post_pass": parts})
@@ -67,3 +77,20 @@ def test_a_part_waits_for_itself_alone() -> None:
         assert chain >= 8, found
         # As many chains as parts, in which each start is behind those in front of it.
         assert sorted(map(len, found.values())) == sorted([*range(chain)] * PARTS), found
+
+
+def test_fewer_longer_regions_where_the_graph_is_faster_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its price each region alone is better here; at every border all parts of one wait for each other."""
+    steps = []
+    for share in (selection.RIVAL, 2.0):
+        monkeypatch.setattr(selection, "RIVAL", share)
+        torch._dynamo.reset()
+        with fake_world(2), without_kernels():
+            parts = InParts(link(60.0, 1_000.0))
+            model = tensor_parallel(llama(CONFIG), init_device_mesh("cpu", (2,)), sequence_parallel=True)
+            tokens, _ = llama_batch(CONFIG)
+            torch.compile(model, options={"post_grad_custom_post_pass": parts})(tokens)
+        assert len(parts.regions) == 1, "forward"
+        steps.append((parts.regions[0], parts.steps_ns[0]))
+    (regions, step_ns), (alone, alone_ns) = steps
+    assert regions < alone and step_ns < 0.95 * alone_ns

@@ -70,6 +70,19 @@ def test_from_the_better_end_until_it_gets_worse(
     assert trials.recipes == tuple(recipe(n) for n in range(best))
 
 
+@pytest.mark.parametrize(("rival", "best"), [(40, (7, 8)), (55, (0, 1)), (50, (0, 1))])
+def test_fewer_longer_regions_come_last(rival: int, best: tuple[int, ...]) -> None:
+    """Their number is looked for, too, and of equally fast ones those stay that came first."""
+    trials = replace(trials_of(4, before=80), rival=(recipe(7), recipe(8)))
+    results = {(0, 4): 52, (0, 2): 50, (0, 1): 60, (7, 2): rival, (7, 1): rival + 5}
+    seen = []
+    while not trials.settled:
+        seen.append((0 if trials.ranked[0] == recipe(0) else 7, trials.count))
+        trials = trials.with_result(planned(results[seen[-1]]))
+    assert seen == [*results]
+    assert trials.recipes == tuple(map(recipe, best)) and trials.count == len(best)
+
+
 def test_what_is_above_the_cap_loses_to_everything_below() -> None:
     trials = trials_of(2, before=80).with_result(planned(10, feasible=False))
     assert trials.with_result(planned(90)).count == 1

@@ -161,6 +161,11 @@ def snodes_kept_behind(nodes: list[Any], behind: list[tuple[Any, Any]]) -> list[
     return list(scheduler.nodes)
 
 
+def snode_needs(node: Any, other: Any) -> bool:
+    """Whether a node of Inductor's scheduler comes behind another one by what it reads, directly or not."""
+    return not node.ancestors.isdisjoint(other.get_operation_names())
+
+
 def snode_waited_buffers(node: Any) -> list[str]:
     """Buffers that a wait waits for."""
     return [str(buffer.get_name()) for buffer in node.node.inputs if hasattr(buffer, "get_name")]

@@ -34,6 +34,7 @@ from inductor_passes.async_tp.slab import Partial, Slab, Uniform, assemble, scat
 from inductor_passes.async_tp.timeline import Instance
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
+from inductor_passes.ir.parts import mark_join, mark_part
 from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
@@ -116,11 +117,13 @@ class _Lowering:
                     self.made[node, part] = self._part(emit, node, part)
                     for new in emit.made[before:]:
                         self.result.keys[new] = self._key(node, part)
+                        mark_part(new, region.collectives[0].start.name, part)
                 if node in joined:
                     before = len(emit.made)
                     self.wholes[node] = self._whole(emit, node)
                     for new in emit.made[before:]:
                         self.result.keys[new] = (self.position[node], 1, len(region.cuts))
+                        mark_join(new)
         self._redirect()
         return self.result
 

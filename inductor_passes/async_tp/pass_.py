@@ -129,11 +129,10 @@ class AsyncTpPass:
         if before is not None and (len(chosen) > 1 if self.trials is None else not self.trials.settled):
             after = facts.of(graph)
             planned = plan(after.problem.problem, after.limit_bytes, effort=0)
-            tried = self.trials or Trials.of(
-                selection.ranked(chosen), selection.decisions, Untouched(before, selection.exposed_ns)
-            )
+            untouched = Untouched(before, selection.exposed_ns)
+            tried = self.trials or Trials.of(selection.ranked(chosen), selection.decisions, untouched, selection.rival)
             following = tried.with_result(planned)
-            if not (following.settled and following.count == tried.count):
+            if not (following.settled and following.recipes == tried.recipes):
                 report = PassReport(self.name, changed=True)
                 return Outcome(report, again=replace(self, trials=following))
         metrics = {

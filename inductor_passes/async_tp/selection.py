@@ -47,6 +47,10 @@ class Settings(Cutting, Protocol):
         """``auto``, ``force`` or ``off``."""
 
 
+#: The share of the best regions' gain that fewer, longer ones must have for the graph to be planned with them, too.
+RIVAL = 0.75
+
+
 @dataclass
 class Selection:
     """Finds the regions to apply in one graph."""
@@ -66,6 +70,8 @@ class Selection:
     """What options that another lowering makes cheaper cost in parts."""
     recipes: dict[Region, Recipe] = field(default_factory=dict)
     """How every region was grown."""
+    rival: list[Recipe] = field(default_factory=list)
+    """Fewer regions than those chosen that are nearly as good by their prices; [] where there are none."""
 
     @property
     def view(self) -> GraphView:
@@ -223,7 +229,12 @@ class Selection:
             lambda p: (p.gain_ns,),
             lambda p: (len(p.region.collectives), p.gain_ns),
         )
-        return max(map(greedy, orders), key=value)
+        found = [greedy(order) for order in orders]
+        best = max(found, key=value)
+        longer = min(found, key=lambda chosen: (len(chosen), [-v for v in value(chosen)]))
+        if 0 < len(longer) < len(best) and value(longer)[0] >= RIVAL * value(best)[0]:
+            self.rival = [self.recipes[self.in_parts.get(p, p).region] for p in longer]
+        return best
 
     def _decide(
         self, chosen: list[Priced], options: dict[Collective, list[Priced]], refusals: dict[Collective, Refusal]

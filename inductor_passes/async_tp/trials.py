@@ -4,6 +4,10 @@ Regions are priced one by one. What one of them hides may be no gain for the gra
 bottleneck there, or because another region has hidden it already; then each further region costs its overhead. So
 the graph is planned with all of them, and where that is faster than without any, with the better half, a quarter, ...
 until two numbers in a row are slower; else with the best one alone, the best two, ... until more are no faster.
+
+Prices of regions end at their borders: that all parts of one have to arrive before the next one begins is no part of
+any. So where there are fewer, longer regions that are nearly as good by their prices, the graph is planned with those
+as well.
 """
 
 from __future__ import annotations
@@ -39,11 +43,13 @@ class Trials:
 
     Attributes:
         ranked: how every region that was chosen was grown, the one of largest gain first.
-        first: what was decided when all of them were carried out, by collective.
+        first: what was decided when all of those were carried out that were tried first, by collective.
         before: how the graph plans without any.
         scores: number of regions -> how the graph planned with the best ones.
         count: number of regions to carry out now.
-        settled: that number is final.
+        rival: other regions for the same collectives, fewer ones, not tried yet; () where there are none.
+        best: the best score of the regions that were tried before the rival, and those regions.
+        settled: these regions are final.
     """
 
     ranked: tuple[Recipe, ...]
@@ -51,12 +57,20 @@ class Trials:
     before: Untouched
     scores: Mapping[int, Score] = field(default_factory=dict)
     count: int = 0
+    rival: tuple[Recipe, ...] = ()
+    best: tuple[Score, tuple[Recipe, ...]] | None = None
     settled: bool = False
 
     @classmethod
-    def of(cls, ranked: Sequence[Recipe], decisions: Sequence[Decision], before: Untouched) -> Trials:
+    def of(
+        cls,
+        ranked: Sequence[Recipe],
+        decisions: Sequence[Decision],
+        before: Untouched,
+        rival: Sequence[Recipe] = (),
+    ) -> Trials:
         """The trial of all regions, which have been carried out."""
-        return cls(tuple(ranked), {d.node: d for d in decisions}, before, count=len(ranked))
+        return cls(tuple(ranked), {d.node: d for d in decisions}, before, count=len(ranked), rival=tuple(rival))
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
@@ -64,13 +78,18 @@ class Trials:
         return self.ranked[: self.count]
 
     def with_result(self, planned: Plan) -> Trials:
-        """Another number next; in the end the number that was best, the smaller of equal ones."""
+        """Another number next, or the rival; in the end what was best, of equal numbers the smaller one."""
         scores = {**self.scores, self.count: _score(planned)}
         following = self._following(scores)
         if following is not None:
             return replace(self, scores=scores, count=following)
-        best = min(scores, key=lambda count: (scores[count], count))
-        return replace(self, scores=scores, count=best, settled=True)
+        count = min(scores, key=lambda count: (scores[count], count))
+        best = (scores[count], self.ranked[:count])
+        if self.best is not None and self.best[0] <= best[0]:
+            best = self.best
+        if self.rival:
+            return Trials(self.rival, self.first, self.before, count=len(self.rival), best=best)
+        return replace(self, ranked=best[1], scores=scores, count=len(best[1]), settled=True)
 
     def _following(self, scores: Mapping[int, Score]) -> int | None:
         """The number to try behind those tried already, None when there is none.

@@ -160,10 +160,11 @@ def split_with(settings: PassConfig) -> Callable[..., Split]:
 
 
 class FusionHook(identity.Configured, _torch.scheduler_pass_base()):  # type: ignore[misc]
-    """Keeps waits behind messages between two ranks, and random draws and unknown effects in the FX graph's order.
+    """Keeps what Inductor's fusion must not mix up: waits behind messages, draws and effects in order, parts apart.
 
     Runs the user's own pass first. Without it Inductor may move or fuse a wait in front of a send that the other rank
-    needs before it answers, and draws come in an order that depends on the memory budget.
+    needs before it answers, draws come in an order that depends on the memory budget, and one kernel for all parts of
+    async TP waits for the transfers of all.
     """
 
     label = "fusion"
@@ -174,7 +175,8 @@ class FusionHook(identity.Configured, _torch.scheduler_pass_base()):  # type: ig
         """The nodes before fusion, with dependencies that keep these orders."""
         for one in self.others:
             nodes = one(nodes)
-        with guarded("keeping waits, draws and effects in order", "Inductor may move them", lambda: self.settings):
+        what = "keeping waits, draws, effects and parts in order"
+        with guarded(what, "Inductor may move them", lambda: self.settings):
             in_tree.warn_if_switched_off()
             from inductor_passes.problems.kernel_waits import held
 

@@ -9,6 +9,8 @@ wait gets a dependency on the starts that it is behind in the FX graph.
 Random draws, and calls of operators with unknown effects. Inductor's pass for peak memory moves them (torch 2.13 keeps
 those of ``fallback_random``), and it finds another order for another memory budget. One model would draw other numbers
 with each. So each of them gets a dependency on the one before it.
+
+Kernels of parts that are computed beside each other's transfers, see :mod:`~inductor_passes.problems.kernel_parts`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from inductor_passes import _torch
 from inductor_passes.ir import ops
 from inductor_passes.operators import TRANSFERS
 from inductor_passes.problems.kernel_calls import in_order
+from inductor_passes.problems.kernel_parts import apart
 
 
 def is_message(node: Any) -> bool:
@@ -56,13 +59,14 @@ def last_starts(nodes: Sequence[Any]) -> dict[int, int]:
 
 
 def held(nodes: list[Any]) -> list[Any]:
-    """The nodes before fusion, with dependencies that keep waits behind starts, and draws and effects in order.
+    """The nodes before fusion: waits stay behind starts, draws and effects in order, parts apart.
 
     A graph that does not communicate is left to Inductor.
     """
     if not any(_torch.snode_kind(node) == "start" for node in nodes):
         return nodes
-    behind = [(nodes[start], nodes[wait]) for wait, start in last_starts(nodes).items()] + in_order(nodes)
+    behind = [(nodes[start], nodes[wait]) for wait, start in last_starts(nodes).items()]
+    behind += [*in_order(nodes), *apart(nodes)]
     return _torch.snodes_kept_behind(nodes, behind) if behind else nodes
 
 

@@ -1,0 +1,107 @@
+"""Kernels of one part of async TP: Inductor's fusion must not make one kernel of several parts.
+
+Parts share what does not depend on them (a norm's weight, a table of angles), so Inductor fuses what they do alike
+(seen in torch 2.13 on a CPU). Such a kernel waits for the transfers of all parts, and nothing is left to run beside
+them. A start between two kernels keeps them apart: one makes its message, and the other one gets a dependency on it.
+
+- What parts compute for the same collective runs in the order of their starts: each behind the start of the part
+  before it.
+- A kernel is behind the last start of every other part that is in front of it in the FX graph.
+"""
+
+from __future__ import annotations
+
+import bisect
+import graphlib
+from collections.abc import Sequence
+from typing import Any
+
+from inductor_passes import _torch
+from inductor_passes.ir.parts import part_of
+
+Pair = tuple[int, int]
+
+
+def apart(nodes: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """(start, kernel) for nodes of Inductor's scheduler before fusion; [] without parts. O(edges + nodes * parts)."""
+    found = _Parts(nodes)
+    if not found.starts:
+        return []
+    pairs = [(start, i) for i in found.kernels for start in found.in_front_of(i)]
+    return [(nodes[start], nodes[i]) for start, i in pairs] if _have_an_order(nodes, pairs) else []
+
+
+class _Parts:
+    """The kernels of parts by number, and the starts of each part in the order of the FX graph.
+
+    Attributes:
+        kernels: number -> (what was cut, number of the part).
+        starts: what was cut -> part -> (place, number) of its starts, by rising place.
+    """
+
+    def __init__(self, nodes: Sequence[Any]) -> None:
+        self.nodes = nodes
+        parts = {i: found for i, node in enumerate(nodes) if (found := _part(node)) is not None}
+        self.places = _places(nodes, parts)
+        self.kernels = {i: part for i, part in parts.items() if _torch.snode_kind(nodes[i]) == "fused"}
+        self.starts: dict[str, dict[int, list[Pair]]] = {}
+        for i in sorted(parts, key=self.places.__getitem__):
+            if _torch.snode_kind(nodes[i]) == "start":
+                cut, part = parts[i]
+                self.starts.setdefault(cut, {}).setdefault(part, []).append((self.places[i], i))
+
+    def in_front_of(self, i: int) -> list[int]:
+        """The starts of other parts that a kernel comes behind."""
+        cut, part = self.kernels[i]
+        sent = self.starts.get(cut, {})
+        found = []
+        for other, starts in sent.items():
+            count = bisect.bisect(starts, (self.places[i], -1))
+            if other != part and count:
+                found.append(starts[count - 1][1])
+        before = self._before(sent, part, i)
+        if before is not None:
+            found.append(before)
+        # What Inductor computes late, where it is read, stands later in the graph than what it is part of.
+        return [start for start in dict.fromkeys(found) if not _torch.snode_needs(self.nodes[start], self.nodes[i])]
+
+    def _before(self, sent: dict[int, list[Pair]], part: int, i: int) -> int | None:
+        """For a kernel that makes a message: the start of the same collective, of the part before; None for others."""
+        own, kernel = sent.get(part, []), self.nodes[i]
+        stage = next((k for k, (_, start) in enumerate(own) if _torch.snode_needs(self.nodes[start], kernel)), None)
+        if stage is None:
+            return None
+        others = [starts[stage] for starts in sent.values() if len(starts) > stage and starts[stage] < own[stage]]
+        return max(others)[1] if others else None
+
+
+def _part(node: Any) -> tuple[str, int] | None:
+    """The one part that a scheduler node belongs to; None where it is of none or of several."""
+    found = {part for origin in _torch.snode_origins(node) if (part := part_of(origin)) is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _places(nodes: Sequence[Any], parts: dict[int, tuple[str, int]]) -> dict[int, int]:
+    """Where the nodes of parts are in the FX graph: by the last one that a kernel computes."""
+    origins = {i: _torch.snode_origins(nodes[i]) for i in parts}
+    if not origins:
+        return {}
+    graph = next(iter(origins.values()))[0].graph
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    return {i: max(position.get(origin, -1) for origin in found) for i, found in origins.items()}
+
+
+def _have_an_order(nodes: Sequence[Any], pairs: Sequence[Pair]) -> bool:
+    """Whether all nodes can run with these pairs (before, after), too."""
+    made = {name: i for i, node in enumerate(nodes) for name in _torch.snode_output_names(node)}
+    needs = {
+        i: {made[name] for name, _ in _torch.snode_dependencies(node) if made.get(name, i) != i}
+        for i, node in enumerate(nodes)
+    }
+    for before, after in pairs:
+        needs[after].add(before)
+    try:
+        graphlib.TopologicalSorter(needs).prepare()
+    except graphlib.CycleError:
+        return False
+    return True

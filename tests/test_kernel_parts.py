@@ -1,0 +1,82 @@
+"""Inductor's fusion makes no kernel of two parts of async TP: it would wait for the transfers of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import inductor_passes
+from inductor_passes import _torch
+from inductor_passes.engine import hooks
+from inductor_passes.ir.parts import part_of
+from inductor_passes.models import LlamaConfig, cross_entropy, llama, llama_batch, tensor_parallel
+from inductor_passes.problems import kernel_waits
+from inductor_passes.trace.collector import collect
+from tests.support.compiled import without_kernels
+from tests.support.world import fake_world
+from tests.test_async_tp_pass import link
+
+CONFIG = LlamaConfig(vocab=64, dim=64, layers=2, heads=4, kv_heads=4, hidden=96, batch=8, seq=16)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The kernels of all graphs, fused."""
+    found: list[Any] = []
+    ordered = hooks._ordered
+
+    def seen(nodes: list[Any], compilation: Any) -> list[Any]:
+        found.extend(nodes)
+        return ordered(nodes, compilation)
+
+    monkeypatch.setattr(hooks, "_ordered", seen)
+    yield found
+
+
+def compiled(tmp_path: Path) -> None:
+    """Forward and backward of a sequence-parallel model on a link on which async TP cuts all of it."""
+    profile = tmp_path / "profile.json"
+    link(100.0, 50_000.0).save(profile)
+    options = inductor_passes.options(
+        async_tp="auto", async_tp_parts="4", cost_profile=str(profile), memory_budget="unlimited", verify="strict",
+        inductor={"fx_graph_cache": False},
+    )  # fmt: skip
+    with fake_world(2), without_kernels(), collect(what_if=False) as reports:
+        model = tensor_parallel(llama(CONFIG), init_device_mesh("cpu", (2,)), sequence_parallel=True)
+        tokens, targets = llama_batch(CONFIG)
+        cross_entropy(torch.compile(model, options=options)(tokens), targets).backward()
+    assert len(reports) == 2
+    assert all(report.schedules[-1].level == "scheduler" for report in reports), "kernels were ordered"
+
+
+def mixed(kernels: list[Any]) -> list[str]:
+    """Fused kernels that compute something of several parts."""
+    found = []
+    for kernel in kernels:
+        parts = {part for origin in _torch.snode_origins(kernel) if (part := part_of(origin)) is not None}
+        if _torch.snode_kind(kernel) == "fused" and len(parts) > 1 and not _only_joins(kernel):
+            found.append(_torch.snode_name(kernel))
+    return found
+
+
+def _only_joins(kernel: Any) -> bool:
+    """Whether it only writes what is read when all parts are there."""
+    readers = {user for origin in _torch.snode_origins(kernel) for user in origin.users}
+    return not any(part_of(reader) for reader in readers)
+
+
+def test_no_kernel_computes_two_parts(
+    kernels: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(tmp_path)
+    assert len(kernels) > 200 and mixed(kernels) == []
+    kernels.clear()
+    torch._dynamo.reset()
+    monkeypatch.setattr(kernel_waits, "apart", lambda nodes: [])
+    compiled(tmp_path)
+    assert len(mixed(kernels)) >= 10, "Inductor fuses parts by itself"
