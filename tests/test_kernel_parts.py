@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import inductor_passes
 from inductor_passes import _torch
 from inductor_passes.engine import hooks
-from inductor_passes.ir.parts import part_of
+from inductor_passes.ir.parts import mark_part, part_of
 from inductor_passes.models import LlamaConfig, cross_entropy, llama, llama_batch, tensor_parallel
-from inductor_passes.problems import kernel_waits
+from inductor_passes.problems import kernel_parts, kernel_waits
 from inductor_passes.trace.collector import collect
 from tests.support.compiled import without_kernels
 from tests.support.world import fake_world
@@ -77,6 +77,38 @@ def test_no_kernel_computes_two_parts(
     assert len(kernels) > 200 and mixed(kernels) == []
     kernels.clear()
     torch._dynamo.reset()
-    monkeypatch.setattr(kernel_waits, "apart", lambda nodes: [])
+    monkeypatch.setattr(kernel_waits, "apart", lambda nodes, behind: [])
     compiled(tmp_path)
     assert len(mixed(kernels)) >= 10, "Inductor fuses parts by itself"
+
+
+class Node:
+    """A node of a scheduler: one FX node, what it reads, and what comes in front of it."""
+
+    def __init__(self, kind: str, origin: torch.fx.Node, *reads: Node) -> None:
+        self.kind, self.origin, self.reads = kind, origin, reads
+        self.needs: set[Node] = {*reads}.union(*(one.needs for one in reads))
+
+
+def test_what_else_is_kept_in_order_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two parts of one message: the second kernel is behind the first start, unless something needs it in front."""
+    for name, answer in {
+        "snode_kind": lambda node: node.kind,
+        "snode_origins": lambda node: [node.origin],
+        "snode_needs": lambda node, other: other in node.needs,
+        "snode_output_names": lambda node: [node.origin.name],
+        "snode_dependencies": lambda node: [(one.origin.name, False) for one in node.reads],
+    }.items():
+        monkeypatch.setattr(_torch, name, answer)
+    graph = torch.fx.Graph()
+    nodes: list[Node] = []
+    # Both kernels stand in front of both starts, so nothing but the order of the starts tells.
+    for kind, part in (("fused", 0), ("fused", 1), ("start", 0), ("start", 1)):
+        origin = graph.placeholder(f"{kind}{part}")
+        mark_part(origin, "message", part)
+        nodes.append(Node(kind, origin, *([nodes[part]] if kind == "start" else [])))
+    kernel, start = nodes[1], nodes[2]
+    assert kernel_parts.apart(nodes, []) == [(start, kernel)]
+    assert kernel_parts.apart(nodes, [(nodes[0], kernel)]) == [(start, kernel)]
+    assert kernel_parts.apart(nodes, [(kernel, nodes[0])]) == []
+    assert kernel_parts.apart([Node("fused", graph.placeholder("other"))], []) == []

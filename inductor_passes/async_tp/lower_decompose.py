@@ -34,7 +34,7 @@ from inductor_passes.async_tp.slab import Partial, Slab, Uniform, assemble, scat
 from inductor_passes.async_tp.timeline import Instance
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.parts import mark_join, mark_part
+from inductor_passes.ir.parts import mark_part
 from inductor_passes.rewriting.emit import Emitter
 
 aten = torch.ops.aten
@@ -123,7 +123,6 @@ class _Lowering:
                     self.wholes[node] = self._whole(emit, node)
                     for new in emit.made[before:]:
                         self.result.keys[new] = (self.position[node], 1, len(region.cuts))
-                        mark_join(new)
         self._redirect()
         return self.result
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch.fx
 
-#: Keys of a node's meta. The value of the first is (name of what was cut, number of the part).
+#: Key of a node's meta; the value is (name of what was cut, number of the part).
 PART_KEY = "inductor_passes_part"
-JOIN_KEY = "inductor_passes_join"
 
 
 def mark_part(node: torch.fx.Node, cut: str, part: int) -> None:
@@ -18,13 +17,3 @@ def part_of(node: torch.fx.Node) -> tuple[str, int] | None:
     """(name of what was cut, number of the part); None for a node of no part."""
     found = node.meta.get(PART_KEY)
     return None if found is None else (str(found[0]), int(found[1]))
-
-
-def mark_join(node: torch.fx.Node) -> None:
-    """Say that a node puts parts together, for those who read the whole."""
-    node.meta[JOIN_KEY] = True
-
-
-def joins_parts(node: torch.fx.Node) -> bool:
-    """Whether a node puts parts together."""
-    return JOIN_KEY in node.meta

@@ -11,7 +11,6 @@ from inductor_passes import _torch
 from inductor_passes.ir import ops, transfers
 from inductor_passes.ir.groups import Group, resolve
 from inductor_passes.ir.ops import Role
-from inductor_passes.ir.parts import joins_parts
 from inductor_passes.ir.storages import FxStorage, Storages
 from inductor_passes.operators import CollectiveKind
 
@@ -152,7 +151,6 @@ class GraphView:
           collective or a transfer lasts until its waits, and its result is written until its wait;
         - around what Inductor may do in place, as if it were a write, towards collectives;
         - what Inductor writes to memory for one reader is not computed anew for another one in front of all such;
-        - what joins parts is behind what reads them;
         - random operators keep their order, but for attention that drops nothing out; so do asserts, and fences among
           each other (what crosses a fence is the schedule's business). What a fence does is not known: it may draw as
           well, so draws do not cross it.
@@ -169,21 +167,6 @@ class GraphView:
                 edges.extend(self._hazards(storage.members, set(storage.writers)))
         edges.extend(self._possible_hazards())
         edges.extend(self._written_to_memory())
-        edges.extend(self._joined_late())
-        return edges
-
-    def _joined_late(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-        """Keeps what joins parts behind all else that reads a part.
-
-        Inductor computes an operand of a concatenation where it belongs in the result, and takes whoever reads it from
-        then on for a reader of the whole result: it would wait for all parts.
-        """
-        edges: list[tuple[torch.fx.Node, torch.fx.Node]] = []
-        for node in self.nodes:
-            if joins_parts(node):
-                for storage in {id(s): s for part in node.all_input_nodes for s in self.storages.of(part)}.values():
-                    readers = [n for n in self._readers(storage) if self.roles[n] in (Role.COMPUTE, Role.START)]
-                    edges.extend((n, node) for n in readers if self.position[n] < self.position[node])
         return edges
 
     def _written_to_memory(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:

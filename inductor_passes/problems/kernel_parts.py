@@ -22,13 +22,17 @@ from inductor_passes.ir.parts import part_of
 Pair = tuple[int, int]
 
 
-def apart(nodes: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """(start, kernel) for nodes of Inductor's scheduler before fusion; [] without parts. O(edges + nodes * parts)."""
+def apart(nodes: Sequence[Any], behind: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """(start, kernel) for nodes of Inductor's scheduler before fusion; [] without parts. O(edges + nodes * starts).
+
+    Args:
+        behind: (before, after) that are kept, too. Where no order has all of it, parts are not kept apart.
+    """
     found = _Parts(nodes)
     if not found.starts:
         return []
-    pairs = [(start, i) for i in found.kernels for start in found.in_front_of(i)]
-    return [(nodes[start], nodes[i]) for start, i in pairs] if _have_an_order(nodes, pairs) else []
+    pairs = [(nodes[start], nodes[i]) for i in found.kernels for start in found.in_front_of(i)]
+    return pairs if _have_an_order(nodes, [*behind, *pairs]) else []
 
 
 class _Parts:
@@ -91,15 +95,16 @@ def _places(nodes: Sequence[Any], parts: dict[int, tuple[str, int]]) -> dict[int
     return {i: max(position.get(origin, -1) for origin in found) for i, found in origins.items()}
 
 
-def _have_an_order(nodes: Sequence[Any], pairs: Sequence[Pair]) -> bool:
+def _have_an_order(nodes: Sequence[Any], pairs: Sequence[tuple[Any, Any]]) -> bool:
     """Whether all nodes can run with these pairs (before, after), too."""
     made = {name: i for i, node in enumerate(nodes) for name in _torch.snode_output_names(node)}
     needs = {
         i: {made[name] for name, _ in _torch.snode_dependencies(node) if made.get(name, i) != i}
         for i, node in enumerate(nodes)
     }
+    number = {id(node): i for i, node in enumerate(nodes)}
     for before, after in pairs:
-        needs[after].add(before)
+        needs[number[id(after)]].add(number[id(before)])
     try:
         graphlib.TopologicalSorter(needs).prepare()
     except graphlib.CycleError:

@@ -65,8 +65,8 @@ def held(nodes: list[Any]) -> list[Any]:
     """
     if not any(_torch.snode_kind(node) == "start" for node in nodes):
         return nodes
-    behind = [(nodes[start], nodes[wait]) for wait, start in last_starts(nodes).items()]
-    behind += [*in_order(nodes), *apart(nodes)]
+    behind = [(nodes[start], nodes[wait]) for wait, start in last_starts(nodes).items()] + in_order(nodes)
+    behind += apart(nodes, behind)
     return _torch.snodes_kept_behind(nodes, behind) if behind else nodes
 
 
