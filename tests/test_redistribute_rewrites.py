@@ -7,11 +7,13 @@ import torch
 from expecttest import TestCase
 
 from inductor_passes import _torch
+from inductor_passes.engine.compilation import Known
+from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.redistribute.mesh import Mesh
 from inductor_passes.redistribute.prepare import group_name, prepare_groups
 from inductor_passes.report import Reason, Verdict
 from inductor_passes.rewrites.pass_ import RewriteCollectives
-from tests.support.redistribute_programs import MESH, Program, apply, nested, rewrite, world
+from tests.support.redistribute_programs import MESH, Program, apply, nested, rewrite, settings_for, world
 from tests.support.world import simulated
 
 
@@ -235,6 +237,19 @@ all_reduce[4] amax mul clamp convert_element_type view all_gather_into_tensor[4]
             scaled = program.call(torch.ops.aten.mul.Tensor, whole, scale)
             narrow = program.call(torch.ops.prims.convert_element_type.default, scaled, torch.bfloat16)
             assert refusals(rewrite("R7"), program.output(narrow), [(4, 6)] * 2) == [Reason.DATA_DEPENDENCY]
+
+    def test_r7_does_not_scale_by_numbers_that_were_not_compared(self):
+        """In a variant that one rank alone may have another number may be written down."""
+        cast, mul = torch.ops.prims.convert_element_type.default, torch.ops.aten.mul.Tensor
+        with world() as groups:
+            for scaled, compared in ((True, True), (True, False), (False, False)):
+                program = Program((4, 6))
+                whole = program.collective("all_gather_into_tensor", program.inputs[0], 4, groups[(1,)])
+                whole = program.call(mul, whole, 0.25) if scaled else whole
+                graph = program.output(program.call(cast, whole, torch.bfloat16))
+                known = Known("inference", compared=compared)
+                report = run_passes(graph, [rewrite("R7")], *settings_for(), known=known).report.passes[0]
+                assert report.changed == (compared or not scaled)
 
     def test_r7_leaves_the_rounding_to_the_gather(self):
         """Inductor keeps 16 bits in float32 inside of a kernel: what is sent is rounded, what is cast there is not."""

@@ -23,6 +23,7 @@ from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.config import ConfigError, PassConfig
 from inductor_passes.cost.communication import KINDS, GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
+from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import PassReport, Reason, Verdict
@@ -279,6 +280,60 @@ def test_a_weight_that_may_differ_ends_the_region() -> None:
         gm = torch.fx.GraphModule(torch.nn.Module(), program.output(product))
         assert rewritten(gm, 4, config=settings("proven")).changed
         assert ops_of(gm)[-3:] == ["all_gather_into_tensor", "mul", "mm"]
+
+
+def test_numbers_that_were_not_compared_end_a_region() -> None:
+    """A variant that one rank alone may have sends what the others send, and may norm with another epsilon.
+
+    Found: a second graph of a function, in which ranks differed in a factor, computed rows for each other.
+    """
+    with fake_world(4):
+        for compared in (True, False):
+            gm, known = block(), Known("inference", compared=compared)
+            done = run_passes(gm.graph, [RewriteCollectives("reassociate", ("R16",))], settings(), fast_link(4), known=known)
+            assert done.report.passes[0].changed == compared
+
+
+def mask(columns: torch.Tensor) -> torch.Tensor:
+    """Every other column, of another remainder on every rank."""
+    return torch.where(columns % 2 == 1, 1.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda h: mask(torch.arange(6)),
+        lambda h: mask(torch.full((6,), 1)),
+        lambda h: torch.arange(1, 7) * 0.25,
+        lambda h: torch.ones(8)[2:],
+        lambda h: torch.ones(4, 6)[1],
+        lambda h: torch.ones(4, 6).split(1)[1].squeeze(0),
+        lambda h: funcol.reduce_scatter_tensor(h.sum(0).repeat(4, 1), "sum", 0, "0").squeeze(0),
+    ],
+    ids=["arange", "full", "offset", "slice", "select", "piece", "scattered"],
+)
+def test_a_factor_of_own_numbers_is_no_input(made: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Found: with ``replicas="implied"`` a mask of the columns that a rank owns counted as equal on the ranks.
+
+    The pass and the verifier find out each for itself.
+    """
+
+    def run(x: torch.Tensor, factor: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        h = funcol.all_reduce(x, "sum", "0") * (factor if made is None else made(x))
+        return (h * torch.rsqrt(h.square().mean(-1, keepdim=True))) @ weight
+
+    def traced() -> torch.fx.GraphModule:
+        inputs = torch.randn(8, 6), torch.randn(6), torch.randn(6, 5)
+        return make_fx(run, tracing_mode="fake", decomposition_table=core_aten_decompositions())(*inputs)
+
+    with fake_world(4):
+        gm = traced()
+        assert not rewritten(gm, 4).changed
+        assert not implied(Values(View(gm.graph)), Groups(Space()))
+        made = None  # type: ignore[assignment]
+        gm = traced()
+        assert list(implied(Values(View(gm.graph)), Groups(Space()))) == ["factor_1"]
+        assert rewritten(gm, 4).changed
 
 
 def test_setting() -> None:

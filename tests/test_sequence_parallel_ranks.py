@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import inductor_passes
 from inductor_passes.models import LlamaConfig, language_batch, language_model, tensor_parallel
@@ -138,6 +139,59 @@ def test_inference_on_gloo(two_ranks: Ranks, tmp_path: Path) -> None:
     profile = save_profile(tmp_path / "costs.json", 0.0, 1000.0, 10.0, 0.0)
     for result in two_ranks.run(inferred, profile, 2):
         assert result == (["5 all_reduces of 32 rows, 5 gathers"], [], 10)
+
+
+class Scaled(torch.nn.Module):
+    """Tensor-parallel blocks whose residual branches are scaled: by a number, or by a mask of own columns."""
+
+    def __init__(self, mesh: DeviceMesh, columns: int = 64) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        wide, ranks = 8 * mesh.size(), mesh.size()
+        self.columns, self.ranks, self.rank = columns, ranks, mesh.get_local_rank()
+        self.up = torch.nn.ModuleList(torch.nn.Linear(columns, wide, bias=False) for _ in range(3))
+        self.down = torch.nn.ModuleList(torch.nn.Linear(wide, columns, bias=False) for _ in range(3))
+        parallelize_module(self, mesh, {"up.*": ColwiseParallel(), "down.*": RowwiseParallel()})
+
+    def forward(self, x: torch.Tensor, factor: int) -> torch.Tensor:
+        h = self.down[0](self.up[0](x))
+        for up, down in zip(self.up[1:], self.down[1:]):
+            step = down(torch.nn.functional.silu(up(torch.nn.functional.rms_norm(h, (self.columns,)))))
+            own = torch.arange(self.columns) % self.ranks == self.rank
+            h = h + (torch.where(own, 1.0, 0.5) if factor == 0 else factor) * step
+        return h.square().mean()
+
+
+def scaled(rank: int, world: int, profile: str, codegen: str, factors: tuple[int, ...]) -> list[int]:
+    """What R16 did in each graph, where the results are those of eager."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    model = Scaled(mesh)
+    settings = dotted(**SETTINGS, async_tp="force", cost_profile=profile, codegen=codegen)
+    compiled = torch.compile(model, backend="inductor_passes", options=settings, dynamic=False)
+    x = torch.randn(16 * world, 64, generator=torch.Generator().manual_seed(3))
+    found = []
+    with torch.no_grad():
+        for factor in factors:
+            factor = factor if factor >= 0 else rank - factor
+            with collect(what_if=False) as reports:
+                got = compiled(x, factor)
+            torch.testing.assert_close(got, model(x, factor), rtol=RTOL, atol=ATOL)
+            found.append(len(did(reports)[0]))
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_ranks_that_scale_by_numbers_of_their_own(two_ranks: Ranks, tmp_path: Path, codegen: str) -> None:
+    """Found: a mask of own columns counted as equal, and so did what ranks scale by in a function's second graph.
+
+    Up to the first own number rows may be on shares: there the mask is, and the factor of the first graph.
+    """
+    profile = save_profile(tmp_path / "costs.json", 0.0, 1000.0, 10.0, 0.0)
+    assert list(two_ranks.run(scaled, profile, codegen, (2, -3))) == [[1, 0]] * 2
+    for found in two_ranks.run(scaled, profile, codegen, (0,)):
+        assert found in ([0], [1])
 
 
 @pytest.mark.slow

@@ -264,7 +264,8 @@ class Job:
         backup = Backup(self.graph)
         for way in earlier.ways(GraphView(self.graph), _torch.rank_and_world_size()[0]):
             # A rewrite of what one rank alone reads must not make this rank send something else than the others.
-            found = self.run(like=way.like, rewrite=way.rewrite, agreed=True, pins=way.pins)
+            compared = self.agreed.agreed
+            found = self.run(like=way.like, rewrite=way.rewrite, agreed=True, compared=compared, pins=way.pins)
             if earlier.is_sent(messages(GraphView(self.graph))):
                 return found
             backup.restore()

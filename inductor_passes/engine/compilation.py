@@ -27,12 +27,14 @@ class Known:
     Attributes:
         phase: ``forward``, ``backward`` or ``inference``.
         agreed: whether all ranks that take part compile this graph.
+        compared: whether their numbers are known to be equal; not where a graph is made to send what another one sends.
         pins: the plan that is pinned for it.
         step: what the partitioner knows about the training step; None for inference.
     """
 
     phase: str = "inference"
     agreed: bool = True
+    compared: bool = True
     pins: Pins | None = None
     step: StepFacts | None = None
 

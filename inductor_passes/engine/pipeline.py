@@ -281,7 +281,7 @@ class _Run:
         self.passes = passes
         self.config, self.about = to.config, to.report
         known = to.known
-        look = Look(view, to.config, to.profile, known.phase, known.agreed)
+        look = Look(view, to.config, to.profile, known.phase, known.agreed, known.compared)
         self.freed = judge.freed_inputs(graph, known.phase)
         self.verified = verify.Known()
         self.reference: verify.ReferenceSnapshot | None = None

@@ -25,7 +25,7 @@ from inductor_passes.rewrites.movement import is_split, name_of, pieces_read, st
 from inductor_passes.rewrites.own_cuts import may_be_own
 from inductor_passes.rewrites.packing import sizes
 from inductor_passes.rewrites.permutation import unpack_ahead
-from inductor_passes.rewrites.replicas import equal_values, tensor_operands
+from inductor_passes.rewrites.replicas import equal_and_own, tensor_operands
 from inductor_passes.rewrites.rows import reduced_dims
 from inductor_passes.rewrites.work import Work
 from inductor_passes.verify.messages import OWN_KEY
@@ -46,11 +46,12 @@ COUNTED = torch.int32
 
 class Differs(IntEnum):
     """What a value has of values that may differ between ranks: nothing, a factor or a term per column (which
-    ``replicas="implied"`` says is equal), or something per row."""
+    ``replicas="implied"`` says is equal), one made of numbers that may be a rank's own, or something per row."""
 
     NOTHING = 0
     COLUMNS = 1
-    ROWS = 2
+    NUMBERS = 2
+    ROWS = 3
 
 
 @dataclass
@@ -144,6 +145,7 @@ class Sweep:
         self._todo: list[torch.fx.Node] = []
         self._seen: set[torch.fx.Node] = set()
         self._known: set[torch.fx.Node] | None = None
+        self._own_values: set[torch.fx.Node] = set()
         self._implied = work.facts.config.replicas == "implied"
 
     def run(self) -> None:
@@ -218,12 +220,16 @@ class Sweep:
         if operand in region.equal or (name_of(operand) in _CONSTANTS and _has_no_own_number(operand)):
             return Differs.NOTHING
         if self._known is None:
-            self._known = equal_values(self._work, region.gather.group.ranks, implied=self._implied)
+            ranks = region.gather.group.ranks
+            self._known, self._own_values = equal_and_own(self._work, ranks, implied=self._implied)
         if operand in self._known:
             return Differs.NOTHING
         if not _torch.same_size((sizes(operand) or [0])[-1], region.columns):
             return Differs.ROWS
-        return Differs.NOTHING if self._implied and not self._work.is_written(operand) else Differs.COLUMNS
+        if operand in self._own_values:
+            return Differs.NUMBERS
+        implied = self._implied and not self._work.is_written(operand)
+        return Differs.NOTHING if implied else Differs.COLUMNS
 
     def _needs_equal(self, member: torch.fx.Node) -> None:
         if self._region.members[member] is not Differs.NOTHING and self._region.unequal is None:

@@ -88,7 +88,8 @@ class RowsOnShards:
         gain = _gain_ns(work, region) if region.sources else -1
         if (gain < 0 or not region.reduces) and whole.unknown:
             names = ", ".join(node.name for node in list(whole.unknown)[:3])
-            refuse(Reason.DATA_DEPENDENCY, f"{names} may differ between the ranks", 'replicas="implied"')
+            setting = "" if any(whole.unknown.values()) else 'replicas="implied"'
+            refuse(Reason.DATA_DEPENDENCY, f"{names} may differ between the ranks", setting)
         if not region.reduces:
             refuse(Reason.NOT_PROFITABLE, "what reduces a row is read as a whole")
         if any(True for _ in region.brought()):

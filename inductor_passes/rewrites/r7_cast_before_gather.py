@@ -88,6 +88,8 @@ class CastBeforeGather:
         if len({_said(entry, tail) for entry, tail in zip(entries, tails)}) > 1:
             refuse(Reason.DATA_DEPENDENCY, "the gathered tensor is scaled in several ways")
         steps = [node for tail in tails for node in tail]
+        if len(tails[0]) > 1 and not work.facts.compared:
+            refuse(Reason.RANKS_DIFFER, "ranks may scale by other numbers")
         _scales_are_equal(work, gather, _scales(entries[0], tails[0]))
         if (before.itemsize < 4 or len(tails[0]) > 1) and _fuses(work, gather.inputs[0]):
             refuse(Reason.NUMERICS, f"{gather.inputs[0].name} would be narrowed before it is rounded to {before}")

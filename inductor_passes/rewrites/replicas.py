@@ -11,7 +11,8 @@ nothing, unless it only moves elements.
 
 The weight of a norm, a bias, a position embedding and the first residual are inputs: nothing shows that ranks hold the
 same. ``replicas="implied"`` says that they do. Then an operand is taken to be equal if it is combined element by
-element with an equal value of the result's shape, and spans the last dimension as that does.
+element with an equal value of the result's shape, and spans the last dimension as that does. What is made of numbers
+that may be a rank's own, or of what a collective left different on the ranks, is no input: nothing is implied of it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ _COMPUTED = frozenset(
     f"aten::{name}"
     for name in ("sum", "mean", "amax", "amin", "var", "var_mean", "mm", "bmm", "addmm", "full", "scalar_tensor")
 )
+_SPLITS = frozenset(f"aten::{name}" for name in ("split", "split_with_sizes", "chunk", "unbind", "tensor_split"))
+_ROWS = frozenset(("aten::select", "aten::select_scatter", "aten::slice_scatter"))
+#: Operators that make whole numbers.
+_COUNTS = frozenset(("prims::iota", "aten::arange", "aten::full", "aten::scalar_tensor"))
 
 
 def equal_values(work: Work, ranks: tuple[int, ...], *, implied: bool) -> set[torch.fx.Node]:
@@ -53,15 +58,29 @@ def equal_values(work: Work, ranks: tuple[int, ...], *, implied: bool) -> set[to
     Args:
         implied: whether operands count that are implied to be equal.
     """
+    return equal_and_own(work, ranks, implied=implied)[0]
+
+
+def equal_and_own(
+    work: Work, ranks: tuple[int, ...], *, implied: bool
+) -> tuple[set[torch.fx.Node], set[torch.fx.Node]]:
+    """:func:`equal_values`, and those others that are made of numbers which may be a rank's own: no input, of which
+    something could be implied."""
     equal: set[torch.fx.Node] = set()
+    own: set[torch.fx.Node] = set()
+    compared = work.facts.compared
     known = _known_symbols(work, ranks)
     for node in work.graph.nodes:
         if node.op != "call_function":
             continue
+        if any(n in own and n not in equal for n in node.all_input_nodes) or has_own_number(node):
+            own.add(node)
         if work.is_wait(node):
             shared = work.behind(node, *_SHARING)
             if shared is not None and set(shared.group.ranks).issuperset(ranks):
                 equal.add(node)
+            elif any(len(set(c.group.ranks).intersection(ranks)) != 1 for c in work.awaited(node)):
+                own.add(node)
             continue
         if name_of(node) == "aten::cat":
             # All pieces of a tensor, in order: no number says which one is read.
@@ -70,15 +89,43 @@ def equal_values(work: Work, ranks: tuple[int, ...], *, implied: bool) -> set[to
                 equal.add(node)
             continue
         operands = tensor_operands(node)
-        if not _compares(node, operands, known) or work.is_written(node):
+        if not _compares(node, operands, known) or work.is_written(node) or not (compared or _has_no_number(node)):
             continue
         if equal.issuperset(operands):
             equal.add(node)
         elif implied and _torch.is_pointwise(node.target) and any(o in equal and _spans(o, node) for o in operands):
             others = [o for o in operands if o not in equal]
-            if all(last_dimension(o, node) and not work.is_written(o) for o in others):
+            if all(o not in own and last_dimension(o, node) and not work.is_written(o) for o in others):
                 equal.update((node, *others))
-    return equal
+    return equal, own - equal
+
+
+def _has_no_number(node: torch.fx.Node) -> bool:
+    """Whether nothing that is written down in a call decides what it computes."""
+    if name_of(node) in _WHOLE:
+        return True
+    given = _torch.op_arguments(node).values()
+    return all(value is None or isinstance(value, (torch.fx.Node, torch.dtype, torch.device)) for value in given)
+
+
+def has_own_number(node: torch.fx.Node) -> bool:
+    """Whether a number in a call may be a rank's own: ranks do not compare those (``agreement``).
+
+    Which piece or row is taken, and whole numbers that are written down, added to or compared with whole numbers.
+    """
+    name = name_of(node)
+    if name == "aten::slice":
+        return not _torch.same_sizes(sizes(node) or [], sizes(node.all_input_nodes[0]) or [-1])
+    if node.target is operator.getitem:
+        return name_of(node.all_input_nodes[0]) in _SPLITS
+    if name in _ROWS:
+        return True
+    if name not in _COUNTS and not _torch.is_pointwise(node.target):
+        return False
+    tensors = [node] if name in _COUNTS else tensor_operands(node)
+    values = [n.meta.get("val") for n in tensors]
+    whole = all(not (v.is_floating_point() or v.is_complex()) for v in values if isinstance(v, torch.Tensor))
+    return whole and any(type(value) is int for value in _torch.op_arguments(node).values())
 
 
 def tensor_operands(node: torch.fx.Node) -> list[torch.fx.Node]:

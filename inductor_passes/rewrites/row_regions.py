@@ -18,7 +18,7 @@ from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.rewrites.movement import name_of
 from inductor_passes.rewrites.packing import Size, sizes
-from inductor_passes.rewrites.replicas import equal_values, tensor_operands
+from inductor_passes.rewrites.replicas import equal_and_own, tensor_operands
 from inductor_passes.rewrites.rows import REDUCTIONS, Leads, Shares, adds_rows, is_free, lead_behind
 from inductor_passes.rewrites.work import Work
 
@@ -34,7 +34,7 @@ class Region:
         sources: waits of the all_reduces that it begins at.
         leads: its nodes, sources included, with their leads; in graph order.
         sums: nodes that add up all rows of one of them.
-        unknown: operands that may differ between ranks, at which it ends.
+        unknown: operands that may differ between ranks, at which it ends -> whether a rank's own numbers are in them.
         inputs: operands of every node as they were when it was found.
     """
 
@@ -42,7 +42,7 @@ class Region:
     sources: dict[torch.fx.Node, Collective] = field(default_factory=dict)
     leads: Leads = field(default_factory=dict)
     sums: dict[torch.fx.Node, None] = field(default_factory=dict)
-    unknown: dict[torch.fx.Node, None] = field(default_factory=dict)
+    unknown: dict[torch.fx.Node, bool] = field(default_factory=dict)
     inputs: dict[torch.fx.Node, list[torch.fx.Node]] = field(default_factory=dict)
 
     @property
@@ -95,11 +95,12 @@ class _Sweep:
         self._work, self._implied = work, implied
         self._sources: dict[torch.fx.Node, Collective] = {}
         self._equal: dict[Ranks, set[torch.fx.Node]] = {}
+        self._own: dict[Ranks, set[torch.fx.Node]] = {}
         #: node -> where its rows come from: nodes of one kind may be in one region
         self._kind: dict[torch.fx.Node, tuple[Ranks, Shares]] = {}
         self._leads: Leads = {}
         self._sums: dict[torch.fx.Node, None] = {}
-        self._ends: list[tuple[torch.fx.Node, torch.fx.Node]] = []
+        self._ends: list[tuple[torch.fx.Node, torch.fx.Node, bool]] = []
         self._parts = _Parts()
 
     def add(self, reduction: Collective) -> None:
@@ -109,7 +110,7 @@ class _Sweep:
         if shape is None or len(shape) < 2 or reduction.reduce_op not in ("sum", "avg") or self._work.is_written(wait):
             return
         if ranks not in self._equal:
-            self._equal[ranks] = equal_values(self._work, ranks, implied=self._implied)
+            self._equal[ranks], self._own[ranks] = equal_and_own(self._work, ranks, implied=self._implied)
         self._sources[wait] = reduction
         rows: Size = math.prod(shape[:-1])
         self._kind[wait] = ranks, Shares(rows, len(ranks))
@@ -132,8 +133,8 @@ class _Sweep:
             region.leads[node] = self._leads[node]
             if node in self._sources:
                 region.sources[node] = self._sources[node]
-        for unknown, node in self._ends:
-            regions[self._parts.root(node)].unknown[unknown] = None
+        for unknown, node, own in self._ends:
+            regions[self._parts.root(node)].unknown[unknown] = own
         return list(regions.values())
 
     def _follow(self, node: torch.fx.Node) -> None:
@@ -152,7 +153,7 @@ class _Sweep:
             unknown = [o for o in operands if o not in equal]
             # An implied value may be made of values of which nothing is known.
             if unknown or node not in equal or self._work.is_written(node):
-                self._ends += [(o, read[0]) for o in unknown]
+                self._ends += [(o, read[0], o in self._own[kind[0]]) for o in unknown]
                 return
             self._leads[node] = lead
         self._kind[node] = kind

@@ -204,6 +204,10 @@ class Work:
         found = self._of_wait.get(node, ())
         return self.collective(found[0].start, *kinds) if len(found) == 1 else None
 
+    def awaited(self, node: torch.fx.Node) -> tuple[Collective, ...]:
+        """The collectives whose wait ``node`` is."""
+        return self._of_wait.get(node, ())
+
     def is_wait(self, node: torch.fx.Node) -> bool:
         """Whether the node is the wait of a known collective."""
         return node in self._of_wait

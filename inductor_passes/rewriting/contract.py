@@ -88,7 +88,7 @@ class Solved:
 class Look:
     """One look at a graph as it is: what follows from it is worked out once, at the first use.
 
-    ``known_peak_bytes``: its peak, when somebody has worked that out already.
+    ``compared``: see :attr:`Facts.compared`. ``known_peak_bytes``: its peak, when somebody has worked that out already.
     """
 
     view: GraphView
@@ -96,6 +96,7 @@ class Look:
     profile: CostProfile
     phase: str
     agreed: bool
+    compared: bool = True
     known_peak_bytes: int | None = None
 
     @cached_property
@@ -185,6 +186,15 @@ class Facts:
         that.
         """
         return self.look.agreed
+
+    @property
+    def compared(self) -> bool:
+        """Whether the numbers in the graph's calls are known to be equal on the ranks, or a rank's own by its position.
+
+        Without it a rank may not compute for another one. A variant that one rank alone may have sends what the others
+        send, and computes with numbers of its own.
+        """
+        return self.look.compared
 
     @property
     def limit_bytes(self) -> int | None:

@@ -4,14 +4,18 @@ An element-by-element operator combines a value that is equal on all ranks of a 
 makes sense on all of them alike only if that operand is equal too. This is no proof: a program may scale a common value
 by a number of its own on every rank. So it holds only where the setting ``replicas`` says so, and only for operands
 with as many columns as a result that the common value spans: a residual, the weight of a norm, a bias. What is scaled
-per row, or has columns of its own on every rank, implies nothing.
+per row, or has columns of its own on every rank, implies nothing. Nor does what follows from a number that may be the
+rank's own (a mask of the columns that a rank owns), or from what a collective of the group left different on its ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 
+import torch
+
 from inductor_passes import _torch
+from inductor_passes.ir.groups import resolve
 from inductor_passes.verify.values.communication import Groups
 from inductor_passes.verify.values.moves import MOVES
 from inductor_passes.verify.values.operators import TABLE
@@ -63,10 +67,15 @@ def _common(program: Program, groups: Groups) -> dict[Replicas, set[str]]:
 
 def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str, set[Replicas]] | None) -> None:
     """Follow what is equal along one group through the program; with ``found`` also what is implied to be."""
+    apart: set[str] = set()
     for record in program.records.values():
-        if record.op != "call_function" or program.memory.is_written(record.name):
+        if record.op != "call_function":
             continue
         operands = list(record.raw_operands)
+        if _sets_apart(record, group) or any(o.name in apart and o.name not in equal for o in operands):
+            apart.add(record.name)
+        if program.memory.is_written(record.name):
+            continue
         if record.called == "_c10d_functional::wait_tensor":
             if operands[0].name in equal:
                 equal.add(record.name)
@@ -79,7 +88,7 @@ def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str,
             continue
         if all(o.name in equal for o in operands):
             equal.add(record.name)
-        elif found is not None and _torch.is_pointwise(record.target) and _implies(record, equal):
+        elif found is not None and _torch.is_pointwise(record.target) and _implies(record, equal, apart):
             for operand in tensors(record):
                 if operand.name not in equal:
                     equal.add(operand.name)
@@ -133,12 +142,32 @@ def alike(record: Record) -> bool:
     return known and any(o.dtype().is_floating_point or o.dtype().is_complex for o in operands or [record])
 
 
-def _implies(record: Record, equal: set[str]) -> bool:
-    """Whether a value that is equal spans the result, and the other operands have as many columns."""
+def _sets_apart(record: Record, group: Replicas) -> bool:
+    """Whether equal operands may give results that differ in a group: by a number, or by who communicates."""
+    if record.called in ("getitem", *_PICKS):
+        return not alike(record)
+    if record.called.startswith("_c10d_functional::") and record.called != "_c10d_functional::wait_tensor":
+        given = record.arguments
+        argument = given.get("group_name", given.get("group"))
+        ranks = resolve(argument.value if isinstance(argument, Record) else argument).ranks
+        # What is equal at the end of a collective is known as such.
+        return len({*ranks}.intersection(group.ranks)) != 1
+    read = tensors(record)
+    if not isinstance(record.value, torch.Tensor) or not (_torch.is_pointwise(record.target) or not read):
+        return False
+    counts = [o.dtype() for o in read or [record]]
+    numbers = any(type(value) is int for value in record.arguments.values())
+    return numbers and not any(dtype.is_floating_point or dtype.is_complex for dtype in counts)
+
+
+def _implies(record: Record, equal: set[str], apart: set[str]) -> bool:
+    """Whether an equal value spans the result, and the other operands have as many columns and no own numbers."""
     try:
         shape = record.shape()
         shapes = [(o.name in equal, o.shape()) for o in tensors(record)]
     except NoHintError:
+        return False
+    if any(o.name in apart and o.name not in equal for o in tensors(record)):
         return False
     if not shape or shape[-1] == 1 or not any(known and own == shape for known, own in shapes):
         return False
