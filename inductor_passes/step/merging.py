@@ -10,7 +10,7 @@ one of the partitions that it is proposed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inductor_passes.schedule.least_memory import least_peak
@@ -104,13 +104,15 @@ class Merging:
         """Forward (0) or backward (1) of a state with the buckets of each size."""
         return [self._merge(graph, problem, buckets[graph])[0] for buckets in self._buckets]
 
-    def ways(self, both: tuple[Problem, Problem]) -> list[Way]:
-        """A state with the buckets of each size, the largest first, and at last with none."""
+    def ways(self, both: tuple[Problem, Problem], sizes: Collection[int]) -> list[tuple[int, Way]]:
+        """A state with buckets of these sizes, the largest first, and at last with none: that is size 0."""
         found = []
-        for buckets in reversed(self._buckets):
-            (forward, mine), (backward, theirs) = (self._merge(k, both[k], buckets[k]) for k in (0, 1))
-            found.append(Way((forward, backward), (mine, theirs)))
-        return [*found, Way(both)]
+        for size in range(self.sizes, 0, -1):
+            if size in sizes:
+                buckets = self._buckets[size - 1]
+                (forward, mine), (backward, theirs) = (self._merge(k, both[k], buckets[k]) for k in (0, 1))
+                found.append((size, Way((forward, backward), (mine, theirs))))
+        return [*found, (0, Way(both))] if 0 in sizes else found
 
     def way(self, both: tuple[Problem, Problem], proposed: tuple[Proposal, Proposal]) -> Way:
         """A state with these buckets."""

@@ -92,16 +92,38 @@ def points(
     sizes = 1 + merging.sizes
     most = max(_FEWEST_STATES, min(_MOST_STATES, _SCHEDULED_TASKS // (_SERIES * len(counts) * sizes * size)))
     made: Made = {}
-    for state in states(step, most, made):
+    probes, others = _probes(step, states(step, most, made))
+    #: Points by how many parameters are kept and the size of the buckets.
+    of_way: dict[tuple[int, int], list[Point]] = {(count, number): [] for count in counts for number in range(sizes)}
+    worth = set(of_way)
+    for k, state in enumerate((*probes, *others)):
         both = made.pop(state, None) or derived(step, state)
         if both is None:
             continue
+        if k == len(probes):
+            # Merging takes longer than scheduling what is merged, and what wins at both ends wins between them.
+            best = {id(p) for p in curve(found)}
+            worth = {way for way, ones in of_way.items() if any(id(p) in best for p in ones)}
         spent = sum(step.added_ns(state))
         for count in counts:
-            for way in merging.ways(_keeping(both, gathered, count)):
-                found += _within(Point(state, count, 0, 0, spent, way.proposed), way, found)
+            numbers = [number for number in range(sizes) if (count, number) in worth]
+            for number, way in merging.ways(_keeping(both, gathered, count), numbers) if numbers else ():
+                more = _within(Point(state, count, 0, 0, spent, way.proposed), way, found)
+                of_way[count, number] += more
+                found += more
     found += refined(step, _no_faster(found), gathered, merging)
     return _no_faster(found)
+
+
+def _probes(step: Step, everyone: Sequence[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The states for which buckets of every size are tried: of least, middle and most bytes, and the last of a series.
+
+    Returns:
+        These, and the others, each in their order.
+    """
+    by_bytes = sorted(everyone, key=lambda state: sum(step.candidates[i].size_bytes for i in state))
+    taken = {by_bytes[0], by_bytes[len(by_bytes) // 2], by_bytes[-1], everyone[-1]}
+    return [state for state in everyone if state in taken], [state for state in everyone if state not in taken]
 
 
 def _keeping(

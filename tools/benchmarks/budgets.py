@@ -35,6 +35,12 @@ MODELS: dict[str, dict[str, int]] = {
 LINKS = ("compute-bound", "balanced", "bandwidth-bound")
 #: Caps as shares of default Inductor's peak.
 CAPS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+#: Heads of the tables that :func:`at_each_peak` and :func:`at_caps` fill.
+AT_PEAKS = (
+    *("ours", "peak MB", "fastest of ours there", "ms"),
+    *("fastest of the sweep there", "ms", "sweep / ours", "fastest without ours", "ms", "without / ours"),
+)
+AT_CAPS = ("cap / default's peak", "fastest of ours", "ms", "fastest of the sweep", "ms", "sweep / ours")
 
 
 @dataclass(frozen=True)
@@ -147,11 +153,9 @@ def section(results: dict[str, Any]) -> list[str]:
     reach = {who: [m for m in everyone if m.ours is who] for who in (True, False)}
     text = ["", f"## {results['model']}, {results['rate']}", "", facts(results), "", *_verdict(everyone, whole, today)]
     if pairs:
-        head = ("fastest of the sweep there", "ms", "sweep / ours", "fastest without ours", "ms", "without / ours")
-        text += ["", *markdown_table(["ours", "peak MB", "fastest of ours there", "ms", *head], pairs)]
+        text += ["", *markdown_table(AT_PEAKS, pairs)]
     if all(reach.values()):
-        columns = ["cap / default's peak", "fastest of ours", "ms", "fastest of the sweep", "ms", "sweep / ours"]
-        text += ["", *markdown_table(columns, at_caps(everyone))]
+        text += ["", *markdown_table(AT_CAPS, at_caps(everyone))]
     columns = ["contender", "name", "step ms", "predicted ms", "peak MB", "/ default", "predicted MB", "off", "losses"]
     text += ["", *markdown_table(columns, points(everyone))]
     remarks = [*errors(results), *_doubts(results)]
@@ -178,7 +182,8 @@ def _doubts(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _verdict(everyone: Sequence[Measured], whole: Sequence[float], today: Sequence[float]) -> list[str]:
+def reached(everyone: Sequence[Measured], whole: Sequence[float], today: Sequence[float]) -> list[str]:
+    """Lines of Markdown: the ratios of :func:`at_each_peak` in geometric mean, and the least peaks."""
     lines = []
     for name, ratios in (("the whole sweep", whole), ("what does not use ours", today)):
         if ratios:
@@ -191,6 +196,11 @@ def _verdict(everyone: Sequence[Measured], whole: Sequence[float], today: Sequen
     for who, one in least.items():
         if one is not None:
             lines.append(f"- Least peak of {'ours' if who else 'the sweep'}: {_mb(one.peak_bytes)} MB ({one.title}).")
+    return lines
+
+
+def _verdict(everyone: Sequence[Measured], whole: Sequence[float], today: Sequence[float]) -> list[str]:
+    lines = reached(everyone, whole, today)
     off = [abs(m.predicted_peak_bytes / m.peak_bytes - 1) for m in everyone if m.ours and m.predicted_peak_bytes]
     if off:
         lines.append(f"- Predicted peaks of ours are off by {max(off):.1%} at most ({len(off)} points).")

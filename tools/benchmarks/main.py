@@ -12,6 +12,7 @@ from tools.benchmarks.adopt import adopt
 from tools.benchmarks.assemble import assemble
 from tools.benchmarks.async_tp import async_tp
 from tools.benchmarks.best import best
+from tools.benchmarks.budget_scale import budget_scale
 from tools.benchmarks.budgets import budgets
 from tools.benchmarks.compile import compile_time
 from tools.benchmarks.gpu import gpu
@@ -36,6 +37,7 @@ app.command()(summary)
 app.command()(plan)
 app.command()(best)
 app.command()(budgets)
+app.command(name="budget-scale")(budget_scale)
 app.command(name="compile")(compile_time)
 app.command(name="async-tp")(async_tp)
 app.command()(redistribute)

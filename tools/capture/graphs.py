@@ -28,10 +28,19 @@ from tools.capture.models import SCENARIOS, Scenario
 Graphs = dict[str, torch.fx.GraphModule]
 
 
-def trace(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, joint: bool = False) -> Graphs:
+Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+
+
+def trace(
+    model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, joint: bool = False, partition: Partition | None = None
+) -> Graphs:
     """The forward and backward (and joint) graphs of a step of a meta-device model, as Inductor's passes see them.
 
     Must run inside :func:`fake_world`.
+
+    Args:
+        joint: whether the joint graph is wanted too.
+        partition: separates the joint graph, torch's own where there is none.
     """
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -48,15 +57,15 @@ def trace(model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, joint: bo
 
         return compiler
 
-    def partition(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    def separate(gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if joint:
             graphs["joint"] = copied(gm)
-        return min_cut_rematerialization_partition(gm, *args, **kwargs)
+        return (partition or min_cut_rematerialization_partition)(gm, *args, **kwargs)
 
     backend = aot_autograd(
         fw_compiler=record("forward"),
         bw_compiler=record("backward"),
-        partition_fn=partition,
+        partition_fn=separate,
         decompositions=select_decomp_table(),
     )
     torch._dynamo.reset()
