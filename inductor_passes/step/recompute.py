@@ -16,6 +16,7 @@ curve of the step over the budget as well.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.step import keep
 from inductor_passes.step.derived import Step, derived, peak_of
 from inductor_passes.step.merging import Mergeable, Merging, Proposal, Way
-from inductor_passes.step.states import Made, states
+from inductor_passes.step.states import Made, rankings, states
 
 NAME = "recompute"
 #: Tasks that may be scheduled in all: how many states are tried follows from it.
@@ -42,6 +43,8 @@ _MOST_STATES, _FEWEST_STATES = 16, 3
 _APPETITES = (100, 110, 130, 200)
 #: Tasks that may be planned in all to refine points, and points that are refined, at most.
 _PLANNED_TASKS, _MOST_REFINED = 20_000, 8
+#: States that are looked at between others, at most: where these are further apart than the largest peak over this.
+_MOST_BETWEEN, _FAR = 4, 20
 #: Shares of the gathered parameters, in quarters, that a state may keep.
 _KEPT_QUARTERS = (0, 2, 4)
 
@@ -96,21 +99,28 @@ def points(
     #: Points by how many parameters are kept and the size of the buckets.
     of_way: dict[tuple[int, int], list[Point]] = {(count, number): [] for count in counts for number in range(sizes)}
     worth = set(of_way)
-    for k, state in enumerate((*probes, *others)):
+
+    def look_at(state: tuple[int, ...]) -> None:
         both = made.pop(state, None) or derived(step, state)
         if both is None:
-            continue
-        if k == len(probes):
-            # Merging takes longer than scheduling what is merged, and what wins at both ends wins between them.
-            best = {id(p) for p in curve(found)}
-            worth = {way for way, ones in of_way.items() if any(id(p) in best for p in ones)}
+            return
         spent = sum(step.added_ns(state))
         for count in counts:
             numbers = [number for number in range(sizes) if (count, number) in worth]
             for number, way in merging.ways(_keeping(both, gathered, count), numbers) if numbers else ():
                 more = _within(Point(state, count, 0, 0, spent, way.proposed), way, found)
                 of_way[count, number] += more
-                found += more
+                found.extend(more)
+
+    for state in probes:
+        look_at(state)
+    # Merging takes longer than scheduling what is merged, and what wins at both ends wins between them.
+    best = {id(p) for p in curve(found)}
+    worth = {way for way, ones in of_way.items() if any(id(p) in best for p in ones)}
+    for state in others:
+        look_at(state)
+    for state in _between(step, curve(found)):
+        look_at(state)
     found += refined(step, _no_faster(found), gathered, merging)
     return _no_faster(found)
 
@@ -124,6 +134,34 @@ def _probes(step: Step, everyone: Sequence[tuple[int, ...]]) -> tuple[list[tuple
     by_bytes = sorted(everyone, key=lambda state: sum(step.candidates[i].size_bytes for i in state))
     taken = {by_bytes[0], by_bytes[len(by_bytes) // 2], by_bytes[-1], everyone[-1]}
     return [state for state in everyone if state in taken], [state for state in everyone if state not in taken]
+
+
+def _between(step: Step, best: Sequence[Point]) -> list[tuple[int, ...]]:
+    """States between neighbours on the curve of which the least memory is far apart: one computes again half of what
+    the other one does on top.
+    """
+    place = {i: k for k, i in enumerate(rankings(step)[0])}
+    least: dict[tuple[int, ...], int] = {}
+    for point in best:
+        # The first one of a state needs least.
+        least.setdefault(point.recomputed, point.peak_bytes)
+    gaps = []
+    for more, fewer in itertools.pairwise(least):
+        apart = sorted({*more} - {*fewer}, key=place.__getitem__)
+        gap = least[fewer] - least[more]
+        if gap * _FAR > best[-1].peak_bytes and len(apart) > 1 and {*fewer} <= {*more}:
+            gaps.append((-gap, fewer, apart))
+    found: dict[tuple[int, ...], None] = {}
+    for _, fewer, apart in sorted(gaps)[:_MOST_BETWEEN]:
+        left = sum(step.candidates[i].size_bytes for i in apart) // 2
+        state = [*fewer]
+        for i in apart[:-1]:
+            if left <= 0:
+                break
+            state.append(i)
+            left -= step.candidates[i].size_bytes
+        found[tuple(sorted(state))] = None
+    return list(found)
 
 
 def _keeping(

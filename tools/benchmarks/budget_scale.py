@@ -27,9 +27,11 @@ from inductor_passes import _torch
 from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import shrinking
+from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.partitioner import Separation
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.rewriting.step_facts import facts_of
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.simple_fsdp import simple_fsdp
@@ -260,8 +262,9 @@ class Contest:
         return forward, backward
 
     def _ours(self, both: Split, settings: PassConfig) -> Split:
-        for gm in both:
-            run_passes(gm.graph, passes_of(settings), settings, self.profile)
+        for gm, phase in zip(both, ("forward", "backward")):
+            known = Known(phase, step=facts_of(gm.graph))
+            run_passes(gm.graph, passes_of(settings), settings, self.profile, known=known)
         return both
 
 
