@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from inductor_passes import verify
 from inductor_passes._torch.pick_op import OPERATOR as PICK
 from inductor_passes.config import PassConfig
+from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.complain import VerificationError
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.report import PassReport, Reason
@@ -226,6 +227,16 @@ def test_what_is_left_alone() -> None:
         assert rewritten(Head(weighted).traced(0, group), 4, replicas="implied").changed
     # What is made of numbers that may be a rank's own is no input.
     assert decision(Head(masked)) == decision(Head(masked), replicas="implied") == (Reason.DATA_DEPENDENCY, "")
+
+
+def test_columns_of_numbers_that_were_not_compared() -> None:
+    """Found: in a function's second graph, in which each rank had a temperature of its own, one was taken for all."""
+    with fake_world(4) as group:
+        gm = Head(capped).traced(0, group)
+        config, known = PassConfig(memory_budget="unlimited", verify="strict"), Known("inference", compared=False)
+        passes = [RewriteCollectives("reassociate", ("R18",))]
+        report = run_passes(gm.graph, passes, config, fast_link(4), known=known).report.passes[0]
+        assert not report.changed and [d.reason for d in report.decisions] == [Reason.RANKS_DIFFER]
 
 
 @pytest.mark.parametrize(

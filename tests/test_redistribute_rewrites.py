@@ -41,6 +41,22 @@ all_gather_into_tensor[4] add""",
             assert [d.detail for d in report.decisions] == ["2 waits for one result"]
             assert [n.target for n in graph.nodes].count(first.target) == 1
 
+    def test_r0_waits_for_what_was_waited_for(self):
+        """Found: ``wait_tensor(all_gather_tensor(x))`` of a program, whose gather waits by itself, kept rewrites away."""
+        with world() as groups:
+            program = Program((4, 6))
+            first = program.collective("all_gather_into_tensor", program.inputs[0], 4, groups[(1,)])
+            again = program.call(first.target, first)
+            narrow = program.call(torch.ops.prims.convert_element_type.default, again, torch.bfloat16)
+            self.check(
+                RewriteCollectives("exact", only=("R0", "R7")),
+                program.output(narrow),
+                [(4, 6)],
+                """\
+all_gather_into_tensor[4] convert_element_type
+convert_element_type all_gather_into_tensor[4]""",
+            )
+
     def test_r0_makes_way_for_others(self):
         with world() as groups:
             program = Program((4, 6))

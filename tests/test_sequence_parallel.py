@@ -38,7 +38,7 @@ from inductor_passes.verify.values.implied import implied
 from tests.support.redistribute_graphs import duplicate, group_ranks, ops_of, run_in_lockstep
 from tests.support.redistribute_programs import Program
 from tests.support.sequence_programs import Sizes, Transformer
-from tests.support.world import fake_world
+from tests.support.world import fake_world, mesh_world
 
 aten = torch.ops.aten
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor")
@@ -290,7 +290,8 @@ def test_numbers_that_were_not_compared_end_a_region() -> None:
     with fake_world(4):
         for compared in (True, False):
             gm, known = block(), Known("inference", compared=compared)
-            done = run_passes(gm.graph, [RewriteCollectives("reassociate", ("R16",))], settings(), fast_link(4), known=known)
+            passes = [RewriteCollectives("reassociate", ("R16",))]
+            done = run_passes(gm.graph, passes, settings(), fast_link(4), known=known)
             assert done.report.passes[0].changed == compared
 
 
@@ -304,7 +305,7 @@ def mask(columns: torch.Tensor) -> torch.Tensor:
     [
         lambda h: mask(torch.arange(6)),
         lambda h: mask(torch.full((6,), 1)),
-        lambda h: torch.arange(1, 7) * 0.25,
+        lambda h: torch.arange(6).add(1) * 0.25,
         lambda h: torch.ones(8)[2:],
         lambda h: torch.ones(4, 6)[1],
         lambda h: torch.ones(4, 6).split(1)[1].squeeze(0),
@@ -330,10 +331,39 @@ def test_a_factor_of_own_numbers_is_no_input(made: Callable[[torch.Tensor], torc
         gm = traced()
         assert not rewritten(gm, 4).changed
         assert not implied(Values(View(gm.graph)), Groups(Space()))
+        # An input, and positions: numbers that a graph makes are compared where something is implied.
         made = None  # type: ignore[assignment]
-        gm = traced()
-        assert list(implied(Values(View(gm.graph)), Groups(Space()))) == ["factor_1"]
-        assert rewritten(gm, 4).changed
+        assert accepted(traced()) == ["factor_1"]
+        made = positions
+        assert accepted(traced()) == ["mul"]
+
+
+def test_weights_that_data_parallelism_gathers_are_inputs() -> None:
+    """Found: with FSDP around tensor parallelism the verifier missed that shards of a norm's weight are equal."""
+    with mesh_world((2, 2)) as mesh:
+        rows, columns = (mesh.get_group(dim).group_name for dim in ("a", "b"))
+
+        def run(x: torch.Tensor, shard: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            h = funcol.all_reduce(x, "sum", columns)
+            normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True))
+            return (normed * funcol.all_gather_tensor(shard, 0, rows)) @ weight
+
+        inputs = torch.randn(8, 6), torch.randn(3), torch.randn(6, 5)
+        gm = make_fx(run, tracing_mode="fake", decomposition_table=core_aten_decompositions())(*inputs)
+        assert rewritten(gm, 2).changed
+        # The weight is applied to shares of the rows.
+        assert "mul [4, 6]" in text(gm).partition("all_gather_into_tensor [8, 6]")[0]
+
+
+def positions(h: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, 7) * 0.25
+
+
+def accepted(gm: torch.fx.GraphModule) -> list[str]:
+    """What the verifier takes to be implied in a graph that the pass rewrites."""
+    found = list(implied(Values(View(gm.graph)), Groups(Space())))
+    assert rewritten(gm, 4).changed
+    return found
 
 
 def test_setting() -> None:

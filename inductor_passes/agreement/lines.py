@@ -72,8 +72,13 @@ def describe(
     rank: int,
     world_size: int,
     describe_group: Callable[[Group], str] | None = None,
+    *,
+    made_alike: bool = False,
 ) -> Description:
     """The description of a graph by ``rank``; O(nodes + edges).
+
+    Args:
+        made_alike: see :func:`pieces.opened`.
 
     Raises:
         IncomparableError: the graph holds what one rank cannot describe to another, or its groups name no set of ranks
@@ -81,7 +86,8 @@ def describe(
     """
     grid, groups = concerned(view, rank, world_size), used_groups(view)
     roles = Roles(rank, grid, describe_group)
-    writer = _Writer(view, uneven(view), roles, rank, max((group.size for group in groups), default=1))
+    largest = max((group.size for group in groups), default=1)
+    writer = _Writer(view, uneven(view), roles, rank, largest, made_alike)
     body = list(writer.graph(view.graph))
     head = [f"{FACT}{name}: {value}" for name, value in sorted(facts.items()) if name not in FOLLOWS]
     tail = [f"{FACT}{name}: {value}" for name, value in sorted(facts.items()) if name in FOLLOWS]
@@ -136,11 +142,13 @@ class _Open:
 
 
 class _Writer:
-    def __init__(self, view: GraphView, ragged: Uneven, roles: Roles, rank: int, largest: int) -> None:
+    def __init__(
+        self, view: GraphView, ragged: Uneven, roles: Roles, rank: int, largest: int, made_alike: bool
+    ) -> None:
         self._ragged = ragged
         self._roles = roles
         self._rank = rank
-        self._largest = largest
+        self._largest, self._made_alike = largest, made_alike
         self._names: dict[torch.fx.Node, str] = {}
         self._bodies: dict[int, str] = {}
         self._texts = Texts(self._reference, roles)
@@ -224,7 +232,7 @@ class _Writer:
         elif node in self._handed_on:
             # To which rank is a rank's own, and no decision depends on it.
             arguments.update(input_split_sizes=[self._handed_on[node]], output_split_sizes=Open("of one rank"))
-        written, more = pieces.opened(node, name, arguments, self._largest)
+        written, more = pieces.opened(node, name, arguments, self._largest, made_alike=self._made_alike)
         for kind, value in (*found, *more):
             kind = Kind.NEAR if near and kind is Kind.PIECE else kind
             self.open.append(_Open(kind, value, self._lines))

@@ -28,13 +28,14 @@ PIECE, OFFSET = Open("?"), Open("?+")
 
 
 def opened(
-    node: torch.fx.Node, name: str, arguments: Mapping[str, object], largest: int
+    node: torch.fx.Node, name: str, arguments: Mapping[str, object], largest: int, *, made_alike: bool = False
 ) -> tuple[dict[str, object], Found]:
     """The arguments of a node with the open numbers replaced, and these numbers in order.
 
     Args:
         name: of the operator, "" for a Python function.
         largest: number of ranks of the largest process group that the graph uses.
+        made_alike: whole numbers that an operator makes are not left open: ranks make the same ones or differ.
     """
     changed = dict(arguments)
     found: Found = []
@@ -52,7 +53,7 @@ def opened(
         if type(index) is int and 0 <= index < largest:
             changed["index"] = PIECE
             found.append((Kind.PIECE, index))
-    elif _counts_whole_numbers(node, name):
+    elif _counts_whole_numbers(node, name) and not (made_alike and name in _COUNTS):
         for key in _COUNTS.get(name, ("other",)):
             value = arguments.get(key)
             if type(value) is int:

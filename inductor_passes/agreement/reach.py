@@ -82,6 +82,7 @@ def reach(
     timeout_s: float = TIMEOUT_S,
     name: str = "",
     describe_group: Callable[[Group], str] | None = None,
+    made_alike: bool = False,
 ) -> Agreement:
     """Ask the ranks that take part in a graph's collectives whether they have the same graph; never raises.
 
@@ -97,6 +98,7 @@ def reach(
         name: of the graph within its compilation: its phase; equal on all ranks.
         describe_group: what decisions depend on about a process group besides its size and shape, e.g. the link that it
             is charged for.
+        made_alike: see :func:`~inductor_passes.agreement.pieces.opened`; equal on all ranks.
     """
     began = time.perf_counter_ns()
     rank, world_size = _torch.rank_and_world_size()
@@ -104,7 +106,7 @@ def reach(
         return Agreement(True, "", "", (rank,))
     try:
         rank = _torch.process_rank() if _torch.default_store() is not None else rank
-        description = describe(view, facts, rank, world_size, describe_group)
+        description = describe(view, facts, rank, world_size, describe_group, made_alike=made_alike)
     except Exception as error:
         if not isinstance(error, IncomparableError):
             log.debug("a graph cannot be described", exc_info=True)

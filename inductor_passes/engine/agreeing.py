@@ -82,6 +82,8 @@ def reach(
             timeout_s=timeout_s,
             name=phase,
             describe_group=describe,
+            # What is made of numbers that ranks did not compare is not implied to be equal. Positions should be.
+            made_alike=settings.replicas == "implied",
         )
     return found
 
@@ -136,17 +138,25 @@ def deciding(settings: PassConfig) -> PassConfig:
 
 
 def confirm(
-    before: Agreement, graph: torch.fx.Graph, done: Sequence[PassReport], settings: PassConfig, took_ns: int
+    before: Agreement,
+    graph: torch.fx.Graph,
+    done: Sequence[PassReport],
+    settings: PassConfig,
+    took_ns: int,
+    attempt: str = "",
 ) -> Agreement:
     """Whether all ranks that agreed on a graph did the same to it.
 
     Args:
+        attempt: which one it is, where there are several: an answer stands for all that is asked with equal words.
         done: what passes did that does not show in kinds, sizes and order of collectives.
         took_ns: how long that took here. Others may need as long again.
     """
     found = Agreement(False, "asking the other ranks failed", "", ())
     with guarded("asking what the other ranks did", "collectives stay as they are", settings):
-        lines = [f"pass {p.name}: changed {p.changed}, undone {p.rolled_back and p.rolled_back.value}" for p in done]
+        # Why it was undone says nothing of what the graph is now: ranks may miss a proof at different places.
+        lines = [f"pass {p.name}: changed {p.changed and p.rolled_back is None}" for p in done]
+        lines += [attempt] if attempt else []
         for one in GraphView(graph).collectives:
             # Ranks may exchange pieces of unequal size.
             size = "" if one.kind is CollectiveKind.ALL_TO_ALL else f" of {one.input_bytes} bytes"

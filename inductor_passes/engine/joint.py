@@ -23,6 +23,9 @@ from inductor_passes.rewrites.pass_ import RewriteCollectives
 
 #: Rewrites that profit from seeing both directions.
 ONLY = ("R9", "R16", "R18")
+#: What is tried where all of them together are undone: each may have been proven alone. R16 has a second chance in
+#: forward and backward.
+FEWER = (("R9", "R18"), ("R9", "R16"))
 #: Reports for the forward graph.
 REPORTS: Waiting[PassReport] = Waiting()
 
@@ -33,16 +36,22 @@ def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
     view = GraphView(graph)
     if not view.collectives:
         return
-    passes = [RewriteCollectives("reassociate", ONLY, name="redistribute (joint)")]
     profile = identity.load_profile(settings)
     found = agreeing.reach(view, settings, profile, "joint")
     agreeing.remember(found)
     backup, began = Backup(graph), time.perf_counter_ns()
-    done = run_passes(graph, passes, settings, profile, known=Known("joint", agreed=found.agreed), view=view)
-    did = agreeing.confirm(found, graph, done.report.passes, settings, time.perf_counter_ns() - began)
-    if did is not found:
-        agreeing.remember(did)
-    if found.agreed and not did.agreed:
+    for names in (ONLY, *FEWER):
+        passes = [RewriteCollectives("reassociate", names, name="redistribute (joint)")]
+        done = run_passes(graph, passes, settings, profile, known=Known("joint", agreed=found.agreed), view=view)
+        did = agreeing.confirm(found, graph, done.report.passes, settings, time.perf_counter_ns() - began, str(names))
+        if did is not found:
+            agreeing.remember(did)
+        undone = any(one.rolled_back is not None for one in done.report.passes)
+        if not found.agreed or (did.agreed and not undone):
+            REPORTS.put(*done.report.passes)
+            return
+        # All ranks know by now that one of them has no proof, and go on alike.
         backup.restore()
-    else:
+        view = GraphView(graph)
+    if did.agreed:
         REPORTS.put(*done.report.passes)

@@ -8,6 +8,8 @@ after::
 
     s = all_gather(x, a); y = wait(s); ... ; z is y
 
+The same where ``z = wait(y)``: a program waits for a functional collective that waits for itself when it is read.
+
 From torch 2.15 on equal gathers are merged ahead of us, but not their waits; everything else in the catalogue, and
 bucketing, asks for one wait. Refused when anything in the graph writes to the result, or when two of the graph's
 results would newly share memory. Bit-exact; a second wait does nothing, so it saves a call.

@@ -81,6 +81,9 @@ class ColumnsOnShards:
         Sweep(work, region).run()
         if not region.reductions and not region.picks:
             return None
+        if not work.facts.compared:
+            # What the columns go through before they are reduced has numbers: a temperature, a smoothing.
+            refuse(Reason.RANKS_DIFFER, "ranks may compute columns with other numbers")
         if region.read_whole:
             if work.exactness != "reassociate":
                 return None

@@ -45,8 +45,6 @@ _COMPUTED = frozenset(
 )
 _SPLITS = frozenset(f"aten::{name}" for name in ("split", "split_with_sizes", "chunk", "unbind", "tensor_split"))
 _ROWS = frozenset(("aten::select", "aten::select_scatter", "aten::slice_scatter"))
-#: Operators that make whole numbers.
-_COUNTS = frozenset(("prims::iota", "aten::arange", "aten::full", "aten::scalar_tensor"))
 
 
 def equal_values(work: Work, ranks: tuple[int, ...], *, implied: bool) -> set[torch.fx.Node]:
@@ -69,6 +67,7 @@ def equal_and_own(
     equal: set[torch.fx.Node] = set()
     own: set[torch.fx.Node] = set()
     compared = work.facts.compared
+    implied = implied and compared
     known = _known_symbols(work, ranks)
     for node in work.graph.nodes:
         if node.op != "call_function":
@@ -102,7 +101,7 @@ def equal_and_own(
 
 def _has_no_number(node: torch.fx.Node) -> bool:
     """Whether nothing that is written down in a call decides what it computes."""
-    if name_of(node) in _WHOLE:
+    if name_of(node) in _WHOLE or not _torch.is_op(node.target):
         return True
     given = _torch.op_arguments(node).values()
     return all(value is None or isinstance(value, (torch.fx.Node, torch.dtype, torch.device)) for value in given)
@@ -111,7 +110,8 @@ def _has_no_number(node: torch.fx.Node) -> bool:
 def has_own_number(node: torch.fx.Node) -> bool:
     """Whether a number in a call may be a rank's own: ranks do not compare those (``agreement``).
 
-    Which piece or row is taken, and whole numbers that are written down, added to or compared with whole numbers.
+    Which piece or row is taken, and whole numbers that are added to or compared with whole numbers. Where something is
+    implied ranks do compare those that are made: positions.
     """
     name = name_of(node)
     if name == "aten::slice":
@@ -120,10 +120,9 @@ def has_own_number(node: torch.fx.Node) -> bool:
         return name_of(node.all_input_nodes[0]) in _SPLITS
     if name in _ROWS:
         return True
-    if name not in _COUNTS and not _torch.is_pointwise(node.target):
+    values = [n.meta.get("val") for n in tensor_operands(node)]
+    if not values or not _torch.is_pointwise(node.target):
         return False
-    tensors = [node] if name in _COUNTS else tensor_operands(node)
-    values = [n.meta.get("val") for n in tensors]
     whole = all(not (v.is_floating_point() or v.is_complex()) for v in values if isinstance(v, torch.Tensor))
     return whole and any(type(value) is int for value in _torch.op_arguments(node).values())
 

@@ -193,11 +193,15 @@ class Work:
         return iter([start for start in self._by_start if self.repeated_waits(start)])
 
     def repeated_waits(self, start: torch.fx.Node) -> list[torch.fx.Node]:
-        """The waits for a functional collective's only result, in graph order, when there are several of them."""
+        """The waits for a functional collective's only result, in graph order, when there are several of them.
+
+        Each waits for the start, or for what one of the others gave.
+        """
         found = self._by_start.get(start)
-        if found is None or found.in_place or len(found.waits) < 2 or set(start.users) != set(found.waits):
+        if found is None or found.in_place or len(found.waits) < 2 or not set(start.users) <= set(found.waits):
             return []
-        return sorted(found.waits)
+        of_it = {start, *found.waits}
+        return sorted(found.waits) if all(of_it.issuperset(w.all_input_nodes) for w in found.waits) else []
 
     def behind(self, node: torch.fx.Node, *kinds: CollectiveKind) -> Collective | None:
         """The simple collective of these kinds whose wait ``node`` is."""

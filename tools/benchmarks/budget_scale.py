@@ -241,7 +241,8 @@ class Contest:
         self.found.compute_ns, self.found.sent_ns = (
             sum(t.duration_ns for p in came for t in p.tasks if t.kind is kind) for kind in (Kind.COMPUTE, Kind.START)
         )
-        peak = max(simulate(p).peak_bytes for p in came)
+        default = next((m.peak_bytes for m in self.found.everyone if m.name == REFERENCE), 0)
+        peak = default or max(simulate(p).peak_bytes for p in came)
         seconds: dict[str, float] = {}
         for budget in (one.format(peak=peak) for one in BUDGETS):
             settings = settings_of(budget, self.file)

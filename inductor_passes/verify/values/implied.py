@@ -26,6 +26,7 @@ from inductor_passes.verify.values.sizes import NoHintError
 
 #: Collectives whose result is the same on every rank that takes part.
 _COMMON = frozenset(f"_c10d_functional::{name}" for name in ("all_reduce", "all_gather_into_tensor", "broadcast"))
+_GATHERS = frozenset(f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "wait_tensor"))
 #: Which element these read can be another number on every rank.
 _PICKING = (
     "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split", "slice_scatter",
@@ -92,7 +93,7 @@ def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str,
             for operand in tensors(record):
                 if operand.name not in equal:
                     equal.add(operand.name)
-                    for leaf in _leaves(operand):
+                    for leaf in _leaves(operand, group):
                         found.setdefault(leaf.name, set()).add(group)
             equal.add(record.name)
 
@@ -152,10 +153,9 @@ def _sets_apart(record: Record, group: Replicas) -> bool:
         ranks = resolve(argument.value if isinstance(argument, Record) else argument).ranks
         # What is equal at the end of a collective is known as such.
         return len({*ranks}.intersection(group.ranks)) != 1
-    read = tensors(record)
-    if not isinstance(record.value, torch.Tensor) or not (_torch.is_pointwise(record.target) or not read):
+    counts = [o.dtype() for o in tensors(record)]
+    if not counts or not isinstance(record.value, torch.Tensor) or not _torch.is_pointwise(record.target):
         return False
-    counts = [o.dtype() for o in read or [record]]
     numbers = any(type(value) is int for value in record.arguments.values())
     return numbers and not any(dtype.is_floating_point or dtype.is_complex for dtype in counts)
 
@@ -174,15 +174,20 @@ def _implies(record: Record, equal: set[str], apart: set[str]) -> bool:
     return all(known or own[-1:] == shape[-1:] for known, own in shapes)
 
 
-def _leaves(record: Record) -> list[Record]:
-    """Where the elements of an operand come from, through what only moves or casts them."""
+def _leaves(record: Record, group: Replicas) -> list[Record]:
+    """Where the elements of an operand come from, through what only moves or casts them, and through gathers.
+
+    Those are between ranks of which one is of the group: what they gathered the others of the group gather too, from
+    ranks that hold the same if the whole is the same.
+    """
     found, todo, seen = [], [record], set[str]()
     while todo:
         one = todo.pop()
         if one.name in seen:
             continue
         seen.add(one.name)
-        if one.called in MOVES and one.called not in _PICKS and one.raw_operands:
+        moves = (one.called in MOVES and one.called not in _PICKS) or one.called in _GATHERS
+        if moves and one.raw_operands and not _sets_apart(one, group):
             todo += one.raw_operands
         else:
             found.append(one)
