@@ -8,7 +8,8 @@ after::
 
     s = all_gather(x, a); y = wait(s); ... ; z is y
 
-The same where ``z = wait(y)``: a program waits for a functional collective that waits for itself when it is read.
+The same where ``z = wait(y)``, or waits for what was computed of ``y``: a program waits for a functional collective,
+which has waited for itself when it is read.
 
 From torch 2.15 on equal gathers are merged ahead of us, but not their waits; everything else in the catalogue, and
 bucketing, asks for one wait. Refused when anything in the graph writes to the result, or when two of the graph's
@@ -17,6 +18,7 @@ results would newly share memory. Bit-exact; a second wait does nothing, so it s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -32,11 +34,13 @@ class WaitOnce:
     local: ClassVar[bool] = True
 
     def roots(self, work: Work) -> Iterator[torch.fx.Node]:
-        """Collectives with several waits for one result."""
-        return work.repeatedly_awaited()
+        """Collectives with several waits for one result, and waits for what is there."""
+        return itertools.chain(work.repeatedly_awaited(), work.idle_waits())
 
     def match(self, work: Work, root: torch.fx.Node) -> Match | None:
-        """All waits but the first."""
+        """All waits but the first, or one that waits for nothing."""
+        if work.is_idle(root):
+            return self._idle(work, root)
         waits = work.repeated_waits(root)
         if not waits:
             return None
@@ -51,3 +55,14 @@ class WaitOnce:
             work.fresh.append(root)
 
         return Match(1, f"{len(waits)} waits for one result", apply)
+
+    def _idle(self, work: Work, wait: torch.fx.Node) -> Match:
+        (kept,) = wait.all_input_nodes
+        work.never_written(kept, wait)
+        work.may_stand_for(kept, wait)
+
+        def apply() -> None:
+            work.drop(self.name, wait, (wait,), kept)
+            work.fresh.extend(one.start for one in work.awaited(kept))
+
+        return Match(1, "it waits for what is there", apply)

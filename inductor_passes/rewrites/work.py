@@ -144,6 +144,8 @@ class Work:
         self.visits = len(view.nodes)
         self._by_start = dict(view.by_start)
         self._of_wait = dict(view.collectives_of_wait)
+        landing = {wait for waits in view.transfer_waits.values() for wait in waits}
+        self._idle = {wait for wait in view.nodes if wait not in landing and _is_idle(view, wait)}
         self._writers: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         self._gone: set[torch.fx.Node] = set()
         self._numbered = len(view.collectives)
@@ -193,15 +195,19 @@ class Work:
         return iter([start for start in self._by_start if self.repeated_waits(start)])
 
     def repeated_waits(self, start: torch.fx.Node) -> list[torch.fx.Node]:
-        """The waits for a functional collective's only result, in graph order, when there are several of them.
-
-        Each waits for the start, or for what one of the others gave.
-        """
+        """The waits for a functional collective's only result, in graph order, when there are several of them."""
         found = self._by_start.get(start)
-        if found is None or found.in_place or len(found.waits) < 2 or not set(start.users) <= set(found.waits):
+        if found is None or found.in_place or len(found.waits) < 2 or set(start.users) != set(found.waits):
             return []
-        of_it = {start, *found.waits}
-        return sorted(found.waits) if all(of_it.issuperset(w.all_input_nodes) for w in found.waits) else []
+        return sorted(found.waits)
+
+    def idle_waits(self) -> Iterator[torch.fx.Node]:
+        """Waits for what nothing is going to write: what was waited for already, and what was computed."""
+        return iter([wait for wait in self._idle if self.alive(wait)])
+
+    def is_idle(self, node: torch.fx.Node) -> bool:
+        """Whether the node is one of :meth:`idle_waits`."""
+        return node in self._idle and self.alive(node)
 
     def behind(self, node: torch.fx.Node, *kinds: CollectiveKind) -> Collective | None:
         """The simple collective of these kinds whose wait ``node`` is."""
@@ -494,3 +500,15 @@ def _results(view: GraphView) -> dict[torch.fx.Node, tuple[torch.fx.Node, int, l
         for node in results
         if view.roles[node] is Role.FREE
     }
+
+
+def _is_idle(view: GraphView, wait: torch.fx.Node) -> bool:
+    """Whether a wait is for no collective of the graph, nor for one that a graph before may have begun."""
+    if view.role(wait) is not Role.WAIT or wait in view.collectives_of_wait:
+        return False
+    source = wait.all_input_nodes[0] if len(wait.all_input_nodes) == 1 else None
+    while source is not None and view.role(source) is Role.FREE and len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+    if source is None:
+        return False
+    return view.role(source) is Role.COMPUTE or source in view.collectives_of_wait
