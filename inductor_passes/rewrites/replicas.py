@@ -72,7 +72,7 @@ def equal_and_own(
     for node in work.graph.nodes:
         if node.op != "call_function":
             continue
-        if any(n in own and n not in equal for n in node.all_input_nodes) or has_own_number(node):
+        if any(n in own and n not in equal for n in node.all_input_nodes) or _has_own_number(node):
             own.add(node)
         if work.is_wait(node):
             shared = work.behind(node, *_SHARING)
@@ -107,7 +107,7 @@ def _has_no_number(node: torch.fx.Node) -> bool:
     return all(value is None or isinstance(value, (torch.fx.Node, torch.dtype, torch.device)) for value in given)
 
 
-def has_own_number(node: torch.fx.Node) -> bool:
+def _has_own_number(node: torch.fx.Node) -> bool:
     """Whether a number in a call may be a rank's own: ranks do not compare those (``agreement``).
 
     Which piece or row is taken, and whole numbers that are added to or compared with whole numbers. Where something is
