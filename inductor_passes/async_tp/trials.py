@@ -8,6 +8,9 @@ until two numbers in a row are slower; else with the best one alone, the best tw
 Prices of regions end at their borders: that all parts of one have to arrive before the next one begins is no part of
 any. So where there are fewer, longer regions that are nearly as good by their prices, the graph is planned with those
 as well.
+
+Parts are many small messages, each of which has to be in time. Where the best plan with regions is no faster than the
+one without any when durations are not as estimated (``schedule.robust``), there are none.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class Untouched:
     exposed_ns: Mapping[str, int]
 
 
-Score = tuple[bool, int]
-"""(above the cap, makespan in ns); the least is best."""
+Score = tuple[bool, int, int]
+"""(above the cap, makespan in ns, its mean under disturbances or 0); the least is best."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,10 @@ class Trials:
             best = self.best
         if self.rival:
             return Trials(self.rival, self.first, self.before, count=len(self.rival), best=best)
-        return replace(self, ranked=best[1], scores=scores, count=len(best[1]), settled=True)
+        (_, _, disturbed_ns), regions = best
+        if disturbed_ns and disturbed_ns >= self.before.plan.disturbed_ns:
+            regions = ()
+        return replace(self, ranked=regions, scores=scores, count=len(regions), settled=True)
 
     def _following(self, scores: Mapping[int, Score]) -> int | None:
         """The number to try behind those tried already, None when there is none.
@@ -109,4 +115,4 @@ class Trials:
 
 
 def _score(planned: Plan) -> Score:
-    return not planned.feasible, planned.makespan_ns
+    return not planned.feasible, planned.makespan_ns, planned.disturbed_ns
