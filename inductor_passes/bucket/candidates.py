@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from inductor_passes import _torch
-from inductor_passes.ir.canonical import given
+from inductor_passes.ir.canonical import given, handed_on
 from inductor_passes.ir.ops import Role, source_line
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
@@ -95,6 +95,8 @@ def candidates(
                 raise Refused(Reason.UNSUPPORTED, "one of the parts of a collective that was cut to overlap")
             its_slots = slots(view, collective)
             if not uneven_all_to_all and not all(slot.even for slot in its_slots):
+                if handed_on(collective.start) is not None:
+                    raise Refused(Reason.UNSUPPORTED, "all rows are handed on to one rank")
                 raise Refused(Reason.RANKS_DIFFER, "unequal splits may differ between ranks, and so would the decision")
             key = _key(view, collective, its_slots, epoch_at, RECOMPUTE_META if joint else ())
             if ready is not None and collective.kind is CollectiveKind.ALL_GATHER:
