@@ -340,7 +340,8 @@ def budget_scale(
     ] = None,
     ranks: Annotated[list[int] | None, typer.Option(help="Repeatable; fills hosts of 8. Default: 64 512.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(help="Repeatable; per rank. Default: 2048.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Of the captured model.")] = 4,
+    layers: Annotated[int, typer.Option(min=1, help="Of the captured model.")] = 8,
+    name: Annotated[str, typer.Option(help="Of the page and its files.")] = "budgets_scale",
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
     """Simulated steps over peak memory on 64 and 512 GPUs: ours with one budget each against today's settings."""
@@ -360,7 +361,7 @@ def budget_scale(
             console.print("\n".join(section(everything[-1])), markup=False)
             # After every case: a run that is cut short leaves what it has.
             written = write(
-                "budgets_scale",
+                name,
                 "Memory budgets at scale, simulated",
                 page(everything, layers),
                 [found.to_json() for found in everything],
