@@ -110,3 +110,40 @@ def test_a_loop_over_the_input_stays_behind() -> None:
     )
     with cases.world(4) as groups:
         assert case.backs and judging.judge(case, groups)[0] == ""
+
+
+def _with_view(moved: bool) -> torch.fx.Graph:
+    """A sum of an input, half of which is returned as it is; ``moved``: the half is taken before the sum."""
+    graph = GraphBuilder()
+    x, w = graph.placeholder("x", 4, 4), graph.placeholder("w", 4, 4)
+    other = graph.call(aten.neg.default, x)
+    rows = graph.call(aten.slice.Tensor, x, 0, 0, 2) if moved else None
+    start = graph.call(c10d.all_reduce.default, x, "sum", "0")
+    rows = rows or graph.call(aten.slice.Tensor, x, 0, 0, 2)
+    product = graph.call(aten.mm.default, w, w)
+    total = graph.call(c10d.wait_tensor.default, start)
+    graph.call(aten.copy_.default, x, other)
+    graph.graph.output((product, total, rows))
+    return graph.graph
+
+
+def test_a_view_is_a_use_where_it_stands() -> None:
+    """Found by the fuzzer: a view of the input was moved in front of the sum, and nothing kept that from being lost."""
+    with fake_world(2):
+        found = verify.check(_with_view(moved=True), reference=_with_view(moved=False))
+        assert {f.rule for f in found} == {"result-overwritten"}
+        graph, settings = _with_view(moved=False), PassConfig(memory_budget="unlimited", verify="strict")
+        run_passes(graph, passes_of(settings), settings, CostProfile.default("cpu", 2))
+        position = {node: k for k, node in enumerate(graph.nodes)}
+        (start,) = graph.find_nodes(op="call_function", target=c10d.all_reduce.default)
+        (rows,) = graph.find_nodes(op="call_function", target=aten.slice.Tensor)
+        assert position[start] < position[rows]
+    case = cases.Case(
+        steps=(
+            *(("written_back", 40, 40, 24), ("all_reduce", 0, 33, 4), ("all_reduce", 7, 53, 54), ("wait", 40, 9, 11)),
+            *(("mm", 60, 59, 30), ("all_reduce", 52, 45, 10), ("view", 63, 46, 49), ("split", 62, 38, 32)),
+        ),
+        settings={"memory_budget": "+1%", "bucket": "off", "schedule": "on", "redistribute": "off"},
+    )
+    with cases.world(4) as groups:
+        assert case.backs and judging.judge(case, groups)[0] == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.fx
@@ -233,7 +234,23 @@ class GraphView:
                                 edges.append((node, self._last_use(storage)))
                         else:
                             edges.append((node, start))
+        edges.extend((node, view) for view, nodes in self.late_views.items() for node in nodes)
         return [(a, b) for a, b in edges if self.position[a] < self.position[b]]
+
+    @cached_property
+    def late_views(self) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+        """Views that stay behind nodes which Inductor may do in place on an input that is written to, with these nodes.
+
+        To Inductor a view is a use where it stands, wherever it is read.
+        """
+        found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        for node in self.nodes:
+            for operand in ops.possibly_mutated_inputs(node):
+                if operand.op in ("placeholder", "get_attr") and any(s.writers for s in self.storages.of(operand)):
+                    for user in operand.users:
+                        if self.roles[user] is Role.FREE and self.position[node] < self.position[user]:
+                            found.setdefault(user, []).append(node)
+        return found
 
     def _ends(self, node: torch.fx.Node) -> tuple[torch.fx.Node, ...]:
         """The waits of a collective or a transfer; () for any other node."""

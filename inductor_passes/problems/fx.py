@@ -174,7 +174,7 @@ class _Reader:
             if preds <= {home}:
                 self._attach(node, home)
                 return
-        if role is Role.FREE and len(preds) <= 1:
+        if role is Role.FREE and len(preds) <= 1 and node not in self.view.late_views:
             if preds:
                 self._attach(node, next(iter(preds)))
             else:

@@ -235,10 +235,14 @@ def overwritten_results(view: View) -> list[Finding]:
 
 
 def _read_between(view: View, operand: torch.fx.Node, node: torch.fx.Node, copy: torch.fx.Node) -> bool:
-    """Whether a node between the two surely reads what the operand holds: all of it, or a part known to be in it."""
+    """Whether a node between the two surely uses what the operand holds: all of it, or a part known to be in it.
+
+    To Inductor a view is a use where it stands, if anything is made of it.
+    """
     size = operand.meta["val"].numel() if "val" in operand.meta else None
     return any(
-        view.position[node] < view.position[user] < view.position[copy] and member in view.reads(user)
+        view.position[node] < view.position[user] < view.position[copy]
+        and (member in view.reads(user) or (user.users and user in storage.members))
         for storage in view.storages.of(operand)
         for member in storage.members
         if member is operand or (isinstance(v := member.meta.get("val"), torch.Tensor) and v.numel() == size)
