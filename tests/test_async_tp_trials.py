@@ -92,6 +92,17 @@ def test_regions_have_to_pay_when_durations_are_not_as_estimated(disturbed_ns: i
     assert trials.settled and len(trials.recipes) == trials.count == count
 
 
+def test_of_numbers_of_regions_the_fastest_counts_that_pays_so() -> None:
+    """One region alone has to pay as well, and what alone keeps the cap stays."""
+    trials = Trials((recipe(0), recipe(1)), {}, Untouched(planned(80, disturbed_ns=100), {}), count=2)
+    trials = trials.with_result(planned(60, disturbed_ns=104)).with_result(planned(70, disturbed_ns=99))
+    assert trials.settled and trials.count == 1
+    alone = Trials((recipe(0),), {}, Untouched(planned(80, disturbed_ns=100), {}), count=1)
+    assert alone.with_result(planned(60, disturbed_ns=104)).recipes == ()
+    above = Trials((recipe(0),), {}, Untouched(planned(80, feasible=False, disturbed_ns=100), {}), count=1)
+    assert above.with_result(planned(60, disturbed_ns=104)).count == 1
+
+
 def test_what_is_above_the_cap_loses_to_everything_below() -> None:
     trials = trials_of(2, before=80).with_result(planned(10, feasible=False))
     assert trials.with_result(planned(90)).count == 1

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,6 +134,30 @@ def tiny() -> nn.Module:
 
 
 TOKENS = torch.arange(512).remainder(500).reshape(8, 64)
+
+
+def test_little_is_lost_by_trying_all_sizes_for_a_few_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets that win at the ends and in the middle are those that win between: within 2% at every limit."""
+    with fake_world(4):
+        compiled_reports(tiny(), TOKENS, memory_budget="-10%", dump_problem=str(tmp_path))
+    (path,) = tmp_path.glob("rank0_step_*.json")
+    stored = StoredStep.from_json(json.loads(path.read_text()))
+    merged: list[int] = []
+    plain = Merging.ways
+
+    def counted(self: Merging, both: Any, sizes: Any) -> Any:
+        merged.append(len([*sizes]))
+        return plain(self, both, sizes)
+
+    monkeypatch.setattr(Merging, "ways", counted)
+    few, tried = recompute.points(stored.step, stored.gathered, merging=stored.merging), sum(merged)
+    merged.clear()
+    monkeypatch.setattr(recompute, "_probes", lambda step, everyone: ([*everyone], []))
+    everything = recompute.points(stored.step, stored.gathered, merging=stored.merging)
+    assert stored.merging.sizes > 1 and tried < sum(merged)
+    for point in recompute.curve(everything):
+        found = recompute.best(few, point.peak_bytes)
+        assert found is not None and found.step_ns <= 1.02 * point.step_ns
 
 
 def test_the_choice_is_made_with_merged_messages(tmp_path: Path) -> None:

@@ -126,6 +126,21 @@ def test_gathers_come_before_what_is_made_again() -> None:
     assert gathered.readers == (3, 4, 7)
 
 
+def test_a_state_lies_between_those_that_are_far_apart() -> None:
+    """Half of the bytes that one computes again on top, the cheapest first; nothing where memory is nearly equal."""
+    step = layers([(40, 100), (10, 100), (20, 100), (30, 100)])
+
+    def between(*points: tuple[tuple[int, ...], int]) -> list[tuple[int, ...]]:
+        return recompute._between(step, [recompute.Point(state, 0, peak, 1000 - peak) for state, peak in points])
+
+    assert between(((0, 1, 2, 3), 100), ((), 500)) == [(1, 2)]
+    # Points of more memory of a state are not what it needs least.
+    assert between(((0, 1, 2, 3), 100), ((0, 1, 2, 3), 480), ((3,), 490), ((), 500)) == [(1, 2, 3)]
+    assert between(((0, 1, 2, 3), 480), ((), 500)) == []
+    # What is neither on top of the other cannot be halved, nor can one value.
+    assert between(((0, 1), 100), ((2,), 500)) == between(((0,), 100), ((), 500)) == between() == []
+
+
 def test_what_no_order_can_do_is_no_state() -> None:
     step = layers([(5, 100), (5, 100)])
     # What f1 needs comes out of b1 itself.

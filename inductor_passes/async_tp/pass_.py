@@ -126,7 +126,7 @@ class AsyncTpPass:
         lowered, apart = _lower(graph, selection, chosen)
         before = self._to_beat(selection, whole)
         after = planned = None
-        if before is not None and (len(chosen) > 1 if self.trials is None else not self.trials.settled):
+        if before is not None and (chosen if self.trials is None else not self.trials.settled):
             after = facts.of(graph)
             planned = plan(after.problem.problem, after.limit_bytes, effort=0)
             untouched = Untouched(before, selection.exposed_ns)

@@ -86,16 +86,22 @@ class Trials:
         following = self._following(scores)
         if following is not None:
             return replace(self, scores=scores, count=following)
-        count = min(scores, key=lambda count: (scores[count], count))
+        count = min(scores, key=lambda count: (not self._pays(scores[count]), scores[count], count))
         best = (scores[count], self.ranked[:count])
-        if self.best is not None and self.best[0] <= best[0]:
+        if self.best is not None and (not self._pays(self.best[0]), self.best[0]) <= (not self._pays(best[0]), best[0]):
             best = self.best
         if self.rival:
             return Trials(self.rival, self.first, self.before, count=len(self.rival), best=best)
-        (_, _, disturbed_ns), regions = best
-        if disturbed_ns and disturbed_ns >= self.before.plan.disturbed_ns:
-            regions = ()
+        regions = best[1] if self._pays(best[0]) else ()
         return replace(self, ranked=regions, scores=scores, count=len(regions), settled=True)
+
+    def _pays(self, score: Score) -> bool:
+        """Whether a plan is no slower than the one without regions when durations are not as estimated; one within the
+        cap always pays where that one is above it."""
+        above, _, disturbed_ns = score
+        if not above and not self.before.plan.feasible:
+            return True
+        return not disturbed_ns or disturbed_ns < self.before.plan.disturbed_ns
 
     def _following(self, scores: Mapping[int, Score]) -> int | None:
         """The number to try behind those tried already, None when there is none.

@@ -7,6 +7,7 @@ rows (R9) must change their readers in backward too, and only the joint graph ha
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import torch.fx
@@ -18,7 +19,7 @@ from inductor_passes.engine.compilation import Known
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.engine.waiting import Waiting
 from inductor_passes.ir.view import GraphView
-from inductor_passes.report import PassReport
+from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 
 #: Rewrites that profit from seeing both directions.
@@ -28,6 +29,14 @@ ONLY = ("R9", "R16", "R18")
 FEWER = (("R9", "R18"), ("R9", "R16"))
 #: Reports for the forward graph.
 REPORTS: Waiting[PassReport] = Waiting()
+
+
+def _given_up(decision: Decision) -> Decision:
+    """What is said of a decision when its attempt is over: what was applied here was undone on another rank."""
+    if decision.verdict is Verdict.REFUSED:
+        return decision
+    why = "another rank had no proof of what is done together"
+    return dataclasses.replace(decision, verdict=Verdict.REFUSED, reason=Reason.RANKS_DIFFER, detail=why)
 
 
 @garbage.paused()
@@ -40,6 +49,7 @@ def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
     found = agreeing.reach(view, settings, profile, "joint")
     agreeing.remember(found)
     backup, began = Backup(graph), time.perf_counter_ns()
+    said: dict[str, Decision] = {}
     for names in (ONLY, *FEWER):
         passes = [RewriteCollectives("reassociate", names, name="redistribute (joint)")]
         done = run_passes(graph, passes, settings, profile, known=Known("joint", agreed=found.agreed), view=view)
@@ -47,9 +57,13 @@ def run(graph: torch.fx.Graph, settings: PassConfig) -> None:
         if did is not found:
             agreeing.remember(did)
         undone = any(one.rolled_back is not None for one in done.report.passes)
+        for one in done.report.passes:
+            # What was undone together with others is said of those that are left out now.
+            one.decisions += [d for d in said.values() if d.subject not in names]
         if not found.agreed or (did.agreed and not undone):
             REPORTS.put(*done.report.passes)
             return
+        said |= {f"{d.subject} {d.node}": _given_up(d) for one in done.report.passes for d in one.decisions}
         # All ranks know by now that one of them has no proof, and go on alike.
         backup.restore()
         view = GraphView(graph)

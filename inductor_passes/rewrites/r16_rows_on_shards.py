@@ -88,7 +88,8 @@ class RowsOnShards:
         gain = _gain_ns(work, region) if region.sources else -1
         if (gain < 0 or not region.reduces) and whole.unknown:
             names = ", ".join(node.name for node in list(whole.unknown)[:3])
-            setting = "" if any(whole.unknown.values()) else 'replicas="implied"'
+            helps = work.facts.config.replicas != "implied" and not any(whole.unknown.values())
+            setting = 'replicas="implied"' if helps else ""
             refuse(Reason.DATA_DEPENDENCY, f"{names} may differ between the ranks", setting)
         if not region.reduces:
             refuse(Reason.NOT_PROFITABLE, "what reduces a row is read as a whole")

@@ -145,7 +145,7 @@ class Work:
         self._by_start = dict(view.by_start)
         self._of_wait = dict(view.collectives_of_wait)
         landing = {wait for waits in view.transfer_waits.values() for wait in waits}
-        self._idle = {wait for wait in view.nodes if wait not in landing and _is_idle(view, wait)}
+        self._idle = {wait: None for wait in view.nodes if wait not in landing and _is_idle(view, wait)}
         self._writers: dict[torch.fx.Node, list[torch.fx.Node]] = {}
         self._gone: set[torch.fx.Node] = set()
         self._numbered = len(view.collectives)
@@ -202,7 +202,8 @@ class Work:
         return sorted(found.waits)
 
     def idle_waits(self) -> Iterator[torch.fx.Node]:
-        """Waits for what nothing is going to write: what was waited for already, and what was computed."""
+        """Waits for what nothing is going to write: what was waited for already, and what was computed; in graph order.
+        """
         return iter([wait for wait in self._idle if self.alive(wait)])
 
     def is_idle(self, node: torch.fx.Node) -> bool:

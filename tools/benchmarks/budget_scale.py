@@ -7,12 +7,11 @@ judges what it leaves, time and memory. No kernels are generated: memory is that
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -36,7 +35,7 @@ from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import simulate
 from inductor_passes.simple_fsdp import simple_fsdp
 from tests.support.world import fake_world
-from tools.benchmarks.budgets import AT_CAPS, AT_PEAKS, Measured, at_caps, at_each_peak, front, reached
+from tools.benchmarks.budgets import AT_CAPS, AT_PEAKS, Measured, at_caps, at_each_peak, front, fronts, reached
 from tools.benchmarks.plan import IN_TREE
 from tools.benchmarks.scale import assumed
 from tools.capture.graphs import as_problem, copied, trace
@@ -45,6 +44,7 @@ from tools.link.models import Checkpointed
 from tools.link.sweep import SAVED
 from tools.link.worker import REFERENCE
 from tools.shared import in_tree_schedule
+from tools.shared.activations import saving
 from tools.shared.record import RESULTS, chosen, markdown_table, write
 
 DEVICE = "h100"
@@ -152,22 +152,6 @@ def built(case: Case, layers: int, treated: Treated) -> tuple[torch.nn.Module, t
     return sharded, text(shape, here=case.tokens)
 
 
-@contextlib.contextmanager
-def saving(percent: int) -> Iterator[None]:
-    """torch's ``activation_memory_budget``."""
-    from torch._functorch import config
-
-    if percent == 100:
-        yield
-        return
-    settings: dict[str, Any] = {"activation_memory_budget": percent / 100}
-    # Not in every torch; without it the knapsack stops at a mesh that a graph holds.
-    if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
-        settings["unsafe_treat_script_objects_as_zero_size"] = True
-    with config.patch(**settings):
-        yield
-
-
 def settings_of(budget: str, profile: Path) -> PassConfig:
     """Ours; memory is that of the graphs, for everybody: nobody's kernels are generated."""
     return PassConfig(memory_budget=budget, verify="strict", codegen="aot_eager", cost_profile=str(profile))
@@ -224,7 +208,7 @@ class Contest:
         default = settings_of(PassConfig().memory_budget, self.file)
         for percent in (100,) if blocks else (100, *SAVED):
             said = ("" if kept else ", kept") + (", blocks checkpointed" if blocks else f", {percent}% saved")
-            with saving(percent):
+            with saving(percent / 100):
                 came = split(settings_of("0", self.file))
                 self._judge(f"default Inductor{said}", lambda: came, today=True)  # noqa: B023
                 for variant, limits in IN_TREE_RUNS:
@@ -319,18 +303,7 @@ def page(everything: Sequence[Found], layers: int) -> list[str]:
 def _draw(everything: Sequence[Found], path: Path) -> None:
     from tools.shared.plot import curves
 
-    panels = {}
-    for found in everything:
-        default = next(m for m in found.everyone if m.name == REFERENCE)
-        kinds = {
-            "ours": [m for m in found.everyone if m.ours],
-            "the sweep": [m for m in found.everyone if not m.ours],
-            "without ours": [m for m in found.everyone if m.today],
-        }
-        panels[found.case.title] = {
-            name: [(m.peak_bytes / default.peak_bytes, m.step_ns / 1e6) for m in front(ones)]
-            for name, ones in kinds.items()
-        }
+    panels = {found.case.title: fronts(found.everyone) for found in everything}
     curves(path, panels, "peak / default Inductor's", "simulated step, ms", log_x=False)
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from tools.benchmarks.link import Out, Timeout, run_job
 from tools.link.lab import RATES
-from tools.link.report import errors, facts, row_of
+from tools.link.report import errors, facts
 from tools.link.sweep import BUDGETS, EVERY, SWEEP
 from tools.link.worker import REFERENCE
 from tools.shared.record import RESULTS, geometric_mean, markdown_table, write
@@ -231,13 +231,19 @@ def _draw(everything: Sequence[dict[str, Any]], path: Path) -> None:
     panels = {}
     for results in everything:
         everyone = measured(results)
-        default = row_of(results, REFERENCE)["peak_bytes"]
-        kinds = {"ours": [m for m in everyone if m.ours], "the sweep": [m for m in everyone if not m.ours],
-                 "without ours": [m for m in everyone if m.today]}
-        panels[f"{results['model']}, {results['rate']}"] = {
-            name: [(m.peak_bytes / default, m.step_ns / 1e6) for m in front(ones)] for name, ones in kinds.items()
-        }
+        panels[f"{results['model']}, {results['rate']}"] = fronts(everyone)
     curves(path, panels, "peak / default Inductor's", "step, ms", log_x=False)
+
+
+def fronts(everyone: Sequence[Measured]) -> dict[str, list[tuple[float, float]]]:
+    """Step in ms over the share of default Inductor's peak: of ours, of the sweep, and of what does not use ours."""
+    default = next(m.peak_bytes for m in everyone if m.name == REFERENCE)
+    kinds = {
+        "ours": [m for m in everyone if m.ours],
+        "the sweep": [m for m in everyone if not m.ours],
+        "without ours": [m for m in everyone if m.today],
+    }
+    return {name: [(m.peak_bytes / default, m.step_ns / 1e6) for m in front(ones)] for name, ones in kinds.items()}
 
 
 def front(ones: Sequence[Measured]) -> list[Measured]:

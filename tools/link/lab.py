@@ -28,6 +28,7 @@ from inductor_passes.models import LlamaConfig
 from tools.link.census import Tally, census
 from tools.link.models import Layout, Spread
 from tools.shared import in_tree_schedule
+from tools.shared.activations import saving
 
 LEARNING_RATE = 0.5
 # Renamed in torch 2.13; the old names warn.
@@ -142,18 +143,12 @@ class Contender:
         """``step``, a compiled function of tokens and targets, under this contender's ``saved``."""
         if self.saved == 1:
             return step
-        from torch._functorch import config
 
-        settings: dict[str, Any] = {"activation_memory_budget": self.saved}
-        # Not in every torch; without it the knapsack stops at a mesh that a graph holds.
-        if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):
-            settings["unsafe_treat_script_objects_as_zero_size"] = True
-
-        def saving(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            with config.patch(**settings):
+        def limited(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            with saving(self.saved):
                 return step(tokens, targets)
 
-        return saving
+        return limited
 
 
 CONTENDERS = {

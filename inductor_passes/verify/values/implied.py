@@ -25,8 +25,8 @@ from inductor_passes.verify.values.signatures import is_pure, tensors
 from inductor_passes.verify.values.sizes import NoHintError
 
 #: Collectives whose result is the same on every rank that takes part.
-_COMMON = frozenset(f"_c10d_functional::{name}" for name in ("all_reduce", "all_gather_into_tensor", "broadcast"))
-_GATHERS = frozenset(f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "wait_tensor"))
+_GATHER = "_c10d_functional::all_gather_into_tensor"
+_COMMON = frozenset({"_c10d_functional::all_reduce", "_c10d_functional::broadcast", _GATHER})
 #: Which element these read can be another number on every rank.
 _PICKING = (
     "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split", "slice_scatter",
@@ -186,8 +186,10 @@ def _leaves(record: Record, group: Replicas) -> list[Record]:
         if one.name in seen:
             continue
         seen.add(one.name)
-        moves = (one.called in MOVES and one.called not in _PICKS) or one.called in _GATHERS
-        if moves and one.raw_operands and not _sets_apart(one, group):
+        gather = one.raw_operands[0] if one.called == "_c10d_functional::wait_tensor" else None
+        if gather is not None and gather.called == _GATHER and not _sets_apart(gather, group):
+            todo += gather.raw_operands
+        elif one.called in MOVES and one.called not in _PICKS and one.raw_operands:
             todo += one.raw_operands
         else:
             found.append(one)
