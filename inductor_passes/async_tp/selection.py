@@ -286,7 +286,7 @@ def _left_out(first: Decision) -> Decision:
         first,
         verdict=Verdict.REFUSED,
         reason=Reason.NOT_PROFITABLE,
-        detail=f"the whole graph plans no faster with this, too: {first.detail}",
+        detail=f"the whole graph plans no faster with this, or not when durations differ: {first.detail}",
         gain_ns=0,
         setting='async_tp="force"',
     )

@@ -81,7 +81,7 @@ class Trials:
         return self.ranked[: self.count]
 
     def with_result(self, planned: Plan) -> Trials:
-        """Another number next, or the rival; in the end what was best, of equal numbers the smaller one."""
+        """Another number next, or the rival; in the end what was best and pays, of equal numbers the smaller one."""
         scores = {**self.scores, self.count: _score(planned)}
         following = self._following(scores)
         if following is not None:
