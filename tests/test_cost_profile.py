@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,28 @@ def test_equal_groups_cost_the_same_on_every_rank() -> None:
     for kind in KINDS:
         assert profile.communication_ns(kind, MB, MB, (0, 1)) == profile.communication_ns(kind, MB, MB, (6, 7))
     assert profile.link((0, 1)) == profile.link((6, 7)) == "loopback"
+
+
+def test_a_group_is_not_gone_through_for_every_message() -> None:
+    """With thousands of ranks that is most of what planning takes: each bucket that is thought of asks."""
+
+    class Ranks(tuple[int, ...]):
+        times = 0
+
+        def __hash__(self) -> int:
+            Ranks.times += 1
+            return super().__hash__()
+
+        def __iter__(self) -> Iterator[int]:
+            Ranks.times += 1
+            return super().__iter__()
+
+    profile, ranks = calibrated(), Ranks((0, 1))
+    plain = [profile.communication_ns("all_reduce", size, size, (0, 1)) for size in range(1, 200)]
+    issued = [profile.issue_ns("all_reduce", size, size, (0, 1)) for size in range(1, 200)]
+    assert [profile.communication_ns("all_reduce", size, size, ranks) for size in range(1, 200)] == plain
+    assert [profile.issue_ns("all_reduce", size, size, ranks) for size in range(1, 200)] == issued
+    assert Ranks.times < 10
 
 
 def test_calibrated_collective() -> None:

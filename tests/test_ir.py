@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir import ops
+from inductor_passes.ir.groups import resolve
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build
@@ -144,3 +145,16 @@ def test_no_reader_of_a_part_waits_for_all_parts() -> None:
     saved = b.call(aten.cat.default, [first, second])
     b.graph.output((saved, *(b.call(aten.mul.Tensor, one, 2.0) for one in (first, second))))
     assert GraphView(b.graph).ordering_edges() == []
+
+
+def test_the_ranks_of_a_group_are_written_out_once() -> None:
+    """Every node is asked for its group, by the passes and by the verifier."""
+    with fake_world(4) as group:
+        first = resolve(group)
+        assert first.ranks == (0, 1, 2, 3) and resolve(dist.group.WORLD).ranks is first.ranks
+        pair = dist.new_group([0, 2])
+        assert resolve(pair.group_name).ranks == (0, 2) and resolve(pair).ranks is resolve(pair.group_name).ranks
+    # A group of the same name that comes later is another one.
+    with fake_world(3) as again:
+        assert again == group and resolve(again).ranks == (0, 1, 2)
+    assert resolve(again).ranks == ()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
+
+#: Process group -> its ranks as torch lists them, and as a tuple.
+_ranks_of: weakref.WeakKeyDictionary[Any, tuple[list[int], tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def resolve_group_ranks(group: object) -> tuple[str, tuple[int, ...]] | None:
@@ -24,10 +28,24 @@ def resolve_group_ranks(group: object) -> tuple[str, tuple[int, ...]] | None:
     try:
         process_group: Any = c10d._resolve_process_group(group) if isinstance(group, str) else _unwrapped(group)
         name = group if isinstance(group, str) else str(process_group.group_name)
-        ranks = tuple(int(r) for r in dist.get_process_group_ranks(process_group))
+        ranks = _once(process_group, dist.get_process_group_ranks(process_group))
         return (name, ranks) if ranks else None
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _once(process_group: Any, listed: list[int]) -> tuple[int, ...]:
+    """The ranks as a tuple, the same one as long as they stay. Asked for every node: with thousands of ranks making it
+    takes longer than everything else that is asked about a node.
+    """
+    try:
+        known, ranks = _ranks_of.get(process_group, (None, ()))
+        if known != listed:
+            ranks = tuple(int(r) for r in listed)
+            _ranks_of[process_group] = listed, ranks
+        return ranks
+    except TypeError:  # a group that is not ours to remember
+        return tuple(int(r) for r in listed)
 
 
 def reduce_op_name(value: object) -> str:

@@ -47,6 +47,8 @@ MOST_SLOWDOWN = 4.0
 SHAPES = ("matmul", "attention", "attention_backward")
 #: Files above this are refused before they are parsed.
 MAX_FILE_BYTES = 16 * 2**20
+#: Layouts that a profile remembers.
+_MOST_LAYOUTS = 1024
 
 
 class ProfileError(MeantError, RecordError):
@@ -257,7 +259,15 @@ class CostProfile:
 
     def layout(self, ranks: tuple[int, ...]) -> GroupLayout:
         """The layout of a group of global ranks on this profile's hosts."""
-        return GroupLayout.of(ranks, self.ranks_per_host)
+        # By the tuple itself: its hash takes as long as the group is large, and this is asked for every bucket.
+        known: dict[int, tuple[tuple[int, ...], GroupLayout]] = self.__dict__.setdefault("_layouts", {})
+        ours, layout = known.get(id(ranks), (None, None))
+        if layout is None or ours is not ranks:
+            layout = GroupLayout.of(ranks, self.ranks_per_host)
+            if len(known) >= _MOST_LAYOUTS:
+                known.clear()
+            known[id(ranks)] = ranks, layout
+        return layout
 
     def link(self, ranks: tuple[int, ...]) -> str:
         """Name of the physical link that the group uses; equal names exclude each other."""
@@ -279,8 +289,8 @@ class CostProfile:
         Raises:
             ValueError: unknown kind or a negative size.
         """
-        key = kind, input_bytes, output_bytes, ranks
-        return self._once(key, lambda: self.communication_estimate(*key)[0])
+        key = kind, input_bytes, output_bytes, self.layout(ranks)
+        return self._once(key, lambda: self.communication_estimate(kind, input_bytes, output_bytes, ranks)[0])
 
     def _once(self, key: tuple[Any, ...], compute: Callable[[], int]) -> int:
         """Asked again and again for the same few collectives. Kept here because hashing a profile takes longer."""
@@ -308,11 +318,10 @@ class CostProfile:
 
     def issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
         """Host time in ns that issuing the collective takes from the compute thread; see :meth:`communication_ns`."""
-        key = kind, input_bytes, output_bytes, ranks
+        key = kind, input_bytes, output_bytes, self.layout(ranks)
         return self._once(("issue", *key), lambda: self._modelled_issue_ns(*key))
 
-    def _modelled_issue_ns(self, kind: str, input_bytes: int, output_bytes: int, ranks: tuple[int, ...]) -> int:
-        layout = self.layout(ranks)
+    def _modelled_issue_ns(self, kind: str, input_bytes: int, output_bytes: int, layout: GroupLayout) -> int:
         cost, _ = self._measured(kind, layout)
         if cost is None:
             return default_issue_ns(kind, input_bytes, output_bytes, layout, self.spec)

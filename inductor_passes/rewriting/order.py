@@ -129,13 +129,14 @@ def _needs(
             add(source, node)
     for before, after in chain(view.ordering_edges(), extra):
         add(before, after)
+    place: dict[Step, int] = {
+        stage: max(view.position[node] for node in stage.replaces) for stage in {*stage_of.values()}
+    }
     for step, befores in needs.items():
         if len(befores) > 1:
-            needs[step] = sorted(dict.fromkeys(befores), key=lambda b: _place(view, b))
+            needs[step] = sorted(dict.fromkeys(befores), key=lambda b: _place(view, place, b))
     return needs
 
 
-def _place(view: GraphView, step: Step) -> int:
-    if isinstance(step, Stage):
-        return max(view.position[node] for node in step.replaces)
-    return view.position[step]
+def _place(view: GraphView, stages: Mapping[Step, int], step: Step) -> int:
+    return view.position[step] if isinstance(step, torch.fx.Node) else stages[step]

@@ -2,7 +2,8 @@
 
 A few layers of each scenario are traced, and their backward graph is repeated until it is as large as asked
 (``tools.capture.stacked``). ``tiny`` and ``wide`` are made by hand: parameters that are mostly latency, and parameters
-whose gathers are wide beside the compute that could hide them. Times are processor times of this process, one thread.
+whose gathers are wide beside the compute that could hide them; ``thousands`` is ``tiny`` on 4,096 ranks. Times are
+processor times of this process, one thread.
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ CAPTURED = {
     "hsdp": ("hybrid", 4),
     "moe": ("moe_ep", 3),
 }
-#: Numbers of elements of a gathered parameter, by shape.
-HAND_MADE = {"tiny": 1 << 10, "wide": 1 << 26}
+#: Numbers of elements of a gathered parameter and of ranks, by shape.
+HAND_MADE = {"tiny": (1 << 10, 64), "wide": (1 << 26, 64), "thousands": (1 << 16, 4096)}
 SHAPES = (*CAPTURED, *HAND_MADE)
 BUDGETS = ("0", "+5%", "unlimited")
 #: Nodes of the graphs by default.
 SIZES = (13_000,)
 HEADER = ("shape", "nodes", "budget", "processor s", "collectives", "makespan / bound", "slowest passes")
-_RANKS = 64
 
 
 def graphs(shape: str, nodes: int) -> Iterator[torch.fx.GraphModule]:
     """The graph of a shape, inside its process group."""
     if shape in HAND_MADE:
-        with fake_world(_RANKS) as group:
-            yield _parameters(group, HAND_MADE[shape], nodes)
+        elements, ranks = HAND_MADE[shape]
+        with fake_world(ranks) as group:
+            yield _parameters(group, elements, ranks, nodes)
         return
     name, layers = CAPTURED[shape]
     with fake_world(SCENARIOS[name].world):
         yield stacked(capture(SCENARIOS[name], layers)["backward"], nodes)
 
 
-def _parameters(group: str, elements: int, nodes: int) -> torch.fx.GraphModule:
+def _parameters(group: str, elements: int, ranks: int, nodes: int) -> torch.fx.GraphModule:
     """Backward of many layers: gather a parameter, use it, reduce its gradient; about eight nodes each."""
     program = Program()
-    shards = [program.input(elements // _RANKS) for _ in range(max(1, nodes // 8))]
+    shards = [program.input(elements // ranks) for _ in range(max(1, nodes // 8))]
     x = program.placeholder("tangents_1", elements)
     gradients = []
     for shard in shards:
