@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 
 from inductor_passes import _torch, agreement
 from inductor_passes.config import FIELDS, PREFIX, ConfigError, check_key
@@ -25,6 +26,12 @@ from inductor_passes.trace.collector import collect
 
 #: Width of the text forms: a table of verdicts folded at 80 columns cannot be read.
 WIDTH = 160
+_ON_META = (
+    "inductor_passes.explain: parameters or inputs are on the meta device, for which Inductor computes and sends "
+    "nothing. Make them fake tensors of the device that is to run them: "
+    'with FakeTensorMode(allow_non_fake_inputs=True): model.to_empty(device="cuda"), '
+    "inputs made there, and explain() called there, too"
+)
 
 
 class _Stop(Exception):
@@ -95,6 +102,7 @@ def explain(
     itself measures kernels when ``max_autotune`` is on, and compares ranks through the store when ``rank_check`` is. No
     rank is asked whether it has the same graph: all are taken to. A fake process group does as well as a real one.
     Hooks outside of the graphs run as always: those of FSDP2 and DDP communicate, so all ranks must call it then.
+    A model that does not fit needs no memory as fake tensors: ``model.to_empty(device=...)`` under ``FakeTensorMode``.
 
     Args:
         model: a module or function, compiled already or not; it is not changed.
@@ -108,11 +116,15 @@ def explain(
 
     Raises:
         ConfigError: a setting that does not exist or is not allowed.
+        ValueError: tensors on the meta device, of which Inductor computes nothing.
         Exception: what compiling the model raises.
     """
     resolved = _resolved(options)
     function = getattr(model, "_torchdynamo_orig_callable", None) or getattr(model, "_orig_mod", model)
     result = Explanation()
+    # Before Dynamo holds on to parameters, which could not be replaced then.
+    held = [*function.parameters(), *function.buffers()] if isinstance(function, torch.nn.Module) else []
+    _refuse_meta([*held, *pytree.tree_leaves((inputs, keywords))])
 
     def backend(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
         with _torch.everything_compiled_at_once():
@@ -160,6 +172,11 @@ def _resolved(options: Mapping[str, Any] | None) -> dict[str, Any]:
         if key != "mode":
             check_key(key)
     return compile_options(inductor={**uncached, **(inductor or {})}, **settings)
+
+
+def _refuse_meta(values: Iterable[Any]) -> None:
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in values):
+        raise ValueError(_ON_META)
 
 
 def _stop(*_: Any) -> Any:

@@ -143,6 +143,8 @@ def backend(
     """
     fields: dict[str, Any] = {}
     inductor: dict[str, Any] = {}
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigError("options", options, f'settings by name, e.g. {{"{PREFIX}memory_budget": "+5%"}}')
     for key, value in (options or {}).items():
         if key.startswith(PREFIX):
             fields[key[len(PREFIX) :]] = value

@@ -166,6 +166,7 @@ def test_simulate_compute_and_latency_scales(problem_file: Path) -> None:
     [
         (["--budget", "7"], "--budget='7'"),
         (["--bandwidth-scale", "0"], "above 0"),
+        (["--bandwidth-scale", "-1"], "above 0"),
         (["--bandwidth-scale", "fast"], "no number"),
         (["--latency-scale", "-1"], "negative"),
         (["--latency", "20"], "no duration"),

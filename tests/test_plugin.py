@@ -199,6 +199,10 @@ def test_wrong_options_are_clear() -> None:
         inductor_passes.options(codegen="aot_eager")
     with pytest.raises(ConfigError, match=r"no/such/profile\.json"):
         inductor_passes.options(cost_profile="no/such/profile.json")
+    with pytest.raises(Exception, match=r"options=\[1\].*inductor_passes\.memory_budget"):
+        torch.compile(model, backend="inductor_passes", options=[1])(
+            torch.ones(4, WIDTH), [torch.ones(WIDTH // 2, WIDTH)]
+        )
     with pytest.raises(Exception, match=r"inductor_passes\.memory_bugdet"):
         torch.compile(model, backend="inductor_passes", options={"inductor_passes.memory_bugdet": "0"})(
             torch.ones(4, WIDTH), [torch.ones(WIDTH // 2, WIDTH)]

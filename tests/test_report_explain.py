@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
@@ -48,6 +49,23 @@ def test_forward_and_backward_are_explained_and_nothing_runs() -> None:
     assert GraphReport.from_json(data["graphs"][1]).collectives == found.reports[1].collectives
     with pytest.raises(ConfigError, match="memory_budgte"):
         inductor_passes.explain(model, x, options={"memory_budgte": "0"})
+
+
+def test_a_model_that_does_not_fit_is_explained_as_fake_tensors() -> None:
+    """Found by an outsider: of meta tensors all communication was said to disappear."""
+    torch._dynamo.reset()
+    with fake_world(2):
+        model, x = sharded()
+        wanted = inductor_passes.explain(model, x)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = simple_fsdp(mlp(CONFIG).to("meta"), mesh)
+        with pytest.raises(ValueError, match=r"meta device.*FakeTensorMode"):
+            inductor_passes.explain(model, x.to("meta"))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            found = inductor_passes.explain(model, torch.empty(x.shape))
+    assert [r.phase for r in found.reports] == ["forward", "backward"]
+    assert [r.collectives for r in found.reports] == [r.collectives for r in wanted.reports]
 
 
 def test_no_compiler_gets_what_is_only_explained() -> None:

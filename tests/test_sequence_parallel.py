@@ -34,7 +34,7 @@ from inductor_passes.verify.messages import OWN_KEY
 from inductor_passes.verify.values import Program as Values
 from inductor_passes.verify.values.affine import Space
 from inductor_passes.verify.values.communication import Groups
-from inductor_passes.verify.values.implied import implied
+from inductor_passes.verify.values.implied import computed, implied
 from tests.support.redistribute_graphs import duplicate, group_ranks, ops_of, run_in_lockstep
 from tests.support.redistribute_programs import Program
 from tests.support.sequence_programs import Sizes, Transformer
@@ -353,6 +353,36 @@ def test_weights_that_data_parallelism_gathers_are_inputs() -> None:
         assert rewritten(gm, 2).changed
         # The weight is applied to shares of the rows.
         assert "mul [4, 6]" in text(gm).partition("all_gather_into_tensor [8, 6]")[0]
+
+
+def test_a_view_of_symbolic_size_keeps_ranks_equal() -> None:
+    """Found by an outsider: with the batch in the views between a sum and a norm the verifier lost what ranks share."""
+
+    def run(x: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[0] % 2 == 0)
+        reduced = funcol.all_reduce(x.reshape(-1, 6), "sum", world).reshape(x.shape[0], 4, 6)
+        return (unit(residual + reduced) * scale).reshape(-1, 6) @ weight
+
+    with fake_world(2) as world:
+        inputs = torch.randn(8, 4, 6), torch.randn(8, 4, 6), torch.randn(6), torch.randn(6, 5)
+        gm = make_fx(run, tracing_mode="symbolic", decomposition_table=core_aten_decompositions())(*inputs)
+        views = gm.graph.find_nodes(op="call_function", target=aten.view.default)
+        assert any(isinstance(size, torch.fx.Node) for view in views for size in view.args[1])
+        assert rewritten(gm, 2).changed
+
+
+def test_a_number_that_no_collective_shows_ends_equality() -> None:
+    def run(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        h = funcol.all_reduce(x, "sum", world)
+        return h * 2 + h * x.shape[0], h * other.shape[0]
+
+    with fake_world(2) as world:
+        gm = make_fx(run, tracing_mode="symbolic")(torch.randn(8), torch.randn(5))
+        products = [n.name for n in gm.graph.nodes if n.op == "call_function" and n.target is aten.mul.Tensor]
+        values = Values(View(gm.graph))
+        for with_implied in (False, True):
+            found = computed(values, Groups(Space()), with_implied)
+            assert [name in found for name in products] == [True, True, False]
 
 
 def positions(h: torch.Tensor) -> torch.Tensor:

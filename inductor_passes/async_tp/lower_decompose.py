@@ -36,6 +36,7 @@ from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.parts import mark_part
 from inductor_passes.rewriting.emit import Emitter
+from inductor_passes.verify.messages import CUT_KEY, OWN_KEY
 
 aten = torch.ops.aten
 
@@ -167,14 +168,14 @@ class _Lowering:
         if isinstance(cut, Partial) and form is not None and form.product is not None:
             target, args, kwargs = form.product, (form.left, form.right), {}
         args, kwargs = torch.fx.node.map_arg((args, kwargs), operand)
-        return emit.call(target, *args, **kwargs)
+        return _stating(node, emit.call(target, *args, **kwargs))
 
     def _prepared_again(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         """What a node of ``prepared`` gives, made once more; other nodes themselves."""
         if node not in self.prepared:
             return node
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: self._prepared_again(emit, n))
-        return emit.call(node.target, *args, **kwargs)
+        return _stating(node, emit.call(node.target, *args, **kwargs))
 
     def _whole(self, emit: Emitter, node: torch.fx.Node) -> torch.fx.Node:
         cut = self.region.cuts[node]
@@ -220,3 +221,9 @@ class _Lowering:
             if node in self.prepared and not node.users:
                 sources.update(node.all_input_nodes)
                 self.graph.erase_node(node)
+
+
+def _stating(node: torch.fx.Node, copy: torch.fx.Node) -> torch.fx.Node:
+    """``copy``, which says of its pieces and numbers what ``node`` does: a part is cut where the whole is."""
+    copy.meta.update({key: node.meta[key] for key in (OWN_KEY, CUT_KEY) if key in node.meta})
+    return copy

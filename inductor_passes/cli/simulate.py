@@ -169,21 +169,21 @@ def _budget(text: str) -> str:
     return text
 
 
-def _fraction(text: str) -> Fraction:
-    """A number of 0 or more, as a decimal or a fraction."""
+def _fraction(text: str, least: str = "0 or more") -> Fraction:
+    """A number of 0 or more, as a decimal or a fraction; ``least``: what is expected of it."""
     match = _NUMBER.fullmatch(text)
     if match is None or (match[2] and not int(match[2])):
         raise ValueError(f"{shown(text)} is no number; expected one such as 2, 0.5 or 1/3")
     value = Fraction(match[1]) / int(match[2] or 1)
     if value < 0:
-        raise ValueError(f"{shown(text)} is negative; expected 0 or more")
+        raise ValueError(f"{shown(text)} is negative; expected {least}")
     if value > MOST_SCALE or 0 < value < 1 / Fraction(MOST_SCALE):
         raise ValueError(f"{shown(text)} is out of range; expected 0 or 1/{MOST_SCALE} to {MOST_SCALE}")
     return value
 
 
 def _positive(text: str) -> Fraction:
-    value = _fraction(text)
+    value = _fraction(text, "a number above 0")
     if value == 0:
         raise ValueError("0 is not allowed; expected a number above 0")
     return value

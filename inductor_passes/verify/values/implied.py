@@ -6,11 +6,15 @@ by a number of its own on every rank. So it holds only where the setting ``repli
 with as many columns as a result that the common value spans: a residual, the weight of a norm, a bias. What is scaled
 per row, or has columns of its own on every rank, implies nothing. Nor does what follows from a number that may be the
 rank's own (a mask of the columns that a rank owns), or from what a collective of the group left different on its ranks.
+
+A symbolic number is equal on a group's ranks if it follows from how many elements a collective of the group takes from
+each of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 
@@ -19,14 +23,18 @@ from inductor_passes.ir.groups import resolve
 from inductor_passes.verify.values.communication import Groups
 from inductor_passes.verify.values.moves import MOVES
 from inductor_passes.verify.values.operators import TABLE
-from inductor_passes.verify.values.program import Program, Record
+from inductor_passes.verify.values.program import Program, Record, whole
 from inductor_passes.verify.values.replicas import Replicas
 from inductor_passes.verify.values.signatures import is_pure, tensors
-from inductor_passes.verify.values.sizes import NoHintError
+from inductor_passes.verify.values.sizes import NoHintError, Size, Symbol
 
 #: Collectives whose result is the same on every rank that takes part.
 _GATHER = "_c10d_functional::all_gather_into_tensor"
 _COMMON = frozenset({"_c10d_functional::all_reduce", "_c10d_functional::broadcast", _GATHER})
+#: Those to which every rank brings as many elements.
+_ALIKE_IN_SIZE = _COMMON | {"_c10d_functional::reduce_scatter_tensor"}
+#: Numbers that are known at run time only.
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 #: Which element these read can be another number on every rank.
 _PICKING = (
     "slice", "narrow", "select", "split", "split_with_sizes", "chunk", "unbind", "tensor_split", "slice_scatter",
@@ -40,18 +48,21 @@ def implied(program: Program, groups: Groups) -> dict[str, set[Replicas]]:
     """Names of the operands that are implied to be equal -> the groups on whose ranks; O(nodes + edges) per group."""
     found: dict[str, set[Replicas]] = {}
     for group, names in _common(program, groups).items():
-        _spread(program, names, group, found)
+        _spread(program, groups, names, group, found)
     return found
 
 
-def computed(program: Program, groups: Groups) -> dict[str, set[Replicas]]:
+def computed(program: Program, groups: Groups, with_implied: bool = False) -> dict[str, set[Replicas]]:
     """Names of the values that are made of equal ones alone -> the groups on whose ranks; O(nodes + edges) per group.
 
     Nothing is taken for granted: a place to look at, where the same is to be proven.
+
+    Args:
+        with_implied: whether values count as equal that are implied to be.
     """
     found: dict[str, set[Replicas]] = {}
     for group, names in _common(program, groups).items():
-        _spread(program, names, group, None)
+        _spread(program, groups, names, group, {} if with_implied else None)
         for name in names:
             found.setdefault(name, set()).add(group)
     return found
@@ -66,13 +77,16 @@ def _common(program: Program, groups: Groups) -> dict[Replicas, set[str]]:
     return common
 
 
-def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str, set[Replicas]] | None) -> None:
+def _spread(
+    program: Program, groups: Groups, equal: set[str], group: Replicas, found: dict[str, set[Replicas]] | None
+) -> None:
     """Follow what is equal along one group through the program; with ``found`` also what is implied to be."""
     apart: set[str] = set()
+    symbols = _symbols(program, groups, group)
     for record in program.records.values():
         if record.op != "call_function":
             continue
-        operands = list(record.raw_operands)
+        operands = [o for o in record.raw_operands if not _follows(o, symbols)]
         if _sets_apart(record, group) or any(o.name in apart and o.name not in equal for o in operands):
             apart.add(record.name)
         if program.memory.is_written(record.name):
@@ -85,7 +99,7 @@ def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str,
             if source.name in equal:
                 equal.add(record.name)
             continue
-        if not alike(record):
+        if not alike(record) or any(isinstance(o.value, _NUMBERS) for o in operands):
             continue
         if all(o.name in equal for o in operands):
             equal.add(record.name)
@@ -96,6 +110,31 @@ def _spread(program: Program, equal: set[str], group: Replicas, found: dict[str,
                     for leaf in _leaves(operand, group):
                         found.setdefault(leaf.name, set()).add(group)
             equal.add(record.name)
+
+
+def _symbols(program: Program, groups: Groups, group: Replicas) -> set[Symbol]:
+    """The symbols that have one value on the ranks of a group: a collective's elements are as many only for that."""
+    found: set[Symbol] = set()
+    for record in program.records.values():
+        if record.called in _ALIKE_IN_SIZE and groups.of(record) == group:
+            with contextlib.suppress(NoHintError):
+                elements: object = math.prod(record.first.shape())
+                symbols = _symbols_of(elements)
+                terms = elements.terms.items() if isinstance(elements, Size) else ()
+                # A sum of positive multiples of powers grows with its only symbol.
+                if len(symbols) == 1 and all(c > 0 for powers, c in terms if powers):
+                    found |= symbols
+    return found
+
+
+def _symbols_of(size: object) -> set[Symbol]:
+    return {symbol for powers in size.terms for symbol, _ in powers} if isinstance(size, Size) else set()
+
+
+def _follows(record: Record, symbols: set[Symbol]) -> bool:
+    """Whether a record is a number that is made of these symbols alone."""
+    number: object = whole(record) if isinstance(record.value, torch.SymInt) else None
+    return isinstance(number, Size) and _symbols_of(number) <= symbols
 
 
 def _is_all(slice_: Record) -> bool:

@@ -10,6 +10,7 @@ so only what a pass changed is looked at.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal
@@ -281,7 +282,7 @@ class Proof:
 
     @cached_property
     def _computed(self) -> dict[str, set[Replicas]]:
-        return computed(self._own.program, self.groups)
+        return computed(self._own.program, self.groups, self._implied)
 
     @cached_property
     def _replicated(self) -> dict[str, set[Replicas]]:
@@ -408,6 +409,9 @@ class Proof:
             # recognised as one family where all of them are taken apart equally far.
             with contextlib.suppress(Unequal), self._stopping_here():
                 return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
+            # Or one takes a sum apart on one rank, and the other on another one that holds the same sum.
+            with contextlib.suppress(Unequal), self._on_one_rank():
+                return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
             if closed and op == "sum" and (pairs := self._last_addition(old, new, q)) is not None:
                 return pairs
             if self.exact:
@@ -439,6 +443,24 @@ class Proof:
         finally:
             for own in owns:
                 own.stops_here = False
+
+    @contextlib.contextmanager
+    def _on_one_rank(self) -> Iterator[None]:
+        """Inside, sums that ranks hold alike are taken apart on one of these ranks."""
+        if not self._replicated:
+            raise Unequal("no value is taken to be equal on several ranks", shown=False)
+        for flattener, side in zip(self._flatteners, self._sides):
+            flattener.holder = functools.partial(self._held, side.common)
+        try:
+            yield
+        finally:
+            for flattener in self._flatteners:
+                flattener.holder = None
+
+    def _held(self, common: Mapping[str, str], name: str, rank: Affine) -> Affine:
+        """:meth:`_holder` of what a graph calls ``name``."""
+        known = common.get(name)
+        return rank if known is None else self._holder(known, rank)
 
     def _both_nothing(self, old: Head, new: Head, q: Question) -> bool:
         """Whether one is zero and the other a sum of zeros: padding is added to padding."""

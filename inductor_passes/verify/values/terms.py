@@ -11,7 +11,7 @@ its terms then says through which additions of the narrower type it went; the ne
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
@@ -161,10 +161,14 @@ def _over_dims(a: Access) -> bool:
 
 
 class Flattener:
-    """Takes sums of one graph apart."""
+    """Takes sums of one graph apart.
+
+    ``holder`` gives one rank for all those that hold a value of the graph alike, by its name; None: each for itself.
+    """
 
     def __init__(self, space: Space, resolver: Resolver) -> None:
         self.space, self.resolver = space, resolver
+        self.holder: Callable[[str, Affine], Affine] | None = None
 
     def flattened(
         self,
@@ -209,6 +213,8 @@ class Flattener:
         except NeedsBytes:
             into.terms.append(term)
             return []
+        if self.holder is not None and isinstance(head, Access):
+            head = head._replace(rank=self.holder(head.record.name, head.rank))
         found = None if into.shallow and term.added else self._one(head, term, into)
         if found is None:
             if isinstance(head, Cast) and _widening(head, into):
