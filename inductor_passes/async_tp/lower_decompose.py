@@ -19,6 +19,7 @@ schedules the pieces like all other nodes, and Inductor fuses epilogues into the
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -29,7 +30,7 @@ from inductor_passes import _torch
 from inductor_passes.async_tp import matmul
 from inductor_passes.async_tp.order import OrderKey
 from inductor_passes.async_tp.region import Region, is_layout
-from inductor_passes.async_tp.rules import rule_of
+from inductor_passes.async_tp.rules import is_split, rule_of
 from inductor_passes.async_tp.slab import Partial, Slab, Uniform, assemble, scattered, take
 from inductor_passes.async_tp.timeline import Instance
 from inductor_passes.ir import ops
@@ -224,6 +225,11 @@ class _Lowering:
 
 
 def _stating(node: torch.fx.Node, copy: torch.fx.Node) -> torch.fx.Node:
-    """``copy``, which says of its pieces and numbers what ``node`` does: a part is cut where the whole is."""
+    """``copy``, which says of its pieces and numbers what ``node`` does: a part is cut where the whole is.
+
+    Of pieces of which several are read none is a rank's own, though copies may each be read for one.
+    """
     copy.meta.update({key: node.meta[key] for key in (OWN_KEY, CUT_KEY) if key in node.meta})
+    if is_split(node) and len({u.args[1] for u in node.users if u.target is operator.getitem and u.users}) > 1:
+        copy.meta[CUT_KEY] = True
     return copy

@@ -17,8 +17,9 @@ KEY = STATED
 #: Key in the ``meta`` of a split into equal pieces of which one is used: global ranks in order. Every one of them takes
 #: the piece at its own position. The verifier checks this rank, and assumes it of the others.
 OWN_KEY = "inductor_passes_own_piece"
-#: Key in the ``meta`` of a slice whose numbers a pass worked out, the same on every rank. What a pass takes over from
-#: the program has none: one rank's graph does not say whether such a number is the rank's own.
+#: Key in the ``meta`` of a slice whose numbers a pass worked out, the same on every rank, and of a copy of a split of
+#: which the program reads several pieces. What else a pass takes over from the program has none: one rank's graph does
+#: not say whether such a number is the rank's own.
 CUT_KEY = "inductor_passes_cut"
 
 

@@ -8,13 +8,29 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
-from tests.support.sequence_programs import Copied, Reduced, Sizes, Transformer, rms_norm
+from tests.support.sequence_programs import GROUP, Copied, Reduced, Sizes, Transformer, rms_norm
 
 Step = Callable[["Stream", torch.Tensor], torch.Tensor]
+
+
+class Gathered(torch.autograd.Function):
+    """All ranks' columns forward, the own ones of the gradient backward, which all ranks have alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.columns = x.shape[-1]
+        return funcol.all_gather_tensor(x, x.ndim - 1, GROUP)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0].split(ctx.columns, -1)[dist.get_rank()].contiguous()
 
 
 class Stream:
@@ -23,6 +39,7 @@ class Stream:
     def __init__(self, tokens: torch.Tensor, shared: dict[str, torch.Tensor]) -> None:
         self.tokens, self.shared = tokens, shared
         self.results: list[torch.Tensor] = []
+        self.skipped: torch.Tensor | None = None
 
     def kept(self, value: torch.Tensor) -> None:
         """One more result of the program."""
@@ -62,6 +79,12 @@ def _written(s: Stream, h: torch.Tensor) -> torch.Tensor:
     return h.mul_(2)
 
 
+def _skip(s: Stream, h: torch.Tensor) -> torch.Tensor:
+    """The first time it is kept for later, then added."""
+    before, s.skipped = s.skipped, h
+    return h if before is None else h + 0.5 * before
+
+
 STEPS: dict[str, Step] = {
     "low rank": _low_rank,
     "low rank of a norm": lambda s, h: h + (rms_norm(h, s.shared["scale"]) @ s.shared["a"]) @ s.shared["b"],
@@ -75,6 +98,8 @@ STEPS: dict[str, Step] = {
     "scaled": lambda s, h: h * s.shared["scale"],
     "shifted": lambda s, h: h + s.shared["shift"],
     "gate": lambda s, h: h * torch.tanh(h.mean(-1, keepdim=True)),
+    "gate of tokens": lambda s, h: h + torch.sigmoid(h.mean(1, keepdim=True)) * h,
+    "gate of rows": lambda s, h: h * torch.sigmoid(h.mean(0, keepdim=True)),
     "halves": _halves,
     "masked": lambda s, h: h.masked_fill((s.tokens % 3 == 0)[..., None], 0.5),
     "leaky": lambda s, h: torch.where(h > 0, h, 0.1 * h),
@@ -85,14 +110,29 @@ STEPS: dict[str, Step] = {
     "kept piece": _kept_piece,
     "kept mean": _kept_mean,
     "written": _written,
+    "skip": _skip,
+    "normed": lambda s, h: rms_norm(h, s.shared["scale"]),
+    "centred": lambda s, h: F.layer_norm(h, (h.shape[-1],), s.shared["scale"], s.shared["shift"][0]),
+    "capped": lambda s, h: torch.tanh(h / 3) * 3,
+    "largest": lambda s, h: h / (1 + h.abs().amax(-1, keepdim=True)),
+    "heads": lambda s, h: F.normalize(h.unflatten(-1, (3, -1)), dim=-1).flatten(-2),
+    "similar": lambda s, h: h + torch.softmax(h @ h.transpose(1, 2), -1) @ h,
 }
 
 
 @dataclass(frozen=True)
 class Residual(Transformer):
-    """Blocks, which may be called again, and a few random steps in front of and behind each."""
+    """Blocks, which may be called again, and a few random steps in front of and behind each.
+
+    Attributes:
+        style: where a block's norms are: in front (``pre``), behind (``post``), both (``sandwich``), or one for two
+            branches (``parallel``); or what a block adds is gated by its mean over tokens (``gated``).
+        gathered: whether all ranks get all classes and take the cross entropy.
+    """
 
     seed: int = 0
+    style: str = "pre"
+    gathered: bool = False
 
     @cached_property
     def plan(self) -> tuple[str | int, ...]:
@@ -125,9 +165,25 @@ class Residual(Transformer):
             if isinstance(one, str):
                 h = STEPS[one](stream, h)
             else:
-                n = Copied.apply(rms_norm(h, p[f"{one}.norm"]))
-                h = h + Reduced.apply(F.gelu(n @ p[f"{one}.up"].t()) @ p[f"{one}.down"].t())
-        return [Copied.apply(rms_norm(h, p["norm"])) @ p["head"].t(), *stream.results]
+                h = self._block(p, one, h)
+        logits = Copied.apply(rms_norm(h, p["norm"])) @ p["head"].t()
+        if self.gathered:
+            whole = Gathered.apply(logits).flatten(0, 1)
+            logits = F.cross_entropy(whole, tokens.flatten(), reduction="none")
+        return [logits, *stream.results]
+
+    def _block(self, p: dict[str, torch.Tensor], k: int, h: torch.Tensor) -> torch.Tensor:
+        weight = p[f"{k}.norm"]
+        n = Copied.apply(h if self.style == "post" else rms_norm(h, weight))
+        y = F.gelu(n @ p[f"{k}.up"].t()) @ p[f"{k}.down"].t()
+        if self.style == "parallel":
+            y = y + torch.sigmoid(n @ p[f"{1 - k}.up"].t()) @ p[f"{1 - k}.down"].t()
+        y = Reduced.apply(y)
+        if self.style == "gated":
+            y = torch.sigmoid(y.mean(1, keepdim=True)) * y
+        if self.style == "post":
+            return rms_norm(h + y, weight)
+        return h + (rms_norm(y, weight) if self.style == "sandwich" else y)
 
     def forward(self, tokens: torch.Tensor, *values: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
         """:meth:`results`."""
@@ -143,7 +199,9 @@ class Residual(Transformer):
 
 
 def drawn(seed: int) -> Residual:
-    """A program and the number of its ranks."""
+    """A program on 2 to 4 ranks."""
     rng = random.Random(1000 + seed)
     ranks = rng.choice((2, 2, 3, 4))
-    return Residual(Sizes(batch=4 if ranks != 3 else 3, seq=6, dim=12, hidden=8, layers=2, ranks=ranks), seed=seed)
+    style = rng.choice(("pre", "pre", "post", "sandwich", "parallel", "gated"))
+    sizes = Sizes(batch=4 if ranks != 3 else 3, seq=6, dim=12, hidden=8, layers=2, vocab=8, ranks=ranks)
+    return Residual(sizes, seed=seed, style=style, gathered=rng.random() < 0.4)

@@ -157,7 +157,10 @@ def _joined(cat: Record) -> Record | None:
     return split.raw_operands[0] if whole else None
 
 
-_EXTREMES = frozenset({"aten::amax", "aten::amin"})
+#: The only numbers in these say which dimensions they are about.
+_BY_DIMENSION = frozenset(
+    {"prims::rev", *(f"aten::{name}" for name in ("amax", "amin", "flip", "cumsum", "cumprod", "logcumsumexp"))}
+)
 
 
 def alike(record: Record) -> bool:
@@ -170,8 +173,7 @@ def alike(record: Record) -> bool:
     if not is_pure(record) or record.called in _PICKS:
         return _is_all(record)
     operands = tensors(record)
-    if operands and (record.called in MOVES or record.called in _EXTREMES):
-        # The only numbers in an extreme say which dimensions it is of.
+    if operands and (record.called in MOVES or record.called in _BY_DIMENSION):
         return True
     if record.called == "prims::iota":
         # What is at a position is the position, however many there are.

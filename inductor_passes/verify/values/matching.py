@@ -25,7 +25,7 @@ from inductor_passes.verify.values.bytes import NeedsBytes
 from inductor_passes.verify.values.communication import Reduction
 from inductor_passes.verify.values.cover import Cover, IrregularError
 from inductor_passes.verify.values.differences import Unequal, describe
-from inductor_passes.verify.values.heads import Cast, Resolver
+from inductor_passes.verify.values.heads import Cast, Resolver, variables
 from inductor_passes.verify.values.operators import signature
 from inductor_passes.verify.values.signatures import ONE, Use
 from inductor_passes.verify.values.terms import IDEMPOTENT, Sum, Term
@@ -57,13 +57,21 @@ class Anchored:
 class Side:
     """One of the two graphs; ``common`` maps its names to those of values that both keep.
 
-    ``holder`` gives one rank for all those that hold a common value alike, by its name.
+    ``holder`` gives one rank for all those that hold a common value alike, by its name. Of several operands an anchor
+    follows the one with most dimensions, or (``specific``) the one that depends on most variables where it comes from:
+    a row that was stretched to a tensor has the dimensions of that tensor.
     """
 
     def __init__(
-        self, space: Space, resolver: Resolver, common: Mapping[str, str], holder: Callable[[str, Affine], Affine]
+        self,
+        space: Space,
+        resolver: Resolver,
+        common: Mapping[str, str],
+        holder: Callable[[str, Affine], Affine],
+        specific: bool = False,
     ) -> None:
         self.space, self.resolver, self.common, self.holder = space, resolver, common, holder
+        self.specific = specific
 
     def anchor(self, read: Access) -> tuple[tuple[object, ...], tuple[Affine, ...], tuple[object, ...]]:
         """The first value that both graphs keep among what is read, where it is read, and the way there."""
@@ -92,11 +100,23 @@ class Side:
                 if (taken := self.resolver.taken_here(head)) is not None:
                     read = taken
                     continue
-                # A condition or an index says less about a value than what is chosen by it.
-                use = max(found.uses, key=lambda u: (u.record.dtype() == head.dtype, _letters(u)))
                 inner = {letter: ZERO for letter, _ in (*found.whole, *found.summed)}
-                read = use.read(head, {**found.binding(head), **inner})
+                binding = {**found.binding(head), **inner}
+                # A condition or an index says less about a value than what is chosen by it.
+                uses = [u for u in found.uses if u.record.dtype() == head.dtype] or list(found.uses)
+                if self.specific and len(uses) > 1:
+                    read = max((u.read(head, binding) for u in uses), key=self._depends)
+                else:
+                    read = max(uses, key=_letters).read(head, binding)
         raise Unequal("a chain of too many operators", shown=False)
+
+    def _depends(self, read: Access) -> int:
+        """On how many variables it depends where a value comes from."""
+        try:
+            head = self.resolver.head(read)
+        except NeedsBytes:
+            return 0
+        return 0 if isinstance(head, Constant) else len(variables(head))
 
     def anchored(self, terms: list[Term]) -> list[Anchored]:
         """All terms with their anchors; a family is cut where its anchor is not one function of it."""
@@ -122,8 +142,11 @@ def _letters(use: Use) -> int:
     return sum(letter != ONE for letter in use.letters)
 
 
-def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side]) -> Pairs:
+def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side], in_place: bool = False) -> Pairs:
     """Pairs of reads that have to be equal for the two sums to be.
+
+    Args:
+        in_place: whether terms of which there is one of a kind have to be at one place, too.
 
     Raises:
         Unequal: no terms correspond so.
@@ -131,7 +154,7 @@ def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side]) -> Pairs
     """
     was, now = (side.anchored(total.terms) for total, side in (old, new))
     try:
-        return _families(space, was, now, new[0].op)
+        return _families(space, was, now, new[0].op, in_place)
     except Unequal:
         pairs = _point_by_point(space, was, now) if new[0].op == "sum" else None
         if pairs is None:
@@ -139,7 +162,7 @@ def matched(space: Space, old: tuple[Sum, Side], new: tuple[Sum, Side]) -> Pairs
         return pairs
 
 
-def _families(space: Space, old: list[Anchored], new: list[Anchored], op: str) -> Pairs:
+def _families(space: Space, old: list[Anchored], new: list[Anchored], op: str, in_place: bool) -> Pairs:
     groups: dict[tuple[object, ...], tuple[list[Anchored], list[Anchored]]] = {}
     for place, terms in enumerate((old, new)):
         for one in terms:
@@ -148,7 +171,7 @@ def _families(space: Space, old: list[Anchored], new: list[Anchored], op: str) -
     for was, now in groups.values():
         if not was or not now:
             raise _unmatched(was, now)
-        pairs += _group(space, was, now, op)
+        pairs += _group(space, was, now, op, in_place)
     return pairs
 
 
@@ -230,8 +253,9 @@ def _said(one: Anchored) -> str:
     return product if one.term.scale == 1 else f"{one.term.scale} * {product}"
 
 
-def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str) -> Pairs:
-    if len(was) == len(now) == 1 and not was[0].term.bound and not now[0].term.bound:
+def _group(space: Space, was: list[Anchored], now: list[Anchored], op: str, in_place: bool) -> Pairs:
+    alone = len(was) == len(now) == 1 and not was[0].term.bound and not now[0].term.bound
+    if alone and not (in_place and was[0].address != now[0].address):
         if not _as_fine(was[0], now[0]):
             raise _coarser(now[0])
         return list(zip(was[0].term.reads, now[0].term.reads))

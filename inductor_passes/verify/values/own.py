@@ -38,7 +38,7 @@ _SPLITS = frozenset({"aten::split", "aten::split_with_sizes"})
 _LISTS = frozenset({"aten::chunk", "aten::unbind", "aten::tensor_split"})
 _ROWS = frozenset({"aten::select", "aten::select_scatter"})
 #: What takes a part of a tensor, at a place that is a number, and nothing else.
-CUTS = frozenset({"aten::select", "aten::slice"})
+CUTS = frozenset({"aten::select", "aten::slice"}) | _SPLITS
 #: Whose numbers the ranks do not compare as they stand.
 _MAYBE_OWN = _SPLITS | _LISTS | _ROWS | {"aten::slice", "aten::slice_scatter", "aten::full"}
 #: What passes on that ranks hold the same: everything that only moves elements, and gathers over other groups.
@@ -122,13 +122,15 @@ class Own:
         Args:
             other: of ``b``'s program. Of both :meth:`may_be_elsewhere` is true.
         """
-        if a.rank != b.rank or a.record.called != b.record.called or a.record.called not in CUTS:
+        if a.rank != b.rank or not {a.record.called, b.record.called} <= CUTS or len(a.path) != len(b.path):
             return None
         dims = []
         for own, read in ((self, a), (other, b)):
-            shape = read.record.first.shape()
+            shape, pieces = read.record.first.shape(), read.record.value if read.path else ()
             dim = dim_of(read.record.arguments.get("dim", 0), len(shape))
-            dims.append((dim, shape[dim], own._taken(read.record, None)))
+            # Pieces of one number begin at one place where all pieces are as long.
+            lengths = [read.record.shape((k,))[dim] for k in range(len(pieces))]
+            dims.append((dim, shape[dim], own._taken(read.record, read.path[0] if read.path else None), lengths))
         return dims[0][:2] if dims[0] == dims[1] else None
 
     @cached_property

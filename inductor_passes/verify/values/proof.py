@@ -81,6 +81,7 @@ class Proof:
         )
         # What is read on the same ranks needs no replicas: looked at first, since a replica may stand for many ranks.
         self._apart = tuple(Side(self.space, side.resolver, side.common, _itself) for side in self._sides)
+        self._specific = tuple(Side(s.space, s.resolver, s.common, s.holder, specific=True) for s in self._sides)
         self._flatteners = Flattener(self.space, self.old), Flattener(self.space, self.new)
         self._asked: set[object] = set()
         self._questions = 0
@@ -402,6 +403,9 @@ class Proof:
         # What must not be added in another order is a function of its operands, and no more is asked of it.
         numbers = q.old.dtype.is_floating_point or q.old.dtype.is_complex
         closed = self.exact and op in ("sum", "max", "min") and numbers
+        # One graph may take a sum apart on one rank, and the other on another one that holds the same sum.
+        with contextlib.suppress(Unequal), self._on_one_rank():
+            return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False), in_place=True)
         try:
             return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
         except Unequal:
@@ -409,7 +413,6 @@ class Proof:
             # recognised as one family where all of them are taken apart equally far.
             with contextlib.suppress(Unequal), self._stopping_here():
                 return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
-            # Or one takes a sum apart on one rank, and the other on another one that holds the same sum.
             with contextlib.suppress(Unequal), self._on_one_rank():
                 return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
             if closed and op == "sum" and (pairs := self._last_addition(old, new, q)) is not None:
@@ -485,8 +488,10 @@ class Proof:
         was, now = (side.flattened(read, op, q.old.dtype, closed, widens, whole, shallow) for side, read in sides)
         return was, now, self.new.roundings > rounded
 
-    def _same_sums(self, old: Head, new: Head, was: Sum, now: Sum, sent_rounded: bool) -> Pairs:
-        """What has to be equal for two sums to be."""
+    def _same_sums(
+        self, old: Head, new: Head, was: Sum, now: Sum, sent_rounded: bool, in_place: bool = False
+    ) -> Pairs:
+        """What has to be equal for two sums to be; ``in_place``: see :func:`matched`."""
         if not was.joins and not now.joins:
             raise different(old, new)
         # A reduction over ranks may add in any order where what it adds was rounded to be sent.
@@ -496,10 +501,10 @@ class Proof:
         one = isinstance(old, Access) and adds_one(old.record)
         if now.is_coarser_than(was) and not one:
             raise changed(old, new, f"it adds in {now.dtype} where the reference adds in a wider type")
-        try:
-            return matched(self.space, (was, self._apart[0]), (now, self._apart[1]))
-        except Unequal:
-            return matched(self.space, (was, self._sides[0]), (now, self._sides[1]))
+        for sides in (self._apart, self._sides):
+            with contextlib.suppress(Unequal):
+                return matched(self.space, (was, sides[0]), (now, sides[1]), in_place)
+        return matched(self.space, (was, self._specific[0]), (now, self._specific[1]), in_place)
 
 
 def _itself(name: str, rank: Affine) -> Affine:
