@@ -116,6 +116,17 @@ def test_a_copy_of_a_result_stays_behind_a_write_to_it(groups: tuple[str, ...]) 
     assert judging.judge(cases.Case(parsed(text), settings=REORDERED), groups)[0] == ""
 
 
+def test_what_is_asked_for_is_not_undone_for_time(groups: tuple[str, ...]) -> None:
+    """Found: a pass behind another one that had planned the graph was held to that plan, asked for or not."""
+    steps = """add 14 51 44, reduce_scatter 20 35 57, all_reduce 21 1 11, wait 13 12 32, nested_gather 48 44 41,
+        wait_again 30 49 23, wait 55 15 49, unbind 20 13 32, all_gather 53 33 46, view 27 11 20, nested_gather 46 63 61,
+        wait 41 54 57, mm 51 16 45"""
+    settings = {"memory_budget": "+5%", "bucket": "off", "redistribute": "off", "compress": "*=bf16/between"}
+    settings |= {"compress_dtypes": "int8", "compress_block": "128", "compress_error": "0.08"}
+    case = cases.Case(parsed(steps), settings=settings, async_tp=True, ranks_per_host=2, link_ns=1.0)
+    assert judging.judge(case, groups)[0] == ""
+
+
 def test_a_matmul_too_small_to_price(groups: tuple[str, ...]) -> None:
     """Found: async TP divided by a duration that rounds to 0 ns."""
     case = cases.Case((("matmul_chain", 17, 18, 43),), settings=IN_ORDER, async_tp=True, device="cuda")

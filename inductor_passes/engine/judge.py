@@ -166,7 +166,7 @@ def slower(before: Facts, outcome: Outcome | None, scheduled: Scheduled | None) 
     """How much slower the graph plans since a pass; "" when it is not, or that is not known."""
     if outcome is None or outcome.scheduled is not None or scheduled is None or not before.ranks_agree:
         return ""
-    if outcome.pinned:
+    if outcome.pinned or outcome.forced:
         return ""  # what the user asked for is not compared
     known = outcome.before or (None if before.solved is None else before.solved.plan)
     if known is None or not known.feasible:

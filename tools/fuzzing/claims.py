@@ -19,6 +19,8 @@ _LEFT_ALONE = {
     *(Reason.NOT_PROFITABLE, Reason.DISABLED, Reason.DIFFERENT_GROUP, Reason.NUMERICS, Reason.UNSUPPORTED),
     *(Reason.MIXED_REDUCE_OP, Reason.RANGE, Reason.RANKS_DIFFER),
 }
+#: In the verifier's message about an operator that is not in place but may become so.
+IN_PLACE = "Inductor may do it in place"
 
 
 def wrong_claims(done: Compilation, gm: torch.fx.GraphModule, settings: PassConfig, apart: bool) -> str:
@@ -60,14 +62,15 @@ def wrong_claims(done: Compilation, gm: torch.fx.GraphModule, settings: PassConf
 def _not_as_asked(one: PassReport, settings: PassConfig) -> str:
     """What was left alone or undone for a reason that the documentation does not name.
 
-    Where a type is asked for, memory alone undoes it; compute that hides a message is no reason to leave it.
+    Where a type is asked for, memory alone undoes it, or that Inductor might do an operator in place now; compute that
+    hides a message is no reason to leave it.
     """
     modes = {mode for _, mode in settings.narrowing.rules} - {"off"}
     reasons = {d.reason for d in one.decisions if d.verdict is not Verdict.APPLIED}
     if one.rolled_back is None:
         unknown = reasons - _LEFT_ALONE - ({Reason.HIDDEN} if "auto" in modes else set())
         return f"messages are left alone for {unknown}" if unknown else ""
-    if "auto" not in modes and one.rolled_back is not Reason.OVER_BUDGET:
+    if "auto" not in modes and one.rolled_back is not Reason.OVER_BUDGET and IN_PLACE not in one.detail:
         return f"compress={settings.compress!r} was undone: {one.rolled_back} ({one.detail})"
     return ""
 

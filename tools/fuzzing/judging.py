@@ -41,14 +41,12 @@ from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.verify.snapshot import finding_key
 from tools.fuzzing.bounds import Peaks, bounds
 from tools.fuzzing.cases import Case
-from tools.fuzzing.claims import wrong_claims
+from tools.fuzzing.claims import IN_PLACE, wrong_claims
 from tools.fuzzing.programs import build
 from tools.fuzzing.running import differs, execute_ranks, inputs_of
 
 #: By rank, how far each tensor may be off.
 Allowed = list[list[float] | None]
-#: In the verifier's message about an operator that is not in place but may become so.
-IN_PLACE = "Inductor may do it in place"
 #: The rule about results that are lost by that.
 LOST = "result-overwritten"
 
