@@ -413,8 +413,6 @@ class Proof:
             # recognised as one family where all of them are taken apart equally far.
             with contextlib.suppress(Unequal), self._stopping_here():
                 return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
-            with contextlib.suppress(Unequal), self._on_one_rank():
-                return self._same_sums(old, new, *self._flattened(q, op, closed, widens=False))
             if closed and op == "sum" and (pairs := self._last_addition(old, new, q)) is not None:
                 return pairs
             if self.exact:
