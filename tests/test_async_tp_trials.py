@@ -14,16 +14,21 @@ from inductor_passes.async_tp.region import Reach, Recipe
 from inductor_passes.async_tp.selection import Selection
 from inductor_passes.async_tp.trials import Trials, Untouched
 from inductor_passes.config import PassConfig
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.engine.compilation import Compilation, Known
+from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import Verdict
 from inductor_passes.rewriting.contract import Facts, Look
 from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.simulate import simulate
 from tests.support.async_tp_programs import Program, ag, inputs, rs, run_ranks, trace
 from tests.support.bucket_graphs import assert_same_bits
 from tests.support.world import fake_world
 from tests.test_async_tp_pass import link
-from tools.capture.graphs import as_problem, copied
+from tools.capture.graphs import as_problem, capture, copied
+from tools.capture.models import SCENARIOS
 
 BLOCKS = 4
 
@@ -113,6 +118,26 @@ def blocks(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
     for a, b in zip(weights[::2], weights[1::2], strict=True):
         x = x + rs(torch.relu(ag(x) @ a) @ b)
     return x
+
+
+def test_regions_that_cost_more_than_the_buckets_they_prevent_are_left_out() -> None:
+    """Found: regions that pay without buckets made a graph slower that has too many nodes to try much on it.
+
+    One decoder layer of context parallelism in the backward: 415 nodes.
+    """
+    profile = CostProfile.default("cuda", 8)
+    with fake_world(64):
+        backward = capture(SCENARIOS["context_parallel"], 1)["backward"]
+        found: dict[str, tuple[int, Compilation]] = {}
+        for mode in ("off", "auto"):
+            gm = copied(backward)
+            config = PassConfig(redistribute="reassociate", async_tp=mode)
+            done = run_passes(gm.graph, passes_of(config), config, profile, known=Known("backward"))
+            found[mode] = simulate(as_problem(gm, profile, mode).problem).makespan_ns, done
+    (without_ns, _), (with_ns, done) = found["off"], found["auto"]
+    assert done.left_out == ("async_tp",) and with_ns <= without_ns
+    (report,) = (one for one in done.report.passes if one.name == "async_tp")
+    assert report.detail == "the graph plans faster without it"
 
 
 def program() -> Program:

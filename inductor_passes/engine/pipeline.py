@@ -55,7 +55,8 @@ log = logging.getLogger("inductor_passes")
 #: How many nodes may be planned in all while alternatives are tried: 8 times a graph of 150 nodes, none above 1200; a
 #: quarter of that where async TP, which plans the graph itself, cut something. Parts of a pass that is better left out
 #: are not counted: there are as many as it applied kinds of rewrites.
-#: On larger graphs each try doubles the time of planning, and on models it finds nothing.
+#: On larger graphs each try doubles the time of planning, and on models it finds nothing. One that is made on every
+#: graph: without async TP, see ``_without_plannings``.
 ALTERNATIVES_NODES = 1200
 #: The same where the user wants more effort: everything below the budget up to 6000 nodes, one try up to 24,000.
 PATIENT = 20
@@ -100,13 +101,14 @@ def run_passes(
     nodes = ALTERNATIVES_NODES * (1 if config.effort == "normal" else PATIENT)
     run = _Run(graph, compilation, view, passes)
     # Where ranks have other problems they would find other alternatives better.
-    tries = nodes // max(1, len(view.nodes)) if known.pins is None and run.facts.ranks_agree else 0
-    came = _copied(graph) if tries else None
+    may_try = known.pins is None and run.facts.ranks_agree
+    tries = nodes // max(1, len(view.nodes)) if may_try else 0
+    came = _copied(graph) if tries or (may_try and any(plannings(one) > 1 for one in passes)) else None
     came_ns = run.step_ns()
     run.rest()
     _settle(run)
     tries //= max([plannings(step.one) for step in run.steps if step.changed], default=1)
-    if came is not None and tries:
+    if came is not None and (tries or _without_plannings(run)):
         _compare(run, _Run(came, compilation, GraphView(came), passes, run.cap), tries)
     compilation.cap, compilation.least_peak_bytes = run.cap, run.least_peak_bytes()
     compilation.left_out = run.left_out()
@@ -152,7 +154,7 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
 
     So no pass makes a small graph slower than it is with that pass switched off, and a larger budget does not make it
     slower than one of ``rungs.RUNGS`` below it, passes left out there included. On larger graphs passes are held to
-    what is known of the graph before.
+    what is known of the graph before, and async TP to the graph with buckets in its place.
 
     Args:
         done: what was made of the graph. It is made anew in the best way that is found.
@@ -163,17 +165,18 @@ def _compare(done: _Run, run: _Run, tries: int) -> None:
     try:
         best, least, forced = done.tried, done.standing(), done.forced()
         beaten_ns: int | None = None
+        first = [(run.cap, one) for one in _without_plannings(done)]
         # Buckets that fit into less memory can be the better ones, however close to its own bound the graph is.
         lower = list(rungs.lower(run.cap))
         others: list[tuple[Cap, Instead]] = [(cap, {}) for cap in lower]
-        fewer = _combinations(done)
-        others += [(cap, one) for cap in (run.cap, *lower) for one in fewer]
+        others += [(cap, one) for cap in (run.cap, *lower) for one in _combinations(done)]
+        others = first + [other for other in others if other not in first]
 
         def better(cap: Cap, instead: Instead) -> bool:
             # What was asked for whatever it gains is not given up for a faster step.
             return run.again(cap, instead, least[1]) and run.forced() >= forced and run.standing() < least
 
-        for cap, instead in others[:tries]:
+        for cap, instead in others[: max(tries, len(first))]:
             if better(cap, instead):
                 best, least, beaten_ns = run.tried, run.standing(), least[1]
         # Where a pass is better left out, a part of it may be all that costs.
@@ -192,6 +195,16 @@ def _optional(run: _Run) -> dict[int, Outcome]:
     """The passes that changed the graph and may be left out."""
     outcomes = ((k, step.outcome) for k, step in enumerate(run.steps))
     return {k: o for k, o in outcomes if o is not None and o.report.changed and o.scheduled is None and not o.forced}
+
+
+def _without_plannings(run: _Run) -> list[Instead]:
+    """What is tried on graphs of every size: without the pass that plans the graph itself, where that cut something.
+
+    It does so before the buckets are made, and pieces of collectives are merged less than whole ones: cut regions that
+    pay by themselves can cost more than what the buckets would have gained.
+    """
+    found = {k for k in _optional(run) if plannings(run.steps[k].one) > 1}
+    return [dict.fromkeys(found)] if found else []
 
 
 def _combinations(run: _Run) -> list[Instead]:
