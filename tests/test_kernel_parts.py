@@ -90,8 +90,9 @@ class Node:
         self.needs: set[Node] = {*reads}.union(*(one.needs for one in reads))
 
 
-def test_what_else_is_kept_in_order_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two parts of one message: the second kernel is behind the first start, unless something needs it in front."""
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of Inductor's nodes is answered by :class:`Node`."""
     for name, answer in {
         "snode_kind": lambda node: node.kind,
         "snode_origins": lambda node: [node.origin],
@@ -100,6 +101,10 @@ def test_what_else_is_kept_in_order_comes_first(monkeypatch: pytest.MonkeyPatch)
         "snode_dependencies": lambda node: [(one.origin.name, False) for one in node.reads],
     }.items():
         monkeypatch.setattr(_torch, name, answer)
+
+
+def test_what_else_is_kept_in_order_comes_first(scheduler: None) -> None:
+    """Two parts of one message: the second kernel is behind the first start, unless something needs it in front."""
     graph = torch.fx.Graph()
     nodes: list[Node] = []
     # Both kernels stand in front of both starts, so nothing but the order of the starts tells.
@@ -112,3 +117,20 @@ def test_what_else_is_kept_in_order_comes_first(monkeypatch: pytest.MonkeyPatch)
     assert kernel_parts.apart(nodes, [(nodes[0], kernel)]) == [(start, kernel)]
     assert kernel_parts.apart(nodes, [(kernel, nodes[0])]) == []
     assert kernel_parts.apart([Node("fused", graph.placeholder("other"))], []) == []
+
+
+def test_a_part_may_wait_for_something_while_the_others_go_on(scheduler: None) -> None:
+    """Found: behind a long region the second part stood still until the first one had sent its result.
+
+    Two parts, each: a kernel, a matmul of what it computes, a kernel, and the message.
+    """
+    graph = torch.fx.Graph()
+    nodes: list[Node] = []
+    for stage, kind in enumerate(("fused", "extern", "fused", "start")):
+        for part in range(2):
+            origin = graph.placeholder(f"stage{stage}_{part}")
+            mark_part(origin, "region", part)
+            nodes.append(Node(kind, origin, *(nodes[-2:-1] if stage else [])))
+    first, second, matmul, _, third, last, start, _ = nodes
+    assert first and third
+    assert kernel_parts.apart(nodes, []) == [(matmul, second), (start, last)]

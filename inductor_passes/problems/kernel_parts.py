@@ -2,10 +2,11 @@
 
 Parts share what does not depend on them (a norm's weight, a table of angles), so Inductor fuses what they do alike
 (seen in torch 2.13 on a CPU). Such a kernel waits for the transfers of all parts, and nothing is left to run beside
-them. A start between two kernels keeps them apart: one makes its message, and the other one gets a dependency on it.
+them. A matmul or a start between two kernels keeps them apart: one makes what it reads, and the other one gets a
+dependency on it. The *steps* of a part are its matmuls and its starts.
 
-- What parts compute for the same collective runs in the order of their starts: each behind the start of the part
-  before it.
+- What parts compute for the same step runs in the order of these steps: each behind that of the part before it. Only
+  that step: a part may wait for something (weights) while the others go on.
 - A kernel is behind the last start of every other part that is in front of it in the FX graph.
 """
 
@@ -41,6 +42,7 @@ class _Parts:
     Attributes:
         kernels: number -> (what was cut, number of the part).
         starts: what was cut -> part -> (place, number) of its starts, by rising place.
+        steps: the same of its matmuls and starts.
     """
 
     def __init__(self, nodes: Sequence[Any]) -> None:
@@ -49,33 +51,36 @@ class _Parts:
         self.places = _places(nodes, parts)
         self.kernels = {i: part for i, part in parts.items() if _torch.snode_kind(nodes[i]) == "fused"}
         self.starts: dict[str, dict[int, list[Pair]]] = {}
+        self.steps: dict[str, dict[int, list[Pair]]] = {}
         for i in sorted(parts, key=self.places.__getitem__):
-            if _torch.snode_kind(nodes[i]) == "start":
-                cut, part = parts[i]
+            cut, part = parts[i]
+            kind = _torch.snode_kind(nodes[i])
+            if kind == "start":
                 self.starts.setdefault(cut, {}).setdefault(part, []).append((self.places[i], i))
+            if kind in ("start", "extern"):
+                self.steps.setdefault(cut, {}).setdefault(part, []).append((self.places[i], i))
 
     def in_front_of(self, i: int) -> list[int]:
-        """The starts of other parts that a kernel comes behind."""
+        """The starts and matmuls of other parts that a kernel comes behind."""
         cut, part = self.kernels[i]
-        sent = self.starts.get(cut, {})
         found = []
-        for other, starts in sent.items():
+        for other, starts in self.starts.get(cut, {}).items():
             count = bisect.bisect(starts, (self.places[i], -1))
             if other != part and count:
                 found.append(starts[count - 1][1])
-        before = self._before(sent, part, i)
+        before = self._before(self.steps.get(cut, {}), part, i)
         if before is not None:
             found.append(before)
         # What Inductor computes late, where it is read, stands later in the graph than what it is part of.
-        return [start for start in dict.fromkeys(found) if not _torch.snode_needs(self.nodes[start], self.nodes[i])]
+        return [step for step in dict.fromkeys(found) if not _torch.snode_needs(self.nodes[step], self.nodes[i])]
 
-    def _before(self, sent: dict[int, list[Pair]], part: int, i: int) -> int | None:
-        """For a kernel that makes a message: the start of the same collective, of the part before; None for others."""
-        own, kernel = sent.get(part, []), self.nodes[i]
-        stage = next((k for k, (_, start) in enumerate(own) if _torch.snode_needs(self.nodes[start], kernel)), None)
+    def _before(self, steps: dict[int, list[Pair]], part: int, i: int) -> int | None:
+        """Of the first step that needs a kernel: the same step of the part before; None where none needs it."""
+        own, kernel = steps.get(part, []), self.nodes[i]
+        stage = next((k for k, (_, step) in enumerate(own) if _torch.snode_needs(self.nodes[step], kernel)), None)
         if stage is None:
             return None
-        others = [starts[stage] for starts in sent.values() if len(starts) > stage and starts[stage] < own[stage]]
+        others = [one[stage] for one in steps.values() if len(one) > stage and one[stage] < own[stage]]
         return max(others)[1] if others else None
 
 
