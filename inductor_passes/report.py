@@ -267,7 +267,7 @@ class ScheduleReport:
     them; 0 where the cost profile knows no such slowdown. ``came_ns``: of ``fx``, the step of the graph as it came in,
     before any pass, in its own order; ``makespan_before_ns`` is that of the graph that was ordered, merged messages
     included; ``came_peak_bytes`` the same for memory. 0 where it is not known, and in reports of versions that did not
-    ask.
+    ask. ``costs``: the cost profile and its hash, where they are not the graph's: those that a plan file brought.
     """
 
     level: str
@@ -295,6 +295,7 @@ class ScheduleReport:
     contention_after_ns: Count = 0
     came_ns: Count = 0
     came_peak_bytes: Count = 0
+    costs: str = ""
 
 
 class Cause(str, Enum):

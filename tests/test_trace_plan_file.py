@@ -154,6 +154,9 @@ def test_a_plan_with_its_costs_is_followed_whatever_the_profile(world: None, tmp
     # What it is predicted to take is by the setting's.
     assert all(report.cost_profile.startswith(other) for report in pinned)
     assert [f"decided by its costs: {mine}" in " ".join(report.notes) for report in pinned] == [False, True]
+    # And a figure by the plan's own is marked: found by an outsider.
+    planned = [next(s for s in report.schedules if s.level == "fx") for report in pinned]
+    assert [s.costs.startswith(mine) for s in planned] == [False, True] and planned[0].costs == ""
 
 
 @pytest.mark.parametrize("exchanges", [True, False])

@@ -123,6 +123,11 @@ def graph_index() -> int:
     return int(index) if index.isdigit() else 0
 
 
+def named(costs: CostProfile) -> str:
+    """How a report names a cost profile."""
+    return f"{costs.name} {costs.hash()}"
+
+
 def new_report(graph: torch.fx.Graph, phase: str, config: PassConfig, profile: CostProfile) -> GraphReport:
     """An empty report that says which graph it is about."""
     rank, world = _torch.rank_and_world_size()
@@ -135,5 +140,5 @@ def new_report(graph: torch.fx.Graph, phase: str, config: PassConfig, profile: C
         torch_version=torch.__version__,
         config=config.to_json(),
         nodes=len(graph.nodes),
-        cost_profile=f"{profile.name} {profile.hash()}",
+        cost_profile=named(profile),
     )

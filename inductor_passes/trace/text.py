@@ -255,7 +255,7 @@ def _figures(s: ScheduleReport, all_passes: ScheduleReport | None) -> Table:
             duration(all_passes.came_ns),
             duration(all_passes.makespan_after_ns),
             change(all_passes.came_ns, all_passes.makespan_after_ns),
-            "the graph as it came, before fusion",
+            "the graph as it came, before fusion" + (", by the plan's own costs" if all_passes.costs else ""),
         )
     if s.disturbed_after_ns:
         table.add_row(
