@@ -26,8 +26,10 @@ from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
 from inductor_passes.report import PassReport, Reason
+from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import plan
+from inductor_passes.schedule.tables import tables
 from inductor_passes.step import derived, keep, picture, recompute, saved, stored
 from inductor_passes.step.merging import Merging, Proposal
 from inductor_passes.step.recompute import Point
@@ -246,15 +248,20 @@ class Shrinking:
             wanted = min(wanted, point.peak_bytes) - max(1, tried[-1].needs - limit)
         curve = recompute.curve(possible)
         if not fits:
-            last = recompute.least(possible)
-            # Within a limit that cannot be reached no order is looked for: what the point was planned with can be.
-            tried.append(self._tried(base, found, gathered, last, max(limit, last.peak_bytes)))
+            last = self._tried(base, found, gathered, recompute.least(possible), limit)
+            if last.needs > limit:
+                # Within a limit that cannot be reached no order is looked for: what the point was planned with can be.
+                planned = self._least(last.made, max(limit, last.point.peak_bytes), lower=True)
+                last = replace(last, needs=min(last.needs, planned))
+            tried.append(last)
+            fits = last.needs <= limit
+        if not fits:
             saved_all = recompute.least([p for p in possible if not p.recomputed and not p.kept])
             tried.append(self._tried(base, found, gathered, saved_all, limit))
         chosen = tried[-1] if fits else min(tried, key=lambda one: one.needs)
         point, both, made = chosen.point, chosen.both, chosen.made
         if chosen.needs > limit:
-            reached = max(chosen.needs, point.peak_bytes)
+            reached = chosen.needs
             self._complain(reached, limit, peak, more_buys(point, curve, reached))
         said = recompute.report(found.step, point, recompute.saved_ns(possible), limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
@@ -289,13 +296,21 @@ class Shrinking:
         checkpointing.unwrap(*both, self.outputs)
         return both
 
-    def _least(self, both: tuple[FxProblem, FxProblem], limit: int) -> int:
-        """What forward and backward need in an order that keeps the limit, where there is one."""
+    def _least(self, both: tuple[FxProblem, FxProblem], limit: int, lower: bool = False) -> int:
+        """What forward and backward need in an order that keeps the limit, where there is one; else the least known.
+
+        Args:
+            lower: look for an order that needs less, also where the input's keeps the limit.
+        """
         needs = 0
         for one in both:
             peak = peak_bytes(one.problem)
-            if peak > limit:
-                peak = plan(one.problem, limit, effort=0, thorough=False, slack=False).peak_bytes
+            if lower:
+                peak = min(plan(one.problem, limit, slack=False).peak_bytes, least_peak(tables(one.problem)))
+            elif peak > limit:
+                found = plan(one.problem, limit, effort=0, thorough=False, slack=False).peak_bytes
+                # Where no order keeps the limit it is the input's peak, which is not the least that is known.
+                peak = found if found <= limit else min(found, least_peak(tables(one.problem)))
             needs = max(needs, peak)
         return needs
 

@@ -25,7 +25,7 @@ def made(step: Step, point: Point, fastest_ns: int) -> list[str]:
     longer_ns = max(0, point.step_ns - fastest_ns)
     return [
         f"memory: {len(chosen)} of {len(step.candidates)} saved values ({sum(c.size_bytes for c in chosen)} bytes) are "
-        f"computed again: {added(step, point.recomputed)}, of which the planned step shows {longer_ns} ns "
+        f"computed again: {added(step, point.recomputed)}; the planned step is {longer_ns} ns longer for it "
         f"({fastest_ns} -> {point.step_ns} ns)"
     ]
 
@@ -45,10 +45,8 @@ def curve(points: Sequence[Point], base_bytes: int, limit: int) -> list[str]:
     more = min((p.step_ns for p in points if p.peak_bytes <= limit + base_bytes // 20), default=None)
     lines = [f"memory: the planned step over its peak in bytes (of {base_bytes}): {text}"]
     if now is not None and more is not None:
-        lines.append(
-            f"memory: 5% more would make the planned step {now - more} ns shorter" if more < now
-            else "memory: 5% more would buy nothing"
-        )
+        buys = f"make the planned step {now - more} ns shorter" if more < now else "buy nothing"
+        lines.append(f"memory: 5% more ({base_bytes // 20} bytes, of what the step needs as it came) would {buys}")
     return lines
 
 
