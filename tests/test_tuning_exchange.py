@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from inductor_passes.agreement.board import Board, StoreError
 from inductor_passes.agreement.session import Session
+from inductor_passes.tuning.again import ENDED
 from inductor_passes.tuning.exchange import Result, exchange
 from tests.support.tuned import FailingBoard
 
@@ -93,6 +94,14 @@ def test_a_store_that_is_lost_is_said() -> None:
     held = talk(2, 20.0, boards={1: FailingBoard(store, 2, StoreError)}, store=store)
     assert held[0].content is not None, "its times were there"
     assert held[1].content is None and "store cannot be used" in held[1].why
+
+
+def test_a_program_that_ends_first_is_not_a_store_that_fails() -> None:
+    """Found by an outsider: a rank had handed in nothing, and the program ended while the other one waited for it."""
+    session, board = Session(dist.HashStore(), 0, range(1)), Board(dist.HashStore())
+    board.closed = ENDED
+    result = exchange(session, board, "plan 0", b"", joined, 1.0)
+    assert result.content is None and result.why == "the program ended before the ranks' times were put together"
 
 
 def test_times_that_do_not_fit_together_are_said_on_all_ranks() -> None:

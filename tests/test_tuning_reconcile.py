@@ -16,7 +16,7 @@ from inductor_passes.tuning.align import Member, offsets
 from inductor_passes.tuning.compare import timing
 from inductor_passes.tuning.correct import as_calibrated, corrected
 from inductor_passes.tuning.plan import Call, Planned
-from inductor_passes.tuning.reconcile import AT_MOST, MEASURED, SHARED, account, of_own_calls
+from inductor_passes.tuning.reconcile import AT_MOST, MEASURED, SHARED, UNKNOWN, account, of_own_calls
 from tests.support.tuned import MS, US, World, plan
 
 clocks = st.integers(-(10**15), 10**15)
@@ -114,6 +114,19 @@ def test_what_asking_costs_shows_no_end(ask_ns: int) -> None:
     assert len(hidden) == 5 and all(one.known == AT_MOST for one in hidden), found
     assert all(one.stall_ns == 0 and one.issue_ns >= ask_ns for one in hidden), "the host's time"
     assert found[0].known in (MEASURED, SHARED) and found[0].transfer_ns == pytest.approx(MS, rel=0.25)
+
+
+def test_a_transfer_that_clocks_cannot_tell_from_nothing_is_not_known() -> None:
+    """Found by an outsider: "at most 0 ns" of a transfer for which ranks had stood still."""
+    planned = plan([MS] * 4, [10 * MS] * 4, ahead=2)
+    record = World([MS] * 4, ask_ns=20 * US).records(planned)[0]
+    at_once = tuple(
+        tuple(((starts[k][1], starts[k][1]),) if k == 2 else waits for k, waits in enumerate(step))
+        for step, starts in zip(record.waits, record.starts)
+    )
+    found = account(planned, [dataclasses.replace(record, waits=at_once)]).transfers
+    assert (found[2].known, found[2].transfer_ns) == (UNKNOWN, 0)
+    assert found[1].known == found[3].known == AT_MOST
 
 
 def test_an_end_is_not_seen_long_after_it_was_predicted() -> None:

@@ -702,6 +702,22 @@ def test_a_program_that_ends_while_it_compiles_says_that_and_not_that_the_store_
     assert held([1]) == "old"
 
 
+def test_a_program_that_ends_with_the_same_plan_says_so() -> None:
+    """Found by an outsider: the plan was written, and the sentence said that it was still being looked for."""
+    store, made = dist.HashStore(), entry()
+    held = made["call"]
+    one, said, work = on_its_way(store, 0, made)
+    opened(one, on_its_way(store, 1, entry())[0])
+    one.write = lambda made: ("tuned.plan.json", "")
+    one.kept = Kept(same=True)
+    one.begin()
+    work.pop(0)()
+    one.end_with_program()
+    assert said[-1].why == "the corrected profile gives the same plan; the program ended before the other ranks said so"
+    assert (said[-1].outcome, said[-1].plan) == (SwapOutcome.NOTHING, "tuned.plan.json")
+    assert held([1]) == "old"
+
+
 def test_a_store_that_was_closed_at_the_end_is_not_said_to_fail() -> None:
     store = dist.HashStore()
     one, said, work = on_its_way(store, 0, entry())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from inductor_passes.agreement.board import Board, StoreError
+from inductor_passes.agreement.board import Board, ClosedError, StoreError
 
 #: A result is that large at most.
 MAX_BYTES = 1 << 24
@@ -71,6 +71,8 @@ def exchange(
         if not session.open(now + timeout_s):
             return Result(None, f"not all of ranks {listed(session.ranks)} came to exchange their times")
         return _Exchange(session, board, name, combine, title).result(record, timeout_s)
+    except ClosedError as error:
+        return Result(None, f"{error} before the ranks' times were put together")
     except StoreError as error:
         return Result(None, f"the process group's store cannot be used ({error})")
     except Exception as error:  # a measurement must never stop a program

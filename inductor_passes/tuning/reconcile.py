@@ -281,8 +281,9 @@ class _Transfers:
         if known == UNKNOWN:
             most = [[m for s in self.steps if (m := self._at_most(s, k, ranks)) is not None]
                     for ranks in self.instances[k]]
-            if any(most):
-                ns, known = max(round(median(one)) for one in most if one), AT_MOST
+            # A bound of nothing is one that clocks cannot tell, either.
+            if any(most) and (bound := max(round(median(one)) for one in most if one)) > 0:
+                ns, known = bound, AT_MOST
         times = [t for s in self.steps for ranks in self.instances[k] if len(t := self._times(s, k, ranks)) > 1]
         last = Counter(max(one, key=lambda rank: (one[rank], -rank)) for one in times)
         return Transfer(

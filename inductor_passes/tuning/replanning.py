@@ -144,6 +144,9 @@ class Replanning:
         if self.swap.outcome is SwapOutcome.AGREED and turnstile is not None:
             ran = f"the graph had run {turnstile.count} times, the last time {turnstile.idle_s():.1f} s before"
             return f"{again.ENDED} before call {call}: {ran}"
+        if self.new is not None and self.new.planned is None:
+            # Its plan is written: this rank knows it.
+            return f"{_SAME}; {again.ENDED} before the other ranks said so"
         return f"{again.ENDED} while it {self._doing}"
 
     def _tell(self, vote: Vote | None, why: str) -> None:
