@@ -195,9 +195,13 @@ class _Reader:
         """The start that a wait belongs to.
 
         An out-of-place wait names the start's result, directly or through an output of a coalesced collective; an
-        in-place one names the memory itself, and only its reads lead to the start that writes to it.
+        in-place one names the memory itself, and only its reads lead to the start that writes to it. Memory can be the
+        result of an earlier collective (hybrid sharding sums in place what a reduce_scatter left): the last one counts.
         """
-        return next((start for _, start in self._issuers(node) if start in self.collectives), None)
+        starts = [start for _, start in self._issuers(node) if start in self.collectives]
+        if starts and is_message(self.nodes[starts[0]]):
+            return starts[0]
+        return max(starts, default=None)
 
     def _issuers(self, node: Any) -> Iterator[tuple[str, int]]:
         """What may have issued what a wait waits for, as (buffer, task), the likeliest first."""
