@@ -98,7 +98,7 @@ def layers(costs: list[tuple[int, int]], gather_ns: int = 0) -> Step:
     return Step(forward, backward, candidates, needs, {i: tuple(sorted(r)) for i, r in reads.items()})
 
 
-def test_a_value_is_made_repeatedbefore_its_first_reader() -> None:
+def test_a_value_is_made_again_before_its_first_reader() -> None:
     step = layers([(5, 100), (5, 100), (5, 100)])
     both = derived.derived(step, (0, 1))
     assert both is not None
@@ -235,7 +235,7 @@ def test_views_of_one_saved_block_are_one_block_when_made_again() -> None:
     assert [(s.size_bytes, s.readers) for s in made] == [(100, (1, 3))]
 
 
-def test_what_is_made_repeatedcomes_before_its_reader_and_lives_until_its_last_use() -> None:
+def test_what_is_made_again_comes_before_its_reader_and_lives_until_its_last_use() -> None:
     """Found: a kernel computed a reader later, so the value was planned for then. Torch computes it for the reader."""
     step = layers([(10, 100)] * 3)
     block = step.candidates[1].backward_storages[0]
@@ -445,7 +445,7 @@ def test_numbers_are_the_same_bit_for_bit(two_ranks: Ranks, slow_link: str) -> N
 
 
 @pytest.mark.ranks
-def test_attention_runs_repeatedwith_the_same_bits(two_ranks: Ranks, slow_link: str) -> None:
+def test_attention_runs_again_with_the_same_bits(two_ranks: Ranks, slow_link: str) -> None:
     answers = two_ranks.run(train, slow_link, DEEP, "-99%")
     extras = [[{k: int(one.pop(k)) for k in COUNTED} for one in rank] for rank in answers]
     assert extras[0] == extras[1]
@@ -462,7 +462,7 @@ def same_bits(answers: list[list[dict[str, torch.Tensor]]]) -> None:
                 assert torch.equal(value, one[name]), name
 
 
-def test_attention_runs_repeatedwithout_a_state_of_the_generator(slow_link: str) -> None:
+def test_attention_runs_again_without_a_state_of_the_generator(slow_link: str) -> None:
     """torch saves the state, a value of symbolic size, around what it counts as random: nothing is drawn here."""
     seen: list[str] = []
     original = shrinking.Shrinking.run
