@@ -198,10 +198,7 @@ class _Reader:
         in-place one names the memory itself, and only its reads lead to the start that writes to it. Memory can be the
         result of an earlier collective (hybrid sharding sums in place what a reduce_scatter left): the last one counts.
         """
-        starts = [start for _, start in self._issuers(node) if start in self.collectives]
-        if starts and is_message(self.nodes[starts[0]]):
-            return starts[0]
-        return max(starts, default=None)
+        return max((start for _, start in self._issuers(node) if start in self.collectives), default=None)
 
     def _issuers(self, node: Any) -> Iterator[tuple[str, int]]:
         """What may have issued what a wait waits for, as (buffer, task), the likeliest first."""
