@@ -23,7 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import inductor_passes
 from inductor_passes import _torch, agreement
 from inductor_passes._torch import observation
+from inductor_passes.bucket.candidates import Candidate
 from inductor_passes.bucket.pass_ import BucketPass
+from inductor_passes.bucket.question import Partition, Question
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import again as engine_again
 from inductor_passes.engine import following, variants
@@ -54,14 +56,14 @@ def profiles(tmp_path: Path) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def compiled(profile: str, **more: Any) -> Iterator[list[Kept | str]]:
-    """What was kept of forward and backward of a model that was compiled for two ranks."""
+def compiled(profile: str, ranks: int = 2, **more: Any) -> Iterator[list[Kept | str]]:
+    """What was kept of forward and backward of a model that was compiled for some ranks."""
     found: list[Kept | str] = []
     settings = {"cost_profile": profile, "tune": 2, "tune_swap": "on", "memory_budget": "unlimited", **more}
     if not settings["tune"]:
         del settings["tune"], settings["tune_swap"]
     with (
-        fake_world(2),
+        fake_world(ranks),
         without_kernels(),
         mock.patch.object(again, "keep", lambda text, one: found.append(one)),
         # A group that moves nothing has nobody who could run something else.
@@ -70,7 +72,7 @@ def compiled(profile: str, **more: Any) -> Iterator[list[Kept | str]]:
         torch._dynamo.reset()
         # What other tests compiled counts for as long as it is not collected.
         gc.collect()
-        model = inductor_passes.simple_fsdp(mlp(MODEL), init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+        model = inductor_passes.simple_fsdp(mlp(MODEL), init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",)))
         step = torch.compile(model, options=inductor_passes.options(**settings), fullgraph=True)
         step(mlp_batch(MODEL)[0]).square().mean().backward()
         yield found
@@ -185,6 +187,53 @@ def test_another_profile_gives_another_plan_and_code_for_it(profiles: tuple[str,
             new.use(False)
             assert known_like(one) == [one.variant]
         assert reports == [], "a second plan has no report of its own"
+
+
+def alone_or_together(path: Path) -> tuple[str, str]:
+    """Profiles: a message costs its bytes and nothing else; a message costs much by itself."""
+    alone, dear = (save_profile(path / f"{ns}.json", ns, 0.01, 0, 0.0, ranks=3) for ns in (0, 2e6))
+    return alone, dear
+
+
+def sums_and_others(plan: dict[str, Any]) -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
+    """The plan's buckets of sums, and its others."""
+    buckets = {tuple(bucket) for bucket in plan.get("buckets") or ()}
+    sums = {bucket for bucket in buckets if bucket[0].startswith("reduce_scatter")}
+    return sums, buckets - sums
+
+
+@pytest.mark.parametrize("dear_first", [False, True])
+def test_sums_of_three_ranks_travel_as_they_did(tmp_path: Path, dear_first: bool) -> None:
+    """Found: the second plan merged all_reduces of three ranks, and losses lost their last bits at the swap."""
+    first, second = alone_or_together(tmp_path)[:: -1 if dear_first else 1]
+    changed = 0
+    with compiled(first, 3) as kept:
+        assert len(kept) == 2
+        for one in kept:
+            assert isinstance(one, Kept) and one.report is not None
+            before, others = sums_and_others(one.report.plan)
+            assert bool(before) == (dear_first and one.report.phase == "backward")
+            new = on_a_thread(one, second)
+            assert isinstance(new, New), new
+            after, now = sums_and_others(new.plan)
+            assert after == before, "sums travel with others"
+            changed += now != others
+    assert changed, "gathers may travel with others"
+
+
+def test_a_second_plan_that_adds_in_another_order_is_refused(tmp_path: Path) -> None:
+    """The check does not trust the pass that was told to leave sums as they are."""
+    first, second = alone_or_together(tmp_path)
+    with compiled(first, 3) as kept, mock.patch("inductor_passes.bucket.pass_.same_sums", anything):
+        found = [on_a_thread(one, second) for one in kept]
+    assert isinstance(found[0], New), "forward adds nothing up"
+    assert isinstance(found[1], UnfitError)
+    assert str(found[1]) == "with the corrected profile it would add up in another order"
+
+
+def anything(question: Question, *, partition: Partition, before: object) -> list[list[Candidate]]:
+    """In the place of a partition that leaves sums as they are."""
+    return partition(question)
 
 
 def test_the_second_plan_may_use_the_same_memory_again(profiles: tuple[str, str]) -> None:

@@ -245,10 +245,17 @@ def test_the_report_has_a_table_of_what_was_measured(tmp_path: Path) -> None:
         Console(file=out, width=160).print(render_graph(report))
     text = (tmp_path / "out").read_text()
     parts = ("measured in 5 steps of 2 ranks", "late peer", "30 ms, rank 1 last")
-    swapped = "planned again: swapped in, faster at call 59; step 9 ms before, 7 ms after; its planned peak 5 MiB"
+    swapped = "planned again: swapped in at call 59, faster; step 9 ms before, 7 ms after; its planned peak 5 MiB"
     for part in (*parts, "corrected cost profile abc: tuned.json", swapped, "; plan in plan.json"):
         assert part in text, text
     assert TIMING in KINDS
+    back = dataclasses.replace(second, outcome=SwapOutcome.RETURNED, back=67, before_ns=7 * MS, after_ns=9 * MS)
+    report = dataclasses.replace(report, timing=dataclasses.replace(measured, swap=back))
+    with (tmp_path / "out").open("w") as out:
+        Console(file=out, width=160).print(render_graph(report))
+    text = (tmp_path / "out").read_text()
+    assert "swapped in at call 59, not faster, swapped back at call 67; step 7 ms before, 9 ms after" in text, text
+    assert "; the first plan in plan.json" in text, "the plan in the file is the one that runs"
 
 
 def test_graphs_that_did_not_run_often_enough_are_named_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

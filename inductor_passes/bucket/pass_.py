@@ -30,6 +30,7 @@ from inductor_passes.bucket.handed import handed
 from inductor_passes.bucket.lines import coalesces
 from inductor_passes.bucket.question import Partition
 from inductor_passes.bucket.room import Capped, Room
+from inductor_passes.bucket.same_sums import same_sums
 from inductor_passes.ir import results
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import source_line
@@ -115,12 +116,17 @@ class BucketPass:
         generated = _generated(facts)
         step = facts_of(graph)
         proposed = () if step is None else step.proposed
+        partitions = self.partitions
+        if proposed:
+            partitions = (*partitions, functools.partial(handed, proposed=proposed))
+        if (before := facts.sums) is not None:
+            partitions = tuple(functools.partial(same_sums, partition=one, before=before) for one in partitions)
         choice = choose(
             fx.problem,
             found,
             dependencies,
             costs,
-            (*self.partitions, functools.partial(handed, proposed=proposed)) if proposed else self.partitions,
+            partitions,
             limit,
             effort=self.effort,
             start=facts.solved,

@@ -23,6 +23,7 @@ from inductor_passes.engine.kernels import order_kernels
 from inductor_passes.engine.ours import is_ours
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.engine.pipeline import run_passes
+from inductor_passes.engine.sums import arithmetic
 from inductor_passes.engine.written import plan_of
 from inductor_passes.ir.view import GraphView
 from inductor_passes.replay import order_check
@@ -118,7 +119,8 @@ class _Again:
         report = new_report(graph, kept.known.phase, kept.settings, self._profile)
         report.graph_index, report.compile_id = kept.report.graph_index, kept.report.compile_id
         view = GraphView(graph)
-        known = replace(kept.known, pins=None)
+        # The plan that runs: numbers do not change in the middle of a run.
+        known = replace(kept.known, pins=None, sums=tuple(map(tuple, kept.report.plan.get("buckets") or ())))
         # A pass that fails ends it. The code that runs is not touched, so there is nothing to warn of.
         settings = replace(kept.settings, verify="strict")
         done = run_passes(graph, passes_of(settings), settings, self._profile, known=known, report=report)
@@ -127,7 +129,10 @@ class _Again:
             self._stop("with the corrected profile its messages would be narrowed")
         done.again = True
         done.participants = kept.participants
-        self._sent = messages(GraphView(graph))
+        planned = GraphView(graph)
+        if arithmetic(planned) != kept.arithmetic:
+            self._stop("with the corrected profile it would add up in another order")
+        self._sent = messages(planned)
         self._buckets = following.places(view.collectives, done.buckets)
         self._left_out = done.left_out
         gloo.respell(graph, kept.settings)

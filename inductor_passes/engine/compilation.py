@@ -30,6 +30,7 @@ class Known:
         compared: whether their numbers are known to be equal; not where a graph is made to send what another one sends.
         pins: the plan that is pinned for it.
         step: what the partitioner knows about the training step; None for inference.
+        sums: see :class:`~inductor_passes.rewriting.contract.Facts`.
     """
 
     phase: str = "inference"
@@ -37,6 +38,7 @@ class Known:
     compared: bool = True
     pins: Pins | None = None
     step: StepFacts | None = None
+    sums: tuple[tuple[str, ...], ...] | None = None
 
 
 @dataclass

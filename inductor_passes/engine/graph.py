@@ -175,7 +175,8 @@ def _decide(
         compilation = alike.run_alike(job, view if untouched else None, earlier, first=first)
     if len(agreed.participants) != 1 and not agreement.nobody_to_ask():
         alike.warn_of_limit(about)
-        sent, rewritten = messages(GraphView(graph)), alike.rewritten(compilation)
+        after = GraphView(graph)
+        sent, rewritten = messages(after), alike.rewritten(compilation)
         buckets = following.places(view.collectives, compilation.buckets)
         variant = following.Variant(
             *(came, sent, buckets, rewritten, job.known.phase, agreed.digest, tuple(sorted(any_order))),
@@ -191,7 +192,7 @@ def _decide(
         if isinstance(came_as, Kept):
             # Whether another graph that sends the same may still be called is looked at when it is planned again.
             alike_on_all = agreed.agreed and compilation.known.agreed
-            came_as = came_as.of(compilation, about, variant) if alike_on_all else _NOT_ALIKE
+            came_as = came_as.of(compilation, about, variant, after) if alike_on_all else _NOT_ALIKE
         compilation.kept = came_as
     return compilation
 

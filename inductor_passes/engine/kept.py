@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import following, variants
 from inductor_passes.engine.compilation import Compilation, Known
+from inductor_passes.engine.sums import arithmetic
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import GraphReport
 from inductor_passes.tuning.again import New
@@ -53,6 +55,7 @@ class Kept:
         participants: ranks that compile the graph.
         report: of the first plan.
         known: what is known from outside of the graph.
+        arithmetic: what decides the last bits of the first plan's sums.
         about, came, variant: which variant of its function it is, with which collectives it came, what it sends.
         lowering: how Inductor was asked to lower it.
         life: the default process group that it was compiled in, None where there was none.
@@ -71,6 +74,7 @@ class Kept:
     participants: tuple[int, ...] = ()
     report: GraphReport | None = None
     known: Known = field(default_factory=Known)
+    arithmetic: Counter[str] = field(default_factory=Counter)
     about: variants.About | None = None
     variant: following.Variant | None = None
     lowering: _torch.Lowering | None = None
@@ -82,12 +86,19 @@ class Kept:
         assert self.report is not None
         return with_costs(self.report, self.profile)
 
-    def of(self, compilation: Compilation, about: variants.About, variant: following.Variant) -> Kept | str:
-        """With what the first compilation made of it; else why it cannot be planned again."""
+    def of(
+        self, compilation: Compilation, about: variants.About, variant: following.Variant, view: GraphView
+    ) -> Kept | str:
+        """With what the first compilation made of it; else why it cannot be planned again.
+
+        Args:
+            view: of the graph as the passes left it.
+        """
         if compilation.narrowed:
             return "its messages are narrowed"
         self.about, self.variant = about, variant
         self.report, self.known = compilation.report, compilation.known
+        self.arithmetic = arithmetic(view)
         return self
 
     def compile(self, profile: CostProfile) -> New:

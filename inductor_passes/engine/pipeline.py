@@ -322,7 +322,7 @@ class _Run:
         self.snapshot: Snapshot | None = None
         #: The same for every copy of a graph, so a run over a copy is told.
         self.cap = cap or judge.cap(look, known.step, self._snapshot().reference.peak_bytes)
-        self.facts = Facts(look, self.cap, self._usable(known.pins))
+        self.facts = Facts(look, self.cap, self._usable(known.pins), sums=known.sums)
         self.steps: list[_Step] = []
         self.tried: tuple[Cap, Instead] = self.cap, {}
 

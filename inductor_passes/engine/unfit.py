@@ -59,8 +59,12 @@ def _said(rules: tuple[tuple[str, str], ...], fit: Fit) -> str:
     if nothing:
         groups, parameters = ", ".join(sorted(fit.groups)), sorted(fit.parameters)
         some = ", ".join(parameters[:MOST]) + (f" and {len(parameters) - MOST} more" if len(parameters) > MOST else "")
-        names = f"groups and mesh dimensions {groups}" + (f"; parameters {some}" if some else "; no parameter is known")
-        parts.append(f"{_listed(nothing)} no message of the graphs compiled so far; there are {names}")
+        known = f"buffers and parameters {some}" if some else "no parameter is known"
+        names = f"groups and mesh dimensions {groups}; {known}"
+        parts.append(
+            f"{_listed(nothing)} no message of the graphs compiled so far; there are {names} "
+            "(gradients that no_sync holds are reduced outside of graphs)"
+        )
     if hidden:
         parts.append(f"{_listed(hidden, 'stands', 'stand')} behind others that fit all the same messages: move up")
     return f"compress: {'; '.join(parts)}" if parts else ""

@@ -146,6 +146,8 @@ class Facts:
         cap: on the peak of whatever comes out of all passes.
         pins: the plan that is pinned for this graph, None when there is none or it was given up.
         apart: starts that must keep to themselves: those of a matmul's parts, for instance.
+        sums: buckets of a plan that runs; what is summed so that last bits depend on the message travels as it does
+            there. None: as is best.
         solved: the plan of the graph as it is, when there is one.
         beat_ns: a makespan that is reached another way. A pass raises :class:`Beaten` when nothing that it could make
             of the graph can be faster; None: whatever comes out is wanted.
@@ -155,6 +157,7 @@ class Facts:
     cap: Cap = Cap()
     pins: Pins | None = None
     apart: frozenset[str] = frozenset()
+    sums: tuple[tuple[str, ...], ...] | None = None
     solved: Solved | None = None
     beat_ns: int | None = None
 

@@ -22,7 +22,7 @@ _BETWEEN, _PARAMETERS = " | ", "of "
 
 def note_members(merged: torch.fx.Node, starts: Sequence[torch.fx.Node]) -> None:
     """Enter in a merged start which starts it was made of."""
-    merged.meta[_MEMBERS] = tuple(name for start in starts for name in _members(start))
+    merged.meta[_MEMBERS] = tuple(name for start in starts for name in members_of(start))
 
 
 def messages(view: GraphView) -> tuple[str, ...]:
@@ -113,7 +113,7 @@ def order_like(view: GraphView, others: Sequence[Sequence[str]]) -> list[torch.f
 
 
 def _message(one: Collective) -> str:
-    parameters, members = names_of([one.start]), _members(one.start)
+    parameters, members = names_of([one.start]), members_of(one.start)
     carried = f"{_PARAMETERS}{parameters}" if parameters else f"{len(members)} starts: {members}"
     what = f"{one.kind.value} {one.reduce_op} {one.dtypes}"
     return _BETWEEN.join((_group(one), what, f"{one.input_bytes} {one.output_bytes}", carried))
@@ -130,6 +130,7 @@ def _shape(ranks: Sequence[int]) -> object:
     return ordered if axes is None else axes
 
 
-def _members(start: torch.fx.Node) -> tuple[str, ...]:
+def members_of(start: torch.fx.Node) -> tuple[str, ...]:
+    """The starts that a start was made of, in the order of its message; itself where it was not merged."""
     found: tuple[str, ...] = start.meta.get(_MEMBERS, (start.name,))
     return found

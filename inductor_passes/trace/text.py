@@ -109,14 +109,19 @@ def _timing(timing: Timing, top: int | None) -> list[RenderableType]:
     return parts
 
 
+def _whose(swap: Swap) -> str:
+    return "the first plan" if swap.outcome is SwapOutcome.RETURNED else "plan"
+
+
 def _swap(swap: Swap) -> Text:
     """What became of the second plan, in one line."""
-    said = f"planned again: {swap.outcome.value}"
-    said += f" at call {swap.call}" * bool(swap.call) + f", back at call {swap.back}" * bool(swap.back)
+    outcome, came, rest = swap.outcome.value.partition(SwapOutcome.SWAPPED.value)
+    said = f"planned again: {outcome}{came}" + f" at call {swap.call}" * bool(swap.call) + rest
+    said += f" at call {swap.back}" * bool(swap.back)
     if swap.after_ns:
         said += f"; step {duration(swap.before_ns)} before, {duration(swap.after_ns)} after"
     said += f"; its planned peak {size(swap.peak_bytes)}" * bool(swap.peak_bytes and swap.call)
-    said += f"; {swap.why}" * bool(swap.why) + f"; plan in {swap.plan}" * bool(swap.plan)
+    said += f"; {swap.why}" * bool(swap.why) + f"; {_whose(swap)} in {swap.plan}" * bool(swap.plan)
     return Text(said, style="green" if swap.outcome is SwapOutcome.KEPT else "yellow")
 
 
