@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -125,8 +127,25 @@ def test_compile_rows() -> None:
     default = {"layers": 2, "compiler": "default", "cpu_s": 3.0, "functions": 24, "wall_s": 4.0}
     default |= {"passes_s": {}, "peak_bytes": 100}
     ours = {**default, "compiler": "ours", "passes_s": {"bucket": 0.5, "reorder": 1.5}, "peak_bytes": 110}
+    ours |= {"cpu_s": 3.3, "spread_s": [3.1, 4.0]}
     cells = bench_compile.compile_cells(ours, default, 7)
-    assert cells == ["2", "7", "ours", "3.0", "24", "4.0", "2.00", "50.0%", "reorder 1.50", "0", "1.100"]
+    times = ["3.3", "3.1-4.0", "1.100"]
+    assert cells == ["2", "7", "ours", *times, "24", "4.0", "2.00", "50.0%", "reorder 1.50", "0", "1.100"]
+
+
+def test_compilations_take_turns() -> None:
+    """The run of median processor time counts, with all that was measured of it."""
+    order: list[bool] = []
+
+    def compiling(layers: int, ours: bool, timeout_s: int) -> dict[str, Any]:
+        order.append(ours)
+        return {"layers": layers, "cpu_s": {1: 5.0, 2: 9.0, 3: 7.0}[order.count(ours)] + ours, "run": order.count(ours)}
+
+    with mock.patch.object(bench_compile, "compiling", compiling):
+        default, ours = bench_compile.turns(2, 3, 60)
+    assert order == [False, True] * 3
+    assert default == {"layers": 2, "cpu_s": 7.0, "run": 3, "spread_s": [5.0, 9.0]}
+    assert ours == {"layers": 2, "cpu_s": 8.0, "run": 3, "spread_s": [6.0, 10.0]}
 
 
 def test_redistribution_rows() -> None:

@@ -9,6 +9,7 @@ default Inductor and with ours in turn.
 
 from __future__ import annotations
 
+import compileall
 import json
 import math
 import subprocess
@@ -45,6 +46,8 @@ COMPILE_HEADER = (
     "nodes",
     "compiler",
     "processor s",
+    "spread",
+    "/ default",
     "C++ functions",
     "wall s",
     "our passes s",
@@ -90,6 +93,8 @@ def compiling(layers: int, ours: bool, timeout_s: int) -> dict[str, Any]:
     Raises:
         RuntimeError: it failed; with the end of its output.
     """
+    # An installed package has its bytecode, a checkout may be told to write none. Files that have it are left alone.
+    compileall.compile_dir(ROOT / "inductor_passes", quiet=2)
     with tempfile.TemporaryDirectory() as cache:
         variables = {
             **environment(),
@@ -105,6 +110,20 @@ def compiling(layers: int, ours: bool, timeout_s: int) -> dict[str, Any]:
         raise RuntimeError(f"compiling {layers} layers ended with {done.returncode}: {done.stderr[-2000:]}")
     row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return row
+
+
+def turns(layers: int, rounds: int, timeout_s: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Default Inductor's and our compilation of median processor time, of so many each, in turns.
+
+    ``spread_s`` is the least and the most processor time of them.
+    """
+    runs = [[compiling(layers, ours, timeout_s) for ours in (False, True)] for _ in range(rounds)]
+    found = []
+    for side in zip(*runs, strict=True):
+        ordered = sorted(side, key=lambda row: float(row["cpu_s"]))
+        found.append({**ordered[len(ordered) // 2], "spread_s": [ordered[0]["cpu_s"], ordered[-1]["cpu_s"]]})
+    default, ours = found
+    return default, ours
 
 
 def plan_cells(row: dict[str, Any]) -> list[str]:
@@ -124,6 +143,8 @@ def compile_cells(row: dict[str, Any], default: dict[str, Any], nodes: int) -> l
         str(nodes),
         row["compiler"],
         f"{row['cpu_s']:.1f}",
+        "-".join(f"{s:.1f}" for s in row.get("spread_s", ())) or "-",
+        f"{row['cpu_s'] / default['cpu_s']:.3f}",
         str(row["functions"]),
         f"{row['wall_s']:.1f}",
         f"{ours:.2f}" if passes else "-",
@@ -167,6 +188,7 @@ def compile_time(
     ] = None,
     only_whole_pass: Annotated[bool, typer.Option(help="Measure nothing but the whole FX pass; no page.")] = False,
     layers: Annotated[list[int] | None, typer.Option(help="Depths to compile; repeatable. Default: 2 4 8 16.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Compilations of each side per depth, in turns.")] = 3,
     timeout_s: Annotated[int, typer.Option(min=1, help="Per compilation.")] = 1800,
     out: Annotated[Path, typer.Option(help="Folder for the page, its figures and its chart.")] = RESULTS,
 ) -> None:
@@ -191,7 +213,7 @@ def compile_time(
     compiled: list[dict[str, Any]] = []
     rows: list[list[str]] = []
     for depth in layers or (2, 4, 8, 16):
-        default, ours = (compiling(depth, which, timeout_s) for which in (False, True))
+        default, ours = turns(depth, rounds, timeout_s)
         compiled += [default, ours]
         rows += [compile_cells(row, default, ours["nodes"]) for row in (default, ours)]
     view = Table(*COMPILE_HEADER, title="whole compilations")
@@ -217,9 +239,10 @@ def compile_time(
         "## Whole compilations",
         "",
         "Forward and backward of a small Llama under `simple_fsdp` in a fake process group of 8 ranks, each in a "
-        "process of its own with empty caches. Processor time includes the C++ compiler's, whose work grows with the "
-        "number of C++ functions, large or small. The planner's core and Inductor's precompiled headers are kept "
-        "outside of these caches, so only the first compilation of a machine pays for them. `our passes` is by the "
+        f"process of its own with empty caches; of {rounds} each, in turns, the one of median processor time, and the "
+        "least and the most. Processor time includes the C++ compiler's, whose work grows with the number of C++ "
+        "functions, large or small. The planner's core, Inductor's precompiled headers and our package's bytecode are "
+        "kept outside of these caches: only the first compilation of a machine pays for them. `our passes` is by the "
         "watch (planning, rewriting and verifying, as far as the reports time it), `share` is its share of the wall "
         "time. The peak is the process's resident set.",
         "",
