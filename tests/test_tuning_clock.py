@@ -244,7 +244,7 @@ def test_the_report_has_a_table_of_what_was_measured(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as out:
         Console(file=out, width=160).print(render_graph(report))
     text = (tmp_path / "out").read_text()
-    parts = ("measured in 5 steps of 2 ranks", "late peer", "30 ms, rank 1 last")
+    parts = ("measured in 5 steps of 2 ranks (0-1): step", "late peer", "30 ms, rank 1 last")
     swapped = "planned again: swapped in at call 59, faster; step 9 ms before, 7 ms after; its planned peak 5 MiB"
     for part in (*parts, "corrected cost profile abc: tuned.json", swapped, "; plan in plan.json"):
         assert part in text, text

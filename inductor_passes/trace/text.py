@@ -81,7 +81,7 @@ def render_graph(report: GraphReport, *, title: str = "", top: int | None = None
 
 def _timing(timing: Timing, top: int | None) -> list[RenderableType]:
     """What the setting ``tune`` measured: the step, each collective, each class of kernels."""
-    of = f"rank {timing.ranks[0]}" if len(timing.ranks) == 1 else f"{len(timing.ranks)} ranks"
+    of = f"rank {timing.ranks[0]}" if len(timing.ranks) == 1 else f"{len(timing.ranks)} ranks ({_listed(timing.ranks)})"
     off = percent(abs(timing.measured_ns - timing.predicted_ns) / timing.measured_ns if timing.measured_ns else None)
     parts: list[RenderableType] = [
         Text(
@@ -221,9 +221,14 @@ def _relative(one: Change) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
+    return f"ranks {_listed(ranks)}, same plan"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    """``0-3``, or one by one where some are missing."""
     if list(ranks) == list(range(ranks[0], ranks[0] + len(ranks))):
-        return f"ranks {ranks[0]}-{ranks[-1]}, same plan"
-    return f"ranks {', '.join(map(str, ranks))}, same plan"
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ", ".join(map(str, ranks))
 
 
 def _unplanned(report: GraphReport) -> str:
