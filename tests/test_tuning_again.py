@@ -231,6 +231,20 @@ def test_a_second_plan_that_adds_in_another_order_is_refused(tmp_path: Path) -> 
     assert str(found[1]) == "with the corrected profile it would add up in another order"
 
 
+def test_sums_of_two_ranks_may_be_carried_out_in_another_way(tmp_path: Path) -> None:
+    """Found: where the corrected profile preferred exchanges to reductions, a graph was not planned again."""
+    plain = CostProfile.load(save_profile(tmp_path / "plain.json", 100_000, 10.0, 0, 0.0))
+    (group,) = plain.groups
+    slower = {"reduce_scatter": 5}
+    costs = (replace(c, alpha_ns=c.alpha_ns * slower.get(c.kind, 1)) for c in group.costs)
+    slow = replace(plain, groups=(replace(group, costs=tuple(costs)),))
+    slow.save(tmp_path / "slow.json")
+    with compiled(str(tmp_path / "plain.json")) as kept:
+        found = on_a_thread(kept[1], str(tmp_path / "slow.json"))
+    assert isinstance(found, New) and found.planned is not None, found
+    assert "all_to_all" in {one.kind for one in found.planned.collectives}
+
+
 def anything(question: Question, *, partition: Partition, before: object) -> list[list[Candidate]]:
     """In the place of a partition that leaves sums as they are."""
     return partition(question)

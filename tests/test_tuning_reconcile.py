@@ -17,7 +17,7 @@ from inductor_passes.tuning.compare import timing
 from inductor_passes.tuning.correct import as_calibrated, corrected
 from inductor_passes.tuning.plan import Call, Planned
 from inductor_passes.tuning.reconcile import AT_MOST, MEASURED, SHARED, UNKNOWN, account, of_own_calls
-from tests.support.tuned import MS, US, World, plan
+from tests.support.tuned import MS, US, World, measured, plan
 
 clocks = st.integers(-(10**15), 10**15)
 
@@ -392,3 +392,59 @@ def test_a_wait_behind_that_of_a_later_collective_shows_nothing_of_the_first() -
     first, second = account(swapped, world.records(swapped)).transfers
     assert (first.known, second.known) == (SHARED, SHARED)
     assert first.transfer_ns + second.transfer_ns == pytest.approx(8 * MS, abs=2) and first.stall_ns == 0
+
+
+def served(issued: dict[int, int], ready: dict[int, int], took: dict[int, int]) -> dict[int, int]:
+    """When each of a rank's transfers ends: of those that all members have issued its link serves the first issued."""
+    ends: dict[int, int] = {}
+    free = 0
+    while len(ends) < len(issued):
+        left = [k for k in issued if k not in ends]
+        now = max(free, min(ready[k] for k in left))
+        k = min((k for k in left if ready[k] <= now), key=lambda k: issued[k])
+        free = ends[k] = now + took[k]
+    return ends
+
+
+@pytest.mark.parametrize("late_us", [0, 300, 2000, 20_000])
+def test_what_waits_for_a_late_peer_lets_others_by(late_us: int) -> None:
+    """Found with FSDP x TP on four ranks: gathers of weights counted as long as what the link served before them.
+
+    Each rank issues a gather with one peer, then one with another; ranks 2 and 3 are late. On ranks 0 and 1 the link
+    serves the second gather meanwhile, on ranks 2 and 3 the first one. Then all ranks stand still for two more.
+    """
+    took, peers = {0: MS, 1: 6 * MS, 2: MS, 3: MS}, (2, 1, 2, 1)
+    planned = plan([2 * ns for ns in took.values()], [100 * US] * 4)
+    names = [planned.problem.tasks[call.tasks[0]].name for call in planned.calls]
+    said = ("s0", "s1", "w1", "mm1", "w0", "mm0", "s2", "w2", "mm2", "s3", "w3", "mm3")
+    order = [planned.order[names.index(one)] for one in said]
+    calls = [plans.Call(planned.calls[planned.order.index(t)].name, (t,)) for t in order]
+    late = [late_us * US * (rank > 1) for rank in range(4)]
+    ends = [dict.fromkeys(took, 0) for _ in range(4)]
+    rows: list[list[tuple[int, int]]] = []
+    # What a rank issues depends on what it waited for, and that on when others issue.
+    for _ in range(20):
+        rows, issued = [], list[dict[int, int]]()
+        for rank in range(4):
+            at, row, mine = late[rank], list[tuple[int, int]](), dict[int, int]()
+            for t in order:
+                task, begin = planned.problem.tasks[t], at
+                if task.name.startswith("s"):
+                    mine[t] = at = at + 10 * US
+                else:
+                    at = max(at + 5 * US, ends[rank][task.start]) if task.name.startswith("w") else at + 100 * US
+                row.append((begin, at))
+            rows.append(row)
+            issued.append(mine)
+        ready = [{k: max(issued[rank][k], issued[rank ^ peers[k]][k]) for k in took} for rank in range(4)]
+        ends = [served(issued[rank], ready[rank], took) for rank in range(4)]
+    found = []
+    for rank in range(4):
+        groups = [tuple(sorted((rank, rank ^ peer))) for peer in peers]
+        collectives = [dataclasses.replace(c, ranks=g) for c, g in zip(planned.collectives, groups)]
+        mine_too = plans.Planned.of(planned.about, calls, collectives, planned.problem, order)
+        steps = [[(b + step * 100 * MS, e + step * 100 * MS) for b, e in rows[rank]] for step in range(5)]
+        found.append(measured(mine_too, rank, [late[rank] + step * 100 * MS for step in range(5)], steps))
+    transfers = account(mine_too, found).transfers
+    for one, ns in zip(transfers, took.values()):
+        assert one.known in (MEASURED, SHARED) and one.transfer_ns == pytest.approx(ns, rel=0.25), transfers

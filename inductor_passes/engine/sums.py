@@ -28,14 +28,19 @@ def adds_in_some_order(one: Collective) -> bool:
     return one.reduce_op not in _ANY_ORDER and inexact and len(one.group.ranks) > 2
 
 
-def arithmetic(view: GraphView) -> Counter[str]:
-    """What a graph adds up and multiplies, as text, with how often. Equal where last bits are."""
+def arithmetic(view: GraphView, *, exact: bool) -> Counter[str]:
+    """What a graph adds up and multiplies, as text, with how often. Equal where last bits are.
+
+    Args:
+        exact: passes only move data: sums of two ranks then have equal bits however they are carried out.
+    """
     found: Counter[str] = Counter()
     for one in view.collectives:
         members = members_of(one.start)
-        for together in [members] if adds_in_some_order(one) else [(member,) for member in members]:
-            if one.reduce_op not in _ANY_ORDER:
-                found[f"{one.reduce_op} {one.dtypes[0]} {one.group.ranks} {together}"] += 1
+        if adds_in_some_order(one):
+            found[f"{one.reduce_op} {one.dtypes[0]} {one.group.ranks} {members}"] += 1
+        elif one.reduce_op not in _ANY_ORDER and not exact:
+            found.update(f"{one.reduce_op} {one.dtypes[0]} {one.group.ranks} {member}" for member in members)
     for node in view.nodes:
         if node.op == "call_function" and _torch.op_name(node.target) in _PRODUCTS:
             shapes = [tuple(value.shape) for value in map(_value, node.all_input_nodes) if value is not None]

@@ -2,9 +2,10 @@
 
 Of a collective the ranks know when they had issued it and, where they stood still in its wait, when it ended. On one
 clock (``align``) it began when its last member had issued it and its link was free, so what a rank waited for a late
-peer is told apart from what the transfer took. A link serves in order of issue: where a stall shows when one transfer
-ended, it and those before it whose end nobody saw filled the link together and share that time as they were predicted
-to. A transfer whose end nobody saw took at most until its first wait returned.
+peer is told apart from what the transfer took. A link serves in order of issue what all members have issued; what waits
+for a late peer lets others by. Where a stall shows when one transfer ended, it and those served before it whose end
+nobody saw filled the link together and share that time as they were predicted to. A transfer whose end nobody saw took
+at most until its first wait returned.
 
 A call is charged with the time since the call before it, in which the host prepared it, and a collective with what its
 waits cost where nobody stands still. So kernels, issues and stalls add up to the step.
@@ -16,8 +17,9 @@ Where shards are uneven a rank has kernels of its own, which pad: kernels are th
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -266,7 +268,8 @@ class _Transfers:
     def all(self) -> list[Transfer]:
         """Of every collective, medians over the steps, of the slowest instance."""
         paths = sorted({r.groups for r in self.records.values()})
-        served = [(path, [self._served(step, path) for step in self.steps]) for path in paths]
+        busy = [self._busy(step, paths) for step in self.steps]
+        served = [(path, [self._served(step, path, busy[step]) for step in self.steps]) for path in paths]
         return [self._one(k, served) for k in self.collectives]
 
     def _one(self, k: int, served: Sequence[tuple[Any, Sequence[Mapping[int, tuple[int, int]]]]]) -> Transfer:
@@ -361,22 +364,71 @@ class _Transfers:
         over = [] if found is None else [at for at in (found.latest, found.end) if at is not None]
         return None if found is None or not over else max(0, min(over) - found.ready)
 
-    def _served(self, step: int, path: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, int]]:
+    def _served(
+        self, step: int, path: Sequence[tuple[int, ...]], busy: Mapping[tuple[int, tuple[int, ...]], int]
+    ) -> dict[int, tuple[int, int]]:
         """(ns on the link, how many share the measurement) of the transfers of a step whose time can be told.
 
         Args:
             path: the instance of each collective that is looked at.
+            busy: see :meth:`_busy`.
         """
+        found: dict[int, tuple[int, int]] = {}
+        for queue, at in self._queues(step, path):
+            found |= self._queue(queue, at, {k: busy[k, path[k]] for k in queue if (k, path[k]) in busy})
+        return found
+
+    def _queues(self, step: int, path: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], dict[int, _Seen]]]:
+        """Per link the collectives in the order in which it served them, and what was seen of them."""
         links: dict[str, list[int]] = {}
         for k in self.collectives:
             links.setdefault(self.planned.link_of[k], []).append(k)
-        found: dict[int, tuple[int, int]] = {}
         for queue in links.values():
             at = {k: seen for k in queue if (seen := self._seen(step, k, path[k])) is not None}
-            found |= self._queue([k for k in queue if k in at], at)
+            yield self._in_service([k for k in queue if k in at], at), at
+
+    def _busy(self, step: int, paths: Sequence[Sequence[tuple[int, ...]]]) -> dict[tuple[int, tuple[int, ...]], int]:
+        """Until when the link of some member of an instance had others to serve before it, as far as ends were seen."""
+        found: dict[tuple[int, tuple[int, ...]], int] = {}
+        for path in paths:
+            for queue, at in self._queues(step, path):
+                # What ends behind a later one was waited for late.
+                first, ends = None, dict[int, int]()
+                for k in reversed(queue):
+                    end = at[k].end
+                    if end is not None and (first is None or end < first):
+                        ends[k] = first = end
+                free: int | None = None
+                for k in queue:
+                    if free is not None:
+                        found[k, path[k]] = max(free, found.get((k, path[k]), free))
+                    free = ends.get(k, free)
         return found
 
-    def _queue(self, queue: Sequence[int], at: Mapping[int, _Seen]) -> dict[int, tuple[int, int]]:
+    def _in_service(self, queue: Sequence[int], at: Mapping[int, _Seen]) -> list[int]:
+        """In the order in which the link served them: of those that all members had issued, the first that was issued.
+
+        Groups of a rank have other peers, which are late at other times, so a rank's order of issue is not the link's.
+        Where nobody saw an end, the link was free again when it was predicted to be. O(n log n).
+        """
+        coming = deque(sorted(range(len(queue)), key=lambda place: at[queue[place]].ready))
+        waiting: list[int] = []
+        order: list[int] = []
+        free = 0
+        while coming or waiting:
+            if not waiting:
+                free = max(free, at[queue[coming[0]]].ready) if order else at[queue[coming[0]]].ready
+            while coming and at[queue[coming[0]]].ready <= free:
+                heapq.heappush(waiting, coming.popleft())
+            k = queue[heapq.heappop(waiting)]
+            end = at[k].end
+            free = free + self._predicted_ns(k) if end is None else max(free, end)
+            order.append(k)
+        return order
+
+    def _queue(
+        self, queue: Sequence[int], at: Mapping[int, _Seen], busy: Mapping[int, int]
+    ) -> dict[int, tuple[int, int]]:
         found: dict[int, tuple[int, int]] = {}
         run: list[int] = []
         free: int | None = None
@@ -397,6 +449,9 @@ class _Transfers:
                 continue
             ready = at[run[0]].ready
             begin = ready if free is None else max(ready, free)
+            if begin < busy.get(run[0], begin) < end:
+                # The link of another member was not free yet.
+                begin = busy[run[0]]
             if len(run) == 1:
                 found[k] = (max(0, end - begin), 1)
             else:

@@ -91,7 +91,7 @@ class World:
                 begins[rank].append(now + self.late_ns[rank] + self.clocks_ns[rank])
                 rows[rank].append([(b + self.clocks_ns[rank], e + self.clocks_ns[rank]) for b, e in times[rank]])
             now = max(one[-1][1] for one in times) + MS
-        return [_record(planned, rank, begins[rank], rows[rank]) for rank in ranks]
+        return [measured(planned, rank, begins[rank], rows[rank]) for rank in ranks]
 
     def _step(self, planned: Planned, now: int, rng: random.Random) -> list[list[tuple[int, int]]]:
         """Per rank the true (begin, end) of each call. All ranks go through the calls together."""
@@ -137,7 +137,8 @@ class World:
         return round(now + work_ns)
 
 
-def _record(planned: Planned, rank: int, begins: list[int], rows: list[list[tuple[int, int]]]) -> Record:
+def measured(planned: Planned, rank: int, begins: list[int], rows: list[list[tuple[int, int]]]) -> Record:
+    """What a rank says whose calls began and ended so in each step."""
     from inductor_passes.tuning.record import record_of
     from inductor_passes.tuning.tape import Step
 
