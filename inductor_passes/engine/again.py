@@ -130,7 +130,7 @@ class _Again:
         done.again = True
         done.participants = kept.participants
         planned = GraphView(graph)
-        if arithmetic(planned, exact=kept.settings.tier != "reassociate") != kept.arithmetic:
+        if arithmetic(planned, kept.settings.tier) != kept.arithmetic:
             self._stop("with the corrected profile it would add up in another order")
         self._sent = messages(planned)
         self._buckets = following.places(view.collectives, done.buckets)

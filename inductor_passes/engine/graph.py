@@ -50,6 +50,7 @@ from inductor_passes.verify import rank_check
 #: Where a graph module carries its compilation from the FX passes to the scheduler hook.
 META_KEY = "inductor_passes"
 
+_UNKEPT = "keeping the graph failed"
 _NOT_ALIKE = "the ranks are not known to have the same graph"
 
 
@@ -132,7 +133,7 @@ def _kept(
     """The graph as it came, where it may be planned again while it runs; else why not, or ""."""
     if not settings.tune or settings.tune_swap != "on":
         return ""
-    found: Kept | str = "keeping the graph failed"
+    found: Kept | str = _UNKEPT
     with guarded("keeping a graph to plan it again", "it keeps its first plan", settings):
         found = kept(graph, view, settings, profile, described, again.compile_again)
     return found
@@ -191,8 +192,11 @@ def _decide(
             variants.remember(about, variant)
         if isinstance(came_as, Kept):
             # Whether another graph that sends the same may still be called is looked at when it is planned again.
-            alike_on_all = agreed.agreed and compilation.known.agreed
-            came_as = came_as.of(compilation, about, variant, after) if alike_on_all else _NOT_ALIKE
+            kept_graph, came_as = came_as, _NOT_ALIKE
+            if agreed.agreed and compilation.known.agreed:
+                came_as = _UNKEPT
+                with guarded("keeping a graph to plan it again", "it keeps its first plan", job.settings):
+                    came_as = kept_graph.of(compilation, about, variant, after)
         compilation.kept = came_as
     return compilation
 

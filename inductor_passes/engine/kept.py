@@ -98,7 +98,7 @@ class Kept:
             return "its messages are narrowed"
         self.about, self.variant = about, variant
         self.report, self.known = compilation.report, compilation.known
-        self.arithmetic = arithmetic(view, exact=self.settings.tier != "reassociate")
+        self.arithmetic = arithmetic(view, self.settings.tier)
         return self
 
     def compile(self, profile: CostProfile) -> New:

@@ -12,6 +12,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
+from inductor_passes.config import Tier
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.rewriting.messages import members_of
 
@@ -22,32 +23,29 @@ _PRODUCTS = frozenset(
 )
 
 
-def adds_in_some_order(one: Collective) -> bool:
+def _depends_on_message(one: Collective) -> bool:
     """Whether the last bits of its result depend on what it travels with."""
     inexact = any(dtype.is_floating_point or dtype.is_complex for dtype in one.dtypes)
     return one.reduce_op not in _ANY_ORDER and inexact and len(one.group.ranks) > 2
 
 
-def arithmetic(view: GraphView, *, exact: bool) -> Counter[str]:
+def arithmetic(view: GraphView, tier: Tier) -> Counter[str]:
     """What a graph adds up and multiplies, as text, with how often. Equal where last bits are.
 
     Args:
-        exact: passes only move data: sums of two ranks then have equal bits however they are carried out.
+        tier: of the rewrites. Those that only move data leave sums of two ranks their bits.
     """
     found: Counter[str] = Counter()
     for one in view.collectives:
         members = members_of(one.start)
-        if adds_in_some_order(one):
-            found[f"{one.reduce_op} {one.dtypes[0]} {one.group.ranks} {members}"] += 1
-        elif one.reduce_op not in _ANY_ORDER and not exact:
-            found.update(f"{one.reduce_op} {one.dtypes[0]} {one.group.ranks} {member}" for member in members)
+        about = f"{one.reduce_op} {sorted({*map(str, one.dtypes)})} {one.group.ranks}"
+        if _depends_on_message(one):
+            found[f"{about} {members}"] += 1
+        elif one.reduce_op not in _ANY_ORDER and tier == "reassociate":
+            found.update(f"{about} {member}" for member in members)
     for node in view.nodes:
         if node.op == "call_function" and _torch.op_name(node.target) in _PRODUCTS:
-            shapes = [tuple(value.shape) for value in map(_value, node.all_input_nodes) if value is not None]
+            operands = (n.meta.get("val") for n in node.all_input_nodes)
+            shapes = [tuple(one.shape) for one in operands if isinstance(one, torch.Tensor)]
             found[f"{_torch.op_name(node.target)} {shapes}"] += 1
     return found
-
-
-def _value(node: torch.fx.Node) -> torch.Tensor | None:
-    value = node.meta.get("val")
-    return value if isinstance(value, torch.Tensor) else None

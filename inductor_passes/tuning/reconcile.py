@@ -1,11 +1,11 @@
 """One account of what several ranks measured of a graph.
 
 Of a collective the ranks know when they had issued it and, where they stood still in its wait, when it ended. On one
-clock (``align``) it began when its last member had issued it and its link was free, so what a rank waited for a late
-peer is told apart from what the transfer took. A link serves in order of issue what all members have issued; what waits
-for a late peer lets others by. Where a stall shows when one transfer ended, it and those served before it whose end
-nobody saw filled the link together and share that time as they were predicted to. A transfer whose end nobody saw took
-at most until its first wait returned.
+clock (``align``) it began when its last member had issued it and its members' links were free, so what a rank waited
+for a late peer is told apart from what the transfer took. A link serves in order of issue what all members have issued;
+what waits for a late peer lets others by. Where a stall shows when one transfer ended, it and those served before it
+whose end nobody saw filled the link together and share that time as they were predicted to. A transfer whose end nobody
+saw took at most until its first wait returned.
 
 A call is charged with the time since the call before it, in which the host prepared it, and a collective with what its
 waits cost where nobody stands still. So kernels, issues and stalls add up to the step.
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
@@ -245,6 +245,12 @@ class _Seen:
     stood: int = 0
 
 
+#: The instance of each collective that some rank has.
+_Path = tuple[tuple[int, ...], ...]
+#: Collectives of a link in the order in which it served them, and what was seen of them.
+_Queue = tuple[list[int], dict[int, _Seen]]
+
+
 class _Transfers:
     """The collectives of all steps on one clock.
 
@@ -268,8 +274,9 @@ class _Transfers:
     def all(self) -> list[Transfer]:
         """Of every collective, medians over the steps, of the slowest instance."""
         paths = sorted({r.groups for r in self.records.values()})
-        busy = [self._busy(step, paths) for step in self.steps]
-        served = [(path, [self._served(step, path, busy[step]) for step in self.steps]) for path in paths]
+        queues = [{path: self._queues(step, path) for path in paths} for step in self.steps]
+        busy = [self._busy(one) for one in queues]
+        served = [(path, [self._served(path, queues[s][path], busy[s]) for s in self.steps]) for path in paths]
         return [self._one(k, served) for k in self.collectives]
 
     def _one(self, k: int, served: Sequence[tuple[Any, Sequence[Mapping[int, tuple[int, int]]]]]) -> Transfer:
@@ -365,33 +372,36 @@ class _Transfers:
         return None if found is None or not over else max(0, min(over) - found.ready)
 
     def _served(
-        self, step: int, path: Sequence[tuple[int, ...]], busy: Mapping[tuple[int, tuple[int, ...]], int]
+        self, path: _Path, queues: Sequence[_Queue], busy: Mapping[tuple[int, tuple[int, ...]], int]
     ) -> dict[int, tuple[int, int]]:
         """(ns on the link, how many share the measurement) of the transfers of a step whose time can be told.
 
         Args:
             path: the instance of each collective that is looked at.
-            busy: see :meth:`_busy`.
+            queues / busy: see the methods.
         """
         found: dict[int, tuple[int, int]] = {}
-        for queue, at in self._queues(step, path):
+        for queue, at in queues:
             found |= self._queue(queue, at, {k: busy[k, path[k]] for k in queue if (k, path[k]) in busy})
         return found
 
-    def _queues(self, step: int, path: Sequence[tuple[int, ...]]) -> Iterator[tuple[list[int], dict[int, _Seen]]]:
+    def _queues(self, step: int, path: _Path) -> list[_Queue]:
         """Per link the collectives in the order in which it served them, and what was seen of them."""
         links: dict[str, list[int]] = {}
         for k in self.collectives:
             links.setdefault(self.planned.link_of[k], []).append(k)
+        found = []
         for queue in links.values():
             at = {k: seen for k in queue if (seen := self._seen(step, k, path[k])) is not None}
-            yield self._in_service([k for k in queue if k in at], at), at
+            found.append((self._in_service([k for k in queue if k in at], at), at))
+        return found
 
-    def _busy(self, step: int, paths: Sequence[Sequence[tuple[int, ...]]]) -> dict[tuple[int, tuple[int, ...]], int]:
+    @staticmethod
+    def _busy(every: Mapping[_Path, Sequence[_Queue]]) -> dict[tuple[int, tuple[int, ...]], int]:
         """Until when the link of some member of an instance had others to serve before it, as far as ends were seen."""
         found: dict[tuple[int, tuple[int, ...]], int] = {}
-        for path in paths:
-            for queue, at in self._queues(step, path):
+        for path, queues in every.items():
+            for queue, at in queues:
                 # What ends behind a later one was waited for late.
                 first, ends = None, dict[int, int]()
                 for k in reversed(queue):
@@ -414,10 +424,10 @@ class _Transfers:
         coming = deque(sorted(range(len(queue)), key=lambda place: at[queue[place]].ready))
         waiting: list[int] = []
         order: list[int] = []
-        free = 0
+        free = min((seen.ready for seen in at.values()), default=0)
         while coming or waiting:
             if not waiting:
-                free = max(free, at[queue[coming[0]]].ready) if order else at[queue[coming[0]]].ready
+                free = max(free, at[queue[coming[0]]].ready)
             while coming and at[queue[coming[0]]].ready <= free:
                 heapq.heappush(waiting, coming.popleft())
             k = queue[heapq.heappop(waiting)]
