@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from inductor_passes import config as config
     from inductor_passes.adoption import AdoptError as AdoptError
     from inductor_passes.adoption import adopt as adopt
-    from inductor_passes.config import ConfigError as ConfigError
     from inductor_passes.config import PassConfig as PassConfig
     from inductor_passes.emulation import link as emulated_link
     from inductor_passes.explanation import explain as explain
     from inductor_passes.plugin import compile_options as options
     from inductor_passes.redistribute.plan import plan_redistribution as plan_redistribution
     from inductor_passes.redistribute.prepare import prepare_groups as prepare_groups
+    from inductor_passes.settings.errors import ConfigError as ConfigError
     from inductor_passes.simple_fsdp import add_feedback as add_feedback
     from inductor_passes.simple_fsdp import reset_feedback as reset_feedback
     from inductor_passes.simple_fsdp import simple_fsdp as simple_fsdp

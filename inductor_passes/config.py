@@ -12,338 +12,34 @@ import dataclasses
 import difflib
 import importlib.util
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from inductor_passes import switch
-from inductor_passes.records.convert import shown
-from inductor_passes.records.errors import MeantError
 from inductor_passes.records.words import NATIVE, Effort
+from inductor_passes.settings import counts
+from inductor_passes.settings.async_tp import AsyncTp, AsyncTpLowering, AsyncTpOverrides
+from inductor_passes.settings.budget import DEFAULT_BUDGET, MemoryBudget
+from inductor_passes.settings.errors import MOST_SHOWN, ConfigError
+from inductor_passes.settings.narrowing import Narrowing, measured_every, rules_as_text
+from inductor_passes.settings.redistribution import FOLLOWS, Numerics, Redistribution, Tier
 
 #: Prefix of our keys among ``torch.compile(options=...)``.
 PREFIX = "inductor_passes."
 #: ``INDUCTOR_PASSES=1`` enables the plugin; ``INDUCTOR_PASSES_<FIELD>=value`` sets a field.
 ENV = switch.ENV
 
-_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
-# Numbers of thousands of digits are no sizes, and converting them raises errors of other kinds.
-_PERCENT = re.compile(r"([+-])\s*(\d{1,15}(?:\.\d{1,15})?)\s*%", re.ASCII)
-_BYTES = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([a-zA-Z]+)", re.ASCII)
-_LARGER = re.compile(r"\+\s*(\d{1,15}(?:\.\d{1,15})?)\s*%\s+or\s+" + _BYTES.pattern, re.ASCII)
-#: A share alone would leave a small graph no room for a second message: its whole peak is a few of them.
-DEFAULT_BUDGET = "+5% or 1MiB"
-
-
-#: Longer values are cut in messages.
-MOST_SHOWN = 500
-
-
-class ConfigError(MeantError, ValueError):
-    """A setting that does not exist or has a value that is not allowed. Names key, value and what is allowed."""
-
-    def __init__(self, key: str, value: object, allowed: str) -> None:
-        super().__init__(f"inductor_passes: {key}={shown(value, MOST_SHOWN)} is not allowed; expected {allowed}")
-        self.key = key
-        self.value = value
-        self.allowed = allowed
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """How far the peak of a plan may go above what its input needs, or how far it has to stay below.
-
-    Exactly one of the forms is set: ``fraction`` of that on top of it ("0" is the fraction 0, "-30%" is -3/10),
-    ``extra_bytes`` on top of it ("2GiB"), ``absolute_bytes`` in all ("=12GiB"), or ``unlimited``. Beside a fraction
-    ``floor_bytes`` on top are always allowed ("+5% or 1MiB": the larger of both).
-    """
-
-    fraction: Fraction | None = None
-    extra_bytes: int | None = None
-    unlimited: bool = False
-    absolute_bytes: int | None = None
-    floor_bytes: int = 0
-
-    ALLOWED = (
-        '"0", "+5%" (of the input\'s peak), "2GiB" (on top of it), "+5% or 1MiB" (the larger of both), "unlimited", '
-        '"-30%" (below the step\'s peak; less than 100%) or "=12GiB" (the step\'s peak)'
-    )
-
-    @property
-    def shrinks(self) -> bool:
-        """Whether the step may have to need less than as it came: then activations are computed again."""
-        return self.absolute_bytes is not None or (self.fraction is not None and self.fraction < 0)
-
-    @staticmethod
-    def parse(value: object, key: str = "memory_budget") -> MemoryBudget:
-        """Parse "0", "+5%", "512MiB", "2GiB", "+5% or 1MiB", "unlimited", "-30%" or "=12GiB".
-
-        Raises:
-            ConfigError: anything else; a bare number other than 0 has no unit and is refused.
-        """
-        text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
-        if text == "0":
-            return MemoryBudget(fraction=Fraction(0))
-        if text.lower() == "unlimited":
-            return MemoryBudget(unlimited=True)
-        if (match := _LARGER.fullmatch(text)) and match[3].upper() in _UNITS:
-            floor = int(Fraction(match[2]) * _UNITS[match[3].upper()])
-            return MemoryBudget(fraction=Fraction(match[1]) / 100, floor_bytes=floor)
-        if match := _PERCENT.fullmatch(text):
-            share = Fraction(match[1] + match[2]) / 100
-            if share > -1:
-                return MemoryBudget(fraction=share)
-        sign = text[0] if text.startswith(("+", "=")) else ""
-        if (match := _BYTES.fullmatch(text.removeprefix(sign).strip())) and match[2].upper() in _UNITS:
-            size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
-            if sign != "=":
-                return MemoryBudget(extra_bytes=size)
-            if size:
-                return MemoryBudget(absolute_bytes=size)
-        raise ConfigError(key, value, MemoryBudget.ALLOWED)
-
-    def limit_bytes(self, least_peak_bytes: int) -> int | None:
-        """The cap on the peak in bytes for a program that needs ``least_peak_bytes``."""
-        if self.unlimited:
-            return None
-        if self.absolute_bytes is not None:
-            return self.absolute_bytes
-        if self.extra_bytes is not None:
-            return least_peak_bytes + self.extra_bytes
-        assert self.fraction is not None
-        share = int(least_peak_bytes * self.fraction)
-        return least_peak_bytes + (max(share, self.floor_bytes) if self.floor_bytes else share)
-
-
-Numerics = Literal["exact", "reassociate"]
-Tier = Literal["exact", "reassociate", "off"]
-#: A setting with this value follows ``numerics``.
-FOLLOWS = "numerics"
-
-
-@dataclass(frozen=True)
-class Redistribution:
-    """What may be rewritten, and which redistributions are refused.
-
-    Attributes:
-        tier: ``exact``, ``reassociate`` or ``off``; None: what ``numerics`` says.
-        limit_bytes: implicit redistributions that send more than this per rank are an error; None: none is.
-    """
-
-    tier: Tier | None = None
-    limit_bytes: int | None = None
-
-    ALLOWED = (
-        '"numerics", "exact", "reassociate" or "off", each alone or with an error limit as in '
-        '"exact,error-above:64MiB"; "error-above:64MiB" stands for "numerics,error-above:64MiB"'
-    )
-
-    @staticmethod
-    def parse(value: object, key: str = "redistribute") -> Redistribution:
-        """Parse a tier, an error limit or both, separated by a comma.
-
-        Raises:
-            ConfigError: anything else, a part given twice included.
-        """
-        tier, limit = "", None
-        for part in value.split(",") if isinstance(value, str) else [""]:
-            part = part.strip()
-            size = _BYTES.fullmatch(part.removeprefix("error-above:").strip())
-            if part in (FOLLOWS, *get_args(Tier)) and not tier:
-                tier = part
-            elif part.startswith("error-above:") and size and size[2].upper() in _UNITS and limit is None:
-                limit = int(Fraction(size[1]) * _UNITS[size[2].upper()])
-            else:
-                raise ConfigError(key, value, Redistribution.ALLOWED)
-        return Redistribution(None if tier in ("", FOLLOWS) else tier, limit)  # type: ignore[arg-type]
-
-
 Codegen = Literal["inductor", "aot_eager"]
 Verify = Literal["on", "strict"]
 Unpack = Literal["inductor", "kernel"]
-AsyncTp = Literal["auto", "force", "off"]
-AsyncTpLowering = Literal["auto", "decompose", "op", "symm_mem", "kernels"]
 InTree = Literal["error", "warn"]
 RankCheck = Literal["off", "warn", "error"]
 PlanMismatch = Literal["error", "replan"]
 Replicas = Literal["proven", "implied"]
 Switch = Literal["on", "off"]
-
-
-@dataclass(frozen=True)
-class AsyncTpOverrides:
-    """Where another mode than ``async_tp`` applies, and how many parts may be made.
-
-    Attributes:
-        groups: (name or description of a process group, mode).
-        sizes: (bytes, mode) for collectives whose full message has at least so many bytes.
-        parts: numbers of parts to choose from.
-    """
-
-    groups: tuple[tuple[str, AsyncTp], ...] = ()
-    sizes: tuple[tuple[int, AsyncTp], ...] = ()
-    parts: tuple[int, ...] = ()
-
-    GROUPS = 'pairs "name=mode" separated by commas, e.g. "mesh_tp=force,mesh_dp=off", mode "auto", "force" or "off"'
-    SIZES = 'pairs "size=mode" separated by commas, e.g. "0B=off,1MiB=auto", mode "auto", "force" or "off"'
-    PARTS = 'integers from 2 to 999999999 separated by commas, e.g. "2,4,8"'
-
-    @staticmethod
-    def parse(groups: object, sizes: object, parts: object) -> AsyncTpOverrides:
-        """Parse the fields ``async_tp_groups``, ``async_tp_sizes`` and ``async_tp_parts``.
-
-        Raises:
-            ConfigError: text of another form, a name or size given twice, no part.
-        """
-        named = _modes("async_tp_groups", groups, AsyncTpOverrides.GROUPS)
-        sized: dict[int, AsyncTp] = {}
-        for text, mode in _modes("async_tp_sizes", sizes, AsyncTpOverrides.SIZES):
-            match = _BYTES.fullmatch(text)
-            if match is None or match[2].upper() not in _UNITS:
-                raise ConfigError("async_tp_sizes", sizes, AsyncTpOverrides.SIZES)
-            size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
-            if size in sized:
-                raise ConfigError("async_tp_sizes", sizes, f"every size once; {AsyncTpOverrides.SIZES}")
-            sized[size] = mode
-        numbers = [part.strip() for part in parts.split(",")] if isinstance(parts, str) else [""]
-        if not all(part.isdecimal() and len(part) <= 9 and int(part) >= 2 for part in numbers):
-            raise ConfigError("async_tp_parts", parts, AsyncTpOverrides.PARTS)
-        if len(set(map(int, numbers))) < len(numbers):
-            raise ConfigError("async_tp_parts", parts, f"every number once; {AsyncTpOverrides.PARTS}")
-        return AsyncTpOverrides(tuple(named), tuple(sorted(sized.items())), tuple(sorted(map(int, numbers))))
-
-
-def _modes(key: str, value: object, allowed: str) -> list[tuple[str, AsyncTp]]:
-    if not isinstance(value, str):
-        raise ConfigError(key, value, allowed)
-    found: dict[str, AsyncTp] = {}
-    for entry in value.split(",") if value.strip() else []:
-        name, separator, mode = (part.strip() for part in entry.rpartition("="))
-        if not name or not separator or mode not in get_args(AsyncTp):
-            raise ConfigError(key, value, allowed)
-        if name in found:
-            raise ConfigError(key, value, f"every name once; {allowed}")
-        found[name] = mode  # type: ignore[assignment]
-    return list(found.items())
-
-
-#: What a message may be narrowed to, the most accurate first, and how many elements share a scale.
-NARROW = ("bf16", "int8", "e4m3", "e5m2")
-BLOCKS = (64, 128, 256)
-#: Behind a type: narrow between hosts only.
-BETWEEN = "/between"
-
-
-@dataclass(frozen=True)
-class Narrowing:
-    """Which messages may be sent in a narrower type, to which, and how exact they have to stay.
-
-    Attributes:
-        rules: (group, mesh dimension or pattern of parameter names, mode); the first that fits counts, and where none
-            does the mode is ``off``. A mode is ``off``, ``auto`` or one of :data:`NARROW`, with or without
-            :data:`BETWEEN` behind it.
-        dtypes: what ``auto`` chooses from.
-        block: how many elements share a scale.
-        error: largest error that one rounding may make, relative to the largest element of its block.
-        feedback: what a message loses of a value with a residual is kept there.
-    """
-
-    rules: tuple[tuple[str, str], ...] = ()
-    dtypes: tuple[str, ...] = ()
-    block: int = 128
-    error: Fraction = Fraction(0)
-    feedback: bool = False
-
-    ALLOWED = (
-        'a mode, or modes by group, mesh dimension or pattern of parameter names: a dictionary, or text as in '
-        '"*.norm.weight=off,dp=int8,*=auto"; a mode is "off", "auto", '
-        + ", ".join(f'"{name}"' for name in NARROW)
-        + f', or one of these types with "{BETWEEN}" behind it, as in "int8{BETWEEN}": between hosts only'
-    )
-    DTYPES = "some of " + ", ".join(NARROW) + ", separated by commas"
-    BLOCK = ", ".join(f'"{size}"' for size in BLOCKS)
-    ERROR = 'a number above 0 and below 1 as text, e.g. "0.01"'
-    MEASURE = '"off", or a whole number of runs as text, "1" to "999999", e.g. "100"'
-
-    @property
-    def is_off(self) -> bool:
-        """Whether nothing may be narrowed."""
-        return all(mode == "off" for _, mode in self.rules)
-
-    @staticmethod
-    def parse(rules: object, dtypes: object = "bf16", block: object = "128", error: object = "0.01") -> Narrowing:
-        """Parse the fields ``compress``, ``compress_dtypes``, ``compress_block`` and ``compress_error``.
-
-        Raises:
-            ConfigError: text of another form, a name given twice, a number out of range.
-        """
-        if not isinstance(dtypes, str) or not (names := [name.strip() for name in dtypes.split(",")]):
-            raise ConfigError("compress_dtypes", dtypes, Narrowing.DTYPES)
-        if not set(names) <= set(NARROW):
-            raise ConfigError("compress_dtypes", dtypes, Narrowing.DTYPES)
-        if len(set(names)) < len(names):
-            raise ConfigError("compress_dtypes", dtypes, f"every dtype once; {Narrowing.DTYPES}")
-        if block not in {str(size) for size in BLOCKS}:
-            raise ConfigError("compress_block", block, Narrowing.BLOCK)
-        if not isinstance(error, str) or not _ERROR.fullmatch(error.strip()) or not Fraction(error.strip()):
-            raise ConfigError("compress_error", error, Narrowing.ERROR)
-        ordered = tuple(name for name in NARROW if name in names)
-        return Narrowing(_narrowed(rules), ordered, int(str(block)), Fraction(error.strip()))
-
-
-_ERROR = re.compile(r"0?\.\d{1,9}", re.ASCII)
-_RUNS = re.compile(r"[1-9]\d{0,5}", re.ASCII)
-
-
-def _measured_every(value: object) -> int:
-    """``compress_measure`` as a number of runs; 0: never."""
-    text = value.strip() if isinstance(value, str) else ""
-    if text != "off" and not _RUNS.fullmatch(text):
-        raise ConfigError("compress_measure", value, Narrowing.MEASURE)
-    return 0 if text == "off" else int(text)
-
-
-def _narrowed(value: object) -> tuple[tuple[str, str], ...]:
-    """The rules in ``compress``."""
-    modes = ("off", "auto", *NARROW, *(f"{name}{BETWEEN}" for name in NARROW))
-    if isinstance(value, str) and value.strip() in modes:
-        return (("*", value.strip()),)
-    found: dict[str, str] = {}
-    for entry in value.split(",") if isinstance(value, str) else [""]:
-        name, separator, mode = (part.strip() for part in entry.rpartition("="))
-        if not name or not separator or mode not in modes:
-            raise ConfigError("compress", value, Narrowing.ALLOWED)
-        if name in found:
-            raise ConfigError("compress", value, f"every name once; {Narrowing.ALLOWED}")
-        if "*" in found:
-            raise ConfigError("compress", value, f'"*" as the last entry: "{name}" behind it fits nothing')
-        found[name] = mode
-    return tuple(found.items())
-
-
-def _as_text(value: object) -> str:
-    """``compress`` as text: a dictionary becomes its rules in order."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, Mapping) or not value:
-        raise ConfigError("compress", value, Narrowing.ALLOWED)
-    if not all(isinstance(part, str) and "," not in part for entry in value.items() for part in entry):
-        raise ConfigError("compress", value, Narrowing.ALLOWED)
-    return ",".join(f"{name}={mode}" for name, mode in value.items())
 
 
 def _doc(text: str, default: Any) -> Any:
@@ -524,7 +220,7 @@ class PassConfig:
         "Time so many steps of every planned graph on every rank, after one that warms up, compare them with the plan, "
         "and write a cost profile that is corrected by what was measured, for the setting `cost_profile` of the next "
         "run. The ranks' times are put together through the default group's store, in the background. Results do not "
-        "change. 0: off. See [measured steps](tuning.md#measured-steps).",
+        "change. 0: off. See [measured steps](measured_steps.md).",
         0,
     )
     tune_file: str = _doc(
@@ -535,8 +231,8 @@ class PassConfig:
     tune_swap: Switch = _doc(
         "Whether graphs that `tune` has timed are planned again with the corrected cost profile, compiled in the "
         "background, and swapped in while the program runs: at one call that all ranks agree on, and back again where "
-        "the new code is not measured to be faster. Results do not change. Without `tune` it does nothing. "
-        "See [the second plan](tuning.md#the-second-plan).",
+        "the new code is not measured to be faster. Last bits change at most as another order may change them. Without "
+        "`tune` it does nothing. See [the second plan](measured_steps.md#the-second-plan).",
         "off",
     )
     in_tree_passes: InTree = _doc(
@@ -572,9 +268,9 @@ class PassConfig:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compress", _as_text(self.compress))
-        object.__setattr__(self, "tune", _steps(self.tune))
-        object.__setattr__(self, "dynamic_plans", _plans(self.dynamic_plans))
+        object.__setattr__(self, "compress", rules_as_text(self.compress))
+        object.__setattr__(self, "tune", counts.steps(self.tune))
+        object.__setattr__(self, "dynamic_plans", counts.plans(self.dynamic_plans))
         for f in dataclasses.fields(self):
             check_value(f.name, getattr(self, f.name))
         if self.compress_feedback == "on" and self.narrowing.is_off:
@@ -605,7 +301,7 @@ class PassConfig:
     @property
     def rank_timeout_s(self) -> float | None:
         """``rank_agreement`` in seconds; None when nobody is asked."""
-        return _rank_timeout_s(self.rank_agreement)
+        return counts.rank_timeout_s(self.rank_agreement)
 
     @property
     def redistribution(self) -> Redistribution:
@@ -626,7 +322,7 @@ class PassConfig:
     @property
     def measured_every(self) -> int:
         """``compress_measure``, parsed: every how many runs of a graph; 0: never."""
-        return _measured_every(self.compress_measure)
+        return measured_every(self.compress_measure)
 
     @property
     def async_tp_mode(self) -> AsyncTp:
@@ -724,11 +420,11 @@ def allowed_values(key: str) -> str:
     if key in _LITERALS:
         return " or ".join(f'"{v}"' for v in _LITERALS[key])
     if key == "rank_agreement":
-        return _RANK_AGREEMENT
+        return counts.RANK_AGREEMENT
     if key == "tune":
-        return _STEPS
+        return counts.STEPS
     if key == "dynamic_plans":
-        return _PLANS
+        return counts.PLANS
     if key == "estimator":
         return "None or a function from torch.fx.Node to nanoseconds"
     return "a path as text, or empty"
@@ -749,47 +445,6 @@ def check_key(key: object, name: str | None = None) -> None:
         raise ConfigError("unknown key", name or key, f"one of {', '.join(sorted(FIELDS))}{hint}")
 
 
-_RANK_AGREEMENT = 'seconds from "0.1s" to "3600s", e.g. "10s", or "trust"'
-_SECONDS = re.compile(r"(\d{1,6}(?:\.\d{1,6})?)\s*s")
-
-
-def _rank_timeout_s(value: object) -> float | None:
-    """Parse ``rank_agreement``."""
-    text = value.strip() if isinstance(value, str) else ""
-    match = _SECONDS.fullmatch(text)
-    if text == "trust":
-        return None
-    if match is None or not 0.1 <= float(match[1]) <= 3600:
-        raise ConfigError("rank_agreement", value, _RANK_AGREEMENT)
-    return float(match[1])
-
-
-#: The most steps that may be timed: their times are kept until the last of them.
-MOST_STEPS = 1000
-_STEPS = f"a whole number of steps from 0 to {MOST_STEPS}"
-
-
-def _steps(value: object) -> int:
-    """Parse ``tune``."""
-    text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
-    if not re.fullmatch(r"\d{1,4}", text, re.ASCII) or int(text) > MOST_STEPS:
-        raise ConfigError("tune", value, _STEPS)
-    return int(text)
-
-
-#: The most plans of one function. Torch compiles it up to ``recompile_limit`` times, 8 unless that is set.
-MOST_PLANS = 64
-_PLANS = f"a whole number of plans from 1 to {MOST_PLANS}"
-
-
-def _plans(value: object) -> int:
-    """Parse ``dynamic_plans``."""
-    text = str(value).strip() if isinstance(value, (str, int)) and not isinstance(value, bool) else ""
-    if not re.fullmatch(r"\d{1,2}", text, re.ASCII) or not 1 <= int(text) <= MOST_PLANS:
-        raise ConfigError("dynamic_plans", value, _PLANS)
-    return int(text)
-
-
 def check_value(key: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is allowed for the field ``key``."""
     if key == "memory_budget":
@@ -797,19 +452,19 @@ def check_value(key: str, value: object) -> None:
     elif key == "redistribute":
         Redistribution.parse(value, key)
     elif key == "rank_agreement":
-        _rank_timeout_s(value)
+        counts.rank_timeout_s(value)
     elif key == "tune":
-        _steps(value)
+        counts.steps(value)
     elif key == "dynamic_plans":
-        _plans(value)
+        counts.plans(value)
     elif key in _OVERRIDES:
         given = {"async_tp_groups": "", "async_tp_sizes": "", "async_tp_parts": "2", key: value}
         AsyncTpOverrides.parse(*given.values())
     elif key == "compress_measure":
-        _measured_every(value)
+        measured_every(value)
     elif key in _NARROWING:
         given = {"compress": "off", "compress_dtypes": "bf16", "compress_block": "128", "compress_error": "0.01"}
-        value = _as_text(value) if key == "compress" else value
+        value = rules_as_text(value) if key == "compress" else value
         Narrowing.parse(*{**given, key: value}.values())
     elif key in _LITERALS:
         if not isinstance(value, str) or value not in _LITERALS[key]:

@@ -17,10 +17,11 @@ import torch
 import torch.utils._pytree as pytree
 
 from inductor_passes import _torch, agreement
-from inductor_passes.config import FIELDS, PREFIX, ConfigError, check_key
+from inductor_passes.config import FIELDS, PREFIX, check_key
 from inductor_passes.engine.ours import is_ours
 from inductor_passes.plugin import compile_options
 from inductor_passes.report import GraphReport
+from inductor_passes.settings.errors import ConfigError
 from inductor_passes.trace import nothing
 from inductor_passes.trace.collector import collect
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch.fx
 
 from inductor_passes import _torch, config
-from inductor_passes.config import MOST_SHOWN, PREFIX, ConfigError, PassConfig
+from inductor_passes.config import PREFIX, PassConfig
 from inductor_passes.engine import identity, in_tree
 from inductor_passes.engine.hooks import (
     DynamoPass,
@@ -35,6 +35,7 @@ from inductor_passes.engine.hooks import (
 )
 from inductor_passes.engine.options import SIMPLE_OVERLAP, Hooks, with_ours
 from inductor_passes.records.convert import shown
+from inductor_passes.settings.errors import MOST_SHOWN, ConfigError
 
 
 def compile_options(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from inductor_passes.async_tp.pass_ import AsyncTpPass
-from inductor_passes.config import ConfigError
+from inductor_passes.settings.errors import ConfigError
 from tests.support.async_tp_programs import BY_NAME, on_gloo, trace
 from tests.support.bucket_graphs import check_fakes
 from tests.support.ranks import Ranks

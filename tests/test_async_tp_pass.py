@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.async_tp.slab import Slab, through_view
-from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.cost.communication import GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost, MatmulPoint
 from inductor_passes.engine.pipeline import run_passes
 from inductor_passes.ir.view import GraphView
 from inductor_passes.report import PassReport, Reason, Verdict
+from inductor_passes.settings.errors import ConfigError
 from tests.support.async_tp_programs import BY_NAME, GROUP, Program, ag, ar, c10d, inputs, rs, run_ranks, trace
 from tests.support.bucket_graphs import assert_same_bits, check_fakes, inputs_by_rank, output_layouts, run_all_ranks
 from tests.support.world import fake_world

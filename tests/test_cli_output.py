@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 import inductor_passes
 from inductor_passes.cli.main import COMMANDS, app
-from inductor_passes.config import ConfigError
 from inductor_passes.report import NOTHING, Parameter, Reason
 from inductor_passes.schedule.problem import Kind, Problem, Task
+from inductor_passes.settings.errors import ConfigError
 from inductor_passes.trace.advice import advise
 from inductor_passes.trace.text import render_graph
 from tests.support.processes import LIMIT_S

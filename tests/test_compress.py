@@ -22,7 +22,6 @@ from inductor_passes import ConfigError, PassConfig, verify
 from inductor_passes.bucket.pass_ import BucketPass
 from inductor_passes.compress.form import Form, form_of
 from inductor_passes.compress.pass_ import CompressPass
-from inductor_passes.config import Narrowing
 from inductor_passes.cost.communication import KINDS, GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.engine import complain, unfit
@@ -33,6 +32,7 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.records import once
 from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewriting.emit import Emitter
+from inductor_passes.settings.narrowing import Narrowing
 from tests.support.bucket_graphs import (
     Program,
     assert_same_bits,

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 import inductor_passes
 from inductor_passes import ConfigError, PassConfig, config
 from inductor_passes.async_tp.pass_ import AsyncTpPass
-from inductor_passes.config import DEFAULT_BUDGET, FIELDS, MemoryBudget, allowed_values
+from inductor_passes.config import FIELDS, allowed_values
 from inductor_passes.engine.passes import passes_of
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 from inductor_passes.rewrites.scatter_by_exchange import ScatterByExchange
+from inductor_passes.settings.budget import DEFAULT_BUDGET, MemoryBudget
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import inductor_passes
-from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.engine import dynamic_plans
 from inductor_passes.engine.dynamic_plans import Range
 from inductor_passes.report import GraphReport
+from inductor_passes.settings.errors import ConfigError
 from inductor_passes.trace.collector import collect
 from tests.support.device import DEVICE, on_device
 from tests.support.ranks import Ranks

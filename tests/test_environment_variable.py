@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inductor_passes.config import DEFAULT_BUDGET
+from inductor_passes.settings.budget import DEFAULT_BUDGET
 from tests.support.processes import LIMIT_S, environment
 
 #: No compiled graph comes from a cache; kernels, which are the same with us and without, may.

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import inductor_passes
-from inductor_passes.config import ConfigError, PassConfig, Redistribution
+from inductor_passes.config import PassConfig
 from inductor_passes.report import GraphReport, PassReport, Reason, RedistributionReport
 from inductor_passes.rewrites.audit import close
+from inductor_passes.settings.errors import ConfigError
+from inductor_passes.settings.redistribution import Redistribution
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.collector import collect
 from inductor_passes.trace.text import render_graph

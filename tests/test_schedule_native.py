@@ -17,7 +17,7 @@ from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.schedule import native
 from inductor_passes.schedule.bounds import tails
 from inductor_passes.schedule.construct import rules
@@ -37,6 +37,7 @@ from inductor_passes.schedule.simulate import replay_time, value
 from inductor_passes.schedule.slack import as_progress, latest_issue
 from inductor_passes.schedule.tables import Tables, tables
 from inductor_passes.schedule.window import improve_window
+from inductor_passes.settings.errors import ConfigError
 from tests.support.processes import LIMIT_S
 from tests.support.schedule_graphs import random_problem, training_graphs
 from tests.test_schedule_simulate import random_order

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from inductor_passes import verify
 from inductor_passes.async_tp.pass_ import AsyncTpPass
-from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.cost.communication import KINDS, GroupLayout
 from inductor_passes.cost.profile import CollectiveCost, CostProfile, GroupCost
 from inductor_passes.engine.compilation import Known
@@ -29,6 +29,7 @@ from inductor_passes.ir.view import GraphView
 from inductor_passes.report import PassReport, Reason, Verdict
 from inductor_passes.rewrites.pass_ import RewriteCollectives
 from inductor_passes.rewriting.contract import Look
+from inductor_passes.settings.errors import ConfigError
 from inductor_passes.verify.facts.view import View
 from inductor_passes.verify.messages import OWN_KEY
 from inductor_passes.verify.values import Program as Values

@@ -15,12 +15,13 @@ from torch.utils.checkpoint import checkpoint
 
 import inductor_passes
 from inductor_passes import plugin
-from inductor_passes.config import MemoryBudget, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.engine.options import with_ours
 from inductor_passes.report import GraphReport, Reason, Verdict
 from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
+from inductor_passes.settings.budget import MemoryBudget
 from inductor_passes.simple_fsdp import SimpleFSDPError, simple_fsdp
 from inductor_passes.step.keep import holding, without_gathers
 from inductor_passes.trace.collector import collect

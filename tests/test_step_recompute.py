@@ -22,12 +22,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from inductor_passes.config import MemoryBudget
 from inductor_passes.engine import shrinking
 from inductor_passes.report import GraphReport, PassReport, Verdict
 from inductor_passes.schedule.memory import peak_bytes, profile
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
+from inductor_passes.settings.budget import MemoryBudget
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.step import derived, recompute, states
 from inductor_passes.step.derived import Candidate, Step

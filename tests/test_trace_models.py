@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from inductor_passes.config import MemoryBudget
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import build
@@ -20,6 +19,7 @@ from inductor_passes.report import Reason
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind
 from inductor_passes.schedule.simulate import simulate
+from inductor_passes.settings.budget import MemoryBudget
 from inductor_passes.simple_fsdp import simple_fsdp
 from inductor_passes.trace.verdict import explain
 from tests.support.models import (

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inductor_passes.config import MemoryBudget
 from inductor_passes.report import CollectiveReport, Reason
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Kind, Lane, Problem, Storage, Task
 from inductor_passes.schedule.simulate import simulate
+from inductor_passes.settings.budget import MemoryBudget
 from inductor_passes.trace.verdict import explain
 from inductor_passes.trace.whatif import latencies, scale_compute, scale_links
 from tests.support.trace_samples import fsdp_problem

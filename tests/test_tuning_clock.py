@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import inductor_passes
 from inductor_passes import PassConfig
-from inductor_passes.config import ConfigError
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.models import MLPConfig, mlp, mlp_batch
 from inductor_passes.report import GraphReport, Swap, SwapOutcome
+from inductor_passes.settings.errors import ConfigError
 from inductor_passes.trace.artifacts import KINDS, TIMING
 from inductor_passes.trace.collector import collect
 from inductor_passes.trace.text import render_graph

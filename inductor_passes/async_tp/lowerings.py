@@ -24,13 +24,13 @@ from inductor_passes.async_tp.gate import Priced
 from inductor_passes.async_tp.lower_decompose import Lowered
 from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.sites import Replacement, Site, sites
-from inductor_passes.config import AsyncTpLowering
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.cost.fused import fused_ns, product_size
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name
 from inductor_passes.groups.availability import UNKNOWN, Availability, availability
 from inductor_passes.ir.view import GraphView
+from inductor_passes.settings.async_tp import AsyncTpLowering
 
 
 @dataclass(frozen=True, eq=False)

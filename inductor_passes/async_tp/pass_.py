@@ -31,7 +31,6 @@ from inductor_passes.async_tp.order import OrderKey, legal_order
 from inductor_passes.async_tp.selection import Selection, refused
 from inductor_passes.async_tp.slab import Widths, widths_for
 from inductor_passes.async_tp.trials import Trials, Untouched
-from inductor_passes.config import AsyncTp, AsyncTpLowering, ConfigError
 from inductor_passes.ir import ops
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import Role
@@ -42,6 +41,8 @@ from inductor_passes.rewriting.arrange import arrange
 from inductor_passes.rewriting.contract import NOT_AGREED, Facts, GroupOrder, Outcome, Solved
 from inductor_passes.rewriting.split import split, splittable
 from inductor_passes.schedule.plan import Plan, plan
+from inductor_passes.settings.async_tp import AsyncTp, AsyncTpLowering
+from inductor_passes.settings.errors import ConfigError
 from inductor_passes.verify.certificate import Certificate
 from inductor_passes.verify.values import Numerics
 

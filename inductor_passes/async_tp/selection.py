@@ -17,7 +17,6 @@ from inductor_passes.async_tp.lowerings import Graph, LoweringChoice, choose_all
 from inductor_passes.async_tp.region import Recipe, Refusal, Region, unsupported
 from inductor_passes.async_tp.search import Cutting, Search
 from inductor_passes.async_tp.trials import Trials
-from inductor_passes.config import AsyncTpLowering
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.ir import ops
 from inductor_passes.ir.view import Collective, GraphView
@@ -27,6 +26,7 @@ from inductor_passes.report import Decision, Reason, Verdict
 from inductor_passes.rewriting.contract import Facts
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.simulate import simulate
+from inductor_passes.settings.async_tp import AsyncTpLowering
 
 #: What would change a refusal.
 _SETTINGS = {Reason.DISABLED: 'async_tp="auto"', Reason.HIDDEN: 'async_tp="force"'}

@@ -229,7 +229,8 @@ def _device(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def _settings(environ: Mapping[str, str]) -> Iterator[Check]:
-    from inductor_passes.config import ENV, ConfigError, PassConfig
+    from inductor_passes.config import ENV, PassConfig
+    from inductor_passes.settings.errors import ConfigError
 
     yield _switch(environ)
     try:

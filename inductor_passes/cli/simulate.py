@@ -163,7 +163,7 @@ def _values(option: str, text: str, parse: Callable[[str], T]) -> list[T]:
 
 
 def _budget(text: str) -> str:
-    from inductor_passes.config import MemoryBudget
+    from inductor_passes.settings.budget import MemoryBudget
 
     MemoryBudget.parse(text, "--budget")
     return text
@@ -213,10 +213,10 @@ def _change(problem: Problem, case: Case) -> Problem:
 
 
 def _plan(problem: Problem, case: Case, effort: int) -> Plan:
-    from inductor_passes.config import MemoryBudget
     from inductor_passes.schedule.least_memory import least_peak
     from inductor_passes.schedule.plan import plan
     from inductor_passes.schedule.tables import tables
+    from inductor_passes.settings.budget import MemoryBudget
 
     return plan(problem, MemoryBudget.parse(case.budget).limit_bytes(least_peak(tables(problem))), effort=effort)
 

@@ -100,7 +100,7 @@ def _moved(stored: StoredStep, wanted: Wanted) -> StoredStep:
 
 
 def _limit(budget: str, one: Answer) -> int | None:
-    from inductor_passes.config import MemoryBudget
+    from inductor_passes.settings.budget import MemoryBudget
 
     return MemoryBudget.parse(budget).limit_bytes(one.peak_bytes)
 

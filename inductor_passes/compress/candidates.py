@@ -19,7 +19,6 @@ from inductor_passes.compress.prices import Price, as_it_is, between_bytes, in_t
 from inductor_passes.compress.refused import RefusedError
 from inductor_passes.compress.two_levels import KINDS as TWO_LEVELS
 from inductor_passes.compress.two_levels import Way
-from inductor_passes.config import BETWEEN, Narrowing
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.canonical import UNEQUAL, moves_data
 from inductor_passes.ir.ops import Role
@@ -28,6 +27,7 @@ from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import NOT_AGREED, Facts
+from inductor_passes.settings.narrowing import BETWEEN, Narrowing
 
 #: Element types that are narrowed; wider ones may hold what float32 does not.
 WIDE = (torch.float32, torch.bfloat16, torch.float16)

@@ -26,7 +26,6 @@ from inductor_passes.compress.candidates import Candidate, admitted, candidate
 from inductor_passes.compress.choose import Choice, choose
 from inductor_passes.compress.emit import SUBJECT, exact, replace
 from inductor_passes.compress.refused import RefusedError
-from inductor_passes.config import BETWEEN, Narrowing
 from inductor_passes.ir.ops import source_line
 from inductor_passes.ir.parameters import carried, names_of
 from inductor_passes.ir.view import Collective
@@ -34,6 +33,7 @@ from inductor_passes.operators import SENT
 from inductor_passes.problems.fx import NoHintError
 from inductor_passes.report import Decision, NarrowedReport, PassReport, Reason, Verdict
 from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Sent
+from inductor_passes.settings.narrowing import BETWEEN, Narrowing
 
 
 @dataclass(frozen=True)

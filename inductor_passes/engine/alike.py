@@ -15,7 +15,7 @@ from inductor_passes.agreement import Agreement
 from inductor_passes.async_tp.pass_ import AsyncTpPass
 from inductor_passes.bucket.candidates import refusal
 from inductor_passes.compress.pass_ import CompressPass
-from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.engine import agreeing, following, variants
 from inductor_passes.engine.backup import Backup
@@ -33,6 +33,7 @@ from inductor_passes.rewriting.contract import Pass
 from inductor_passes.rewriting.messages import all_carry_parameters, messages, without_sizes
 from inductor_passes.schedule.least_memory import least_peak
 from inductor_passes.schedule.tables import tables
+from inductor_passes.settings.errors import ConfigError
 from inductor_passes.trace.units import size
 
 _FIRST = "this variant of a function sends what the function's first graph sends"

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from inductor_passes import _torch, config
-from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.cost.profile import CostProfile, RecordedProfile
 from inductor_passes.engine.barrier import guarded
 from inductor_passes.engine.ours import Ours
 from inductor_passes.groups import availability
 from inductor_passes.pin import file as plan_file
+from inductor_passes.settings.errors import ConfigError
 
 
 @functools.cache

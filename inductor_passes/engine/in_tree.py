@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inductor_passes import _torch
-from inductor_passes.config import ConfigError, PassConfig
+from inductor_passes.config import PassConfig
 from inductor_passes.engine.complain import warn_once
 from inductor_passes.engine.options import SIMPLE_OVERLAP, has_simple_overlap
 from inductor_passes.engine.ours import is_ours
+from inductor_passes.settings.errors import ConfigError
 
 _OFF = (None, False, "none")
 #: The option without which Inductor calls no pass behind its own.

@@ -12,9 +12,9 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.config import Tier
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.rewriting.messages import members_of
+from inductor_passes.settings.redistribution import Tier
 
 #: Results do not depend on the order.
 _ANY_ORDER = frozenset({"", "min", "max", "band", "bor", "bxor"})

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from inductor_passes import _torch
-from inductor_passes.config import ConfigError
 from inductor_passes.groups.availability import establish
 from inductor_passes.redistribute.mesh import Mesh
+from inductor_passes.settings.errors import ConfigError
 
 
 class GroupError(RuntimeError):

@@ -16,7 +16,6 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.config import Tier
 from inductor_passes.ir import ops
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.storages import FxStorage
@@ -32,6 +31,7 @@ from inductor_passes.rewriting.contract import Facts
 from inductor_passes.rewriting.emit import Emitter
 from inductor_passes.rewriting.numbers import Numbers
 from inductor_passes.rewriting.split import Split
+from inductor_passes.settings.redistribution import Tier
 from inductor_passes.verify import Claim
 from inductor_passes.verify.messages import KEY
 

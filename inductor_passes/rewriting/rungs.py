@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from inductor_passes.config import MemoryBudget
 from inductor_passes.rewriting.contract import Cap
+from inductor_passes.settings.budget import MemoryBudget
 
 #: The budgets that are tried, the largest first.
 RUNGS = ("+100%", "+25%", "+5%", "0")

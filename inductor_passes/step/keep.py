@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.config import MemoryBudget
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.canonical import UNEQUAL
 from inductor_passes.ir.ops import source_line
@@ -31,6 +30,7 @@ from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.plan import Plan, plan
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, Storage, Task
+from inductor_passes.settings.budget import MemoryBudget
 
 NAME = "keep"
 #: A prefix counts as fast as a longer one when it is at most this share slower: memory is worth more than that.

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from inductor_passes.config import MemoryBudget
 from inductor_passes.report import GAIN_AT_MOST, NOTHING, Reason
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.effort import HIGH
 from inductor_passes.schedule.plan import plan
 from inductor_passes.schedule.problem import Problem
+from inductor_passes.settings.budget import MemoryBudget
 from inductor_passes.trace import whatif
 
 #: Budgets that are tried, in the form of the setting.

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from inductor_passes.config import MemoryBudget
 from inductor_passes.operators import KIND_OF_LABEL
 from inductor_passes.report import CollectiveReport, Parameter, Reason
 from inductor_passes.schedule.least_memory import least_peak
@@ -24,6 +23,7 @@ from inductor_passes.schedule.memory import profile
 from inductor_passes.schedule.problem import Kind, Problem
 from inductor_passes.schedule.simulate import Timeline
 from inductor_passes.schedule.tables import Tables, tables
+from inductor_passes.settings.budget import MemoryBudget
 from inductor_passes.trace.advice import Advice, advise
 from inductor_passes.trace.exposure import Charges, charge_stalls
 from inductor_passes.trace.whatif import family, latencies, latency_bound

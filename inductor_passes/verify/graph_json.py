@@ -25,13 +25,13 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 import inductor_passes._torch.gather_op  # noqa: F401  an operator that graphs may name
 from inductor_passes import _torch
-from inductor_passes.config import ConfigError
 from inductor_passes.ir import groups, ops
 from inductor_passes.records import json_text
 from inductor_passes.records.convert import check_version, convert, plain, shown
 from inductor_passes.records.json_text import RecordError
 from inductor_passes.records.limits import Count
 from inductor_passes.records.text import printable
+from inductor_passes.settings.errors import ConfigError
 
 SCHEMA_VERSION = 1
 MAX_BYTES = json_text.MAX_BYTES

@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 import inductor_passes
+from inductor_passes.settings.budget import MemoryBudget
 from tests.support.compiled import without_kernels
 from tests.support.measured import LAYOUTS, SHAPES, build, measured_peaks, one_thread
 from tests.support.world import fake_world
@@ -77,7 +78,7 @@ def _body(peaks: dict[str, dict[str | None, int]], budgets: Sequence[str]) -> li
         default = row[None]
         cells = []
         for one in budgets:
-            allowed = inductor_passes.config.MemoryBudget.parse(one).limit_bytes(default)
+            allowed = MemoryBudget.parse(one).limit_bytes(default)
             mark = " (above)" if allowed is not None and row[one] > allowed * (1 + TOLERANCE) else ""
             cells.append(f"{row[one] / default:.3f}{mark}")
         rows.append([name, f"{default:,}", *cells])
