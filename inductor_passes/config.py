@@ -285,6 +285,8 @@ class PassConfig:
         """What a run reads it must not write: graphs that are compiled later would be planned by something else."""
         if not self.tune or not self.tune_file:
             return
+        if os.path.isdir(self.tune_file):
+            raise ConfigError("tune_file", self.tune_file, "the path of a file, and this is a folder")
         profile, plans = map(os.path.realpath, (self.tune_file, plans_beside(self.tune_file)))
         # Of a directory of plans all files are read.
         for name, written in (("cost_profile", (profile,)), ("plan", (plans, os.path.dirname(plans)))):

@@ -172,6 +172,12 @@ def test_numerics_by_environment() -> None:
         PassConfig(numerics="fast")  # type: ignore[arg-type]
 
 
+def test_a_folder_is_no_tune_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tune_file=.*expected the path of a file, and this is a folder"):
+        PassConfig(tune=3, tune_file=str(tmp_path))
+    assert PassConfig(tune_file=str(tmp_path)).tune == 0
+
+
 @pytest.mark.parametrize(
     ("name", "read", "given"),
     [

@@ -172,7 +172,7 @@ import torch
 early = heavy()
 print(json.dumps([early, compiled()]))
 """
-    assert result(code, INDUCTOR_PASSES="0") == [["config", "records"], [DEFAULT_BUDGET]]
+    assert result(code, INDUCTOR_PASSES="0") == [["config", "records", "settings"], [DEFAULT_BUDGET]]
 
 
 def test_the_users_own_hooks_stay() -> None:

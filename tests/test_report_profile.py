@@ -108,6 +108,19 @@ def test_the_cost_profile_is_written_before_the_text(
     assert CostProfile.load(out).device == base.device
 
 
+def test_what_the_times_do_not_tell_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages of one size: who plans with the corrected costs should know that latency may be bandwidth."""
+    traces = TraceDir(tmp_path / "trace", monkeypatch)
+    problem, base = fsdp_problem(3), CostProfile.default("cpu")
+    report, answer = planned(problem, world_size=2)
+    traces.add(replace(report, cost_profile=f"{base.name} {base.hash()}"), problem, answer.order)
+    profile = write_profile(tmp_path / "p.json", step_of(traces, transfer_us=300, stall_us=300), rank=0)
+    out = tmp_path / "costs.json"
+    said = run(app, ["report", str(traces.path), "--profile", str(profile), "--write-cost-profile", str(out)]).output
+    assert f"wrote {out}" in said
+    assert "note: latency and bandwidth of all_gather between 2 ranks are not told apart: " in said
+
+
 def test_a_profile_of_something_else_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     traces = TraceDir(tmp_path / "trace", monkeypatch)
     traces.sample(layers=4)

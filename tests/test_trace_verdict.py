@@ -141,6 +141,9 @@ def test_small_collectives_behind_each_other_are_latency_bound() -> None:
     assert found["AG4"].reason is Reason.LANE_BUSY
     # Without the latency of the four small ones.
     assert found["AG2"].gain_ns == 400
+    assert found["AG2"].setting == "merge small collectives into buckets"
+    capped = verdicts(problem, simulate(problem).peak_bytes)["AG2"]
+    assert capped.setting.startswith(found["AG2"].setting) and "a larger memory_budget" in capped.setting
 
 
 def test_fence_binds_what_it_holds_back() -> None:

@@ -80,7 +80,11 @@ def show(
         raise CommandError("--write-cost-profile needs --profile: there is nothing to correct a cost profile by")
     measured = _match(trace, profile) if profile else []
     # The files first: whoever reads the text may stop reading (`| head`), which ends us.
-    wrote = [] if write_cost_profile is None else [_correct(measured, write_cost_profile)]
+    wrote: list[str] = []
+    untold: list[str] = []
+    if write_cost_profile is not None:
+        untold = _correct(measured, write_cost_profile)
+        wrote.append(str(write_cost_profile))
     wrote += _write_files(trace, trace_dir, output, perfetto, tlparse, plans, measured)
     if as_json:
         _print_json(trace, measured)
@@ -90,6 +94,8 @@ def show(
         _print(trace, top)
     for line in wrote:
         terminal.say(f"wrote {line}", err=as_json)
+    for line in untold:
+        terminal.say(f"note: {line}", err=as_json)
     if not any(graph.report for graph in trace.graphs):
         raise CommandError(f"{trace_dir} {_why_nothing(trace)}", status=1)
 
@@ -128,10 +134,10 @@ def _match(trace: Trace, profiles: list[Path]) -> list[Measured]:
         raise CommandError(str(error)) from error
 
 
-def _correct(measured: Sequence[Measured], output: Path) -> str:
-    """Write the cost profile of the run, corrected by what was measured; what to tell the user about the file."""
+def _correct(measured: Sequence[Measured], output: Path) -> list[str]:
+    """Write the cost profile of the run, corrected by what was measured; what the times do not tell, in sentences."""
     from inductor_passes.cost.profile import CostProfile
-    from inductor_passes.trace.reprofile import updated_profile
+    from inductor_passes.trace.reprofile import unfitted, updated_profile
 
     try:
         report = measured[0].graph.report
@@ -147,7 +153,7 @@ def _correct(measured: Sequence[Measured], output: Path) -> str:
             corrected.save(output)
     except RecordError as error:
         raise CommandError(str(error)) from error
-    return str(output)
+    return unfitted(base, [pair for one in measured for pair in one.pairs])
 
 
 def _planned_for(report: GraphReport | None) -> str:

@@ -27,6 +27,8 @@ ENOUGH = Fraction(9, 10)
 LARGE = 3000
 #: Up to this many tasks it is tried whether more planning would help.
 SMALL = 500
+_MERGE = "merge small collectives into buckets"
+_IF_MEMORY = "a larger memory_budget, where the decisions of `bucket` name it"
 _FEWER_BYTES = "fewer bytes or a faster link (simulate --bandwidth-scale 2)"
 
 
@@ -82,7 +84,7 @@ def advise(
             )
         elif reason is Reason.LATENCY_BOUND:
             advice = Advice(
-                "merge small collectives into buckets",
+                _MERGE if budget_bytes is None else f"{_MERGE} ({_IF_MEMORY})",
                 gain(whatif.without_small_latencies(problem)),
                 f"{GAIN_AT_MOST}, if small collectives had no latency",
             )
