@@ -38,9 +38,10 @@ def test_neighbours_fill_a_bucket_up_to_its_size() -> None:
                 assert sum(c.input_bytes + c.output_bytes for c in bucket) <= limit // share
                 assert [c.collective.index for c in bucket] == sorted(c.collective.index for c in bucket)
         assert sized(question, share=limit) == []
-        # Asking changes nothing, and where memory is unlimited the sweeps do without sizes.
+        # Asking changes nothing, and it does not matter how much memory there is.
         assert sized(question, share=1) == everything
-        assert sized(Question(problem, question.before, found, dependencies, costs, None), share=1) == []
+        unlimited = Question(problem, question.before, found, dependencies, costs, None)
+        assert sized(unlimited, share=1) == everything
 
 
 def test_what_is_proposed_keeps_to_the_budget() -> None:

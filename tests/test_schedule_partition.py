@@ -135,7 +135,12 @@ def test_a_pair_merges_exactly_when_independent(seed: int, pack: int | None, unp
             for p in reach[i]:
                 if task.name in kept and problem.tasks[p].name in kept:
                     assert kept[problem.tasks[p].name] in later[kept[task.name]]
-        size = sum(s.size_bytes for s in problem.storages)
+        waits = {s: {w for w, t in enumerate(problem.tasks) if t.start == s} for s in (a, c)}
+        # What a member makes and only its waits read is what it sends: it is written to the message.
+        sent = [
+            s for s in problem.storages if s.readers and not s.pinned and {*s.readers} <= waits.get(s.producer, set())
+        ]
+        size = sum(s.size_bytes for s in problem.storages if pack is None or s not in sent)
         copies = (4 if pack is not None else 0) + (6 if unpack is not None else 0)
         assert sum(s.size_bytes for s in merged.storages) == size + copies
         assert plan(merged, peak_bytes(merged)).makespan_ns <= simulate(merged).makespan_ns

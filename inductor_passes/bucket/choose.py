@@ -2,15 +2,16 @@
 
 Every partition becomes a problem of its own (merged tasks, copies, messages in memory) and is planned under the same
 memory budget as the graph as it is. The fastest plan within the budget wins; the graph as it is wins ties, so merging
-never makes the planned step slower. Large graphs are planned quickly to compare partitions, and thoroughly once, to
-judge the winner.
+never makes the planned step slower. All are planned quickly first, and the fastest few again with their orders as the
+input: a quick plan can be 20% above what a search ends at, and not by the same for two partitions. The winner is then
+planned as ``reorder`` plans.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from inductor_passes.bucket.candidates import Candidate, GroupKey
@@ -26,7 +27,8 @@ from inductor_passes.bucket.sized import sized
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import Beaten, Solved
 from inductor_passes.schedule.bounds import lower_bound
-from inductor_passes.schedule.construct import SMALL, near
+from inductor_passes.schedule.construct import near
+from inductor_passes.schedule.effort import again, plan_with_effort
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.partition_bound import partition_bound, shares
 from inductor_passes.schedule.plan import Plan, plan
@@ -34,14 +36,13 @@ from inductor_passes.schedule.problem import Kind, Problem
 
 #: Appetites for latency, and shares of the memory for when buckets overlap in time or what they take is misjudged.
 _GREEDY = ((1.0, 1.0), (16.0, 1.0), (16.0, 0.25), (16.0, 0.0625))
-_TIGHT = ((1.0, 1.0), (16.0, 0.25))
 #: Sizes of buckets, as shares of the graph's peak: one over these.
 _SIZED = (128, 32, 8)
-#: Tried by default: these with the memory that there is, two with as little as there may be, the planner's own,
+#: Tried by default: these with the memory that there is and with as little as there may be, the planner's own,
 #: neighbours up to a size, and large ones where they fit.
 PARTITIONS: tuple[Partition, ...] = (
     *(functools.partial(greedy, spread=spread, share=share) for spread, share in _GREEDY),
-    *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _TIGHT),
+    *(functools.partial(greedy, spread=spread, share=share, tight=True) for spread, share in _GREEDY),
     planned,
     *(functools.partial(sized, share=share) for share in _SIZED),
     fitted,
@@ -50,6 +51,8 @@ PARTITIONS: tuple[Partition, ...] = (
 _LARGE_TASKS = 6000
 #: Above this many tasks partitions are compared by quick plans.
 QUICK_TASKS = 500
+#: How many partitions are planned again, and by what share of its time the last one may be behind: one over this.
+_FINALISTS, _BEHIND = 3, 6
 
 
 #: Buckets of names of starts.
@@ -67,6 +70,7 @@ class Choice:
         bound_ns: no order of any partition is faster.
         objection: why nothing is merged although ``tried`` is not empty, else None.
         problem, plan: of what was decided, merged or not.
+        searched: ``plan`` is what ``plan_with_effort`` finds.
     """
 
     buckets: list[list[Candidate]]
@@ -76,11 +80,21 @@ class Choice:
     bound_ns: int
     after: Plan | None = None
     objection: Reason | None = None
+    searched: bool = False
 
     @property
     def plan(self) -> Plan:
         """See the class."""
         return self.before if not self.buckets or self.after is None else self.after
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A partition, the problem that it makes of the graph's, and a plan."""
+
+    buckets: list[list[Candidate]]
+    problem: Problem
+    plan: Plan
 
 
 def choose(
@@ -122,41 +136,60 @@ def choose(
     before = of_input(thorough)
     room, tight = _rooms(problem, limit_bytes, generated)
     question = Question(problem, before, found, dependencies, costs, limit_bytes, room, tight)
-    trials: list[list[list[Candidate]]] = []
-    chosen: tuple[Plan, list[list[Candidate]], Problem] | None = None
-    refused: tuple[Plan, Reason] | None = None
+
+    held = _Held(generated, costs)
+    trials: list[_Trial] = []
+    tried: list[list[Candidate]] = []
+    best_ns = beat_ns if compared else None
     for buckets in _proposed(partitions, question, dropped):
-        trials.append(buckets)
+        tried = tried or buckets
         other = merged(problem, buckets, costs)
         # What cannot win is not planned: planning takes most of the time.
-        best = chosen[0].makespan_ns if chosen is not None else beat_ns if compared else None
-        if best is not None and lower_bound(other) > best:
+        if best_ns is not None and lower_bound(other) > best_ns:
             continue
-        after = plan(other, limit_bytes, effort=effort, thorough=thorough)
-        objection = _objection(before, after) or _over(generated, buckets, costs, after)
-        if objection is not None:
-            if refused is None or after.makespan_ns < refused[0].makespan_ns:
-                refused = after, objection
-        elif chosen is None or (after.makespan_ns, after.peak_bytes) < (chosen[0].makespan_ns, chosen[0].peak_bytes):
-            chosen = after, buckets, other
-            if len(problem) > _LARGE_TASKS and near(after.makespan_ns, least_ns):
+        trial = _Trial(buckets, other, plan(other, limit_bytes, effort=effort, thorough=thorough))
+        trials.append(trial)
+        # Only what beats the others is worth the question.
+        faster = best_ns is None or trial.plan.makespan_ns < best_ns
+        if faster and (_objection(before, trial.plan) or held.objection(trial)) is None:
+            best_ns = trial.plan.makespan_ns
+            if len(problem) > _LARGE_TASKS and near(best_ns, least_ns):
                 break
-    if chosen is not None and not thorough and len(problem) <= SMALL:
-        # A thorough plan goes other ways than a quick one; it can end at a slower order.
-        before = min(of_input(), before, key=_standing)
-        after = min(plan(chosen[2], limit_bytes, effort=effort), chosen[0], key=_standing)
-        objection = _objection(before, after)
-        if objection is not None:
-            return Choice([], trials[0], before, problem, least_ns, after, objection)
-        chosen = after, *chosen[1:]
-    if chosen is not None:
-        return Choice(chosen[1], trials[0], before, chosen[2], least_ns, chosen[0])
-    if not trials:
-        return Choice([], [], before, problem, least_ns)
+    if len(trials) > 1:
+        before = again(problem, before, effort=effort, thorough=True)
+        trials = _planned_again(trials, effort)
+    refused: tuple[_Trial, Reason] | None = None
+    for trial in sorted(trials, key=_standing):
+        objection = _objection(before, trial.plan) or held.objection(trial)
+        if objection is None:
+            return _kept(Choice(trial.buckets, tried, before, trial.problem, least_ns, trial.plan), trial, held)
+        refused = refused or (trial, objection)
+    if refused is None:
+        return Choice([], tried, before, problem, least_ns)
     if compared:
         raise Beaten
-    assert refused is not None
-    return Choice([], trials[0], before, problem, least_ns, *refused)
+    return Choice([], tried, before, problem, least_ns, refused[0].plan, refused[1])
+
+
+def _kept(choice: Choice, trial: _Trial, held: _Held) -> Choice:
+    """The choice with the plan that ``reorder`` would make, unless there is an objection to that one."""
+    found = plan_with_effort(trial.problem, trial.plan.budget_bytes, "normal", known=trial.plan)
+    if _objection(choice.before, found) or held.objection(replace(trial, plan=found)):
+        return choice
+    return replace(choice, after=found, searched=True)
+
+
+def _planned_again(trials: Sequence[_Trial], effort: int) -> list[_Trial]:
+    """The trials, the few that may turn out to be the fastest with better plans."""
+    ranked = sorted(trials, key=_standing)
+    most_ns = ranked[0].plan.makespan_ns
+    most_ns += most_ns // _BEHIND
+    found = []
+    for place, trial in enumerate(ranked):
+        if place < _FINALISTS and trial.plan.makespan_ns <= most_ns:
+            trial = replace(trial, plan=again(trial.problem, trial.plan, effort=effort, thorough=True))
+        found.append(trial)
+    return found
 
 
 def _proposed(
@@ -184,13 +217,32 @@ def _rooms(problem: Problem, limit_bytes: int | None, generated: Capped | None) 
     return Room(problem, limit_bytes, others[1]) if limit_bytes is not None else None, tight
 
 
-def _over(
-    generated: Capped | None, buckets: Sequence[Sequence[Candidate]], costs: BucketCosts, after: Plan
-) -> Reason | None:
-    """``OVER_BUDGET`` where the code that is generated for a plan with ``buckets`` does not keep within its cap."""
-    if generated is None or generated.fits(merged(generated.problem, buckets, costs), after.order):
-        return None
-    return Reason.OVER_BUDGET
+class _Held:
+    """Whether the code that is generated for a partition's plan keeps within a cap of its own.
+
+    Args:
+        generated: None where there is no such cap.
+    """
+
+    def __init__(self, generated: Capped | None, costs: BucketCosts) -> None:
+        self._generated = generated
+        self._costs = costs
+        self._last: tuple[Problem, Problem] | None = None
+
+    def objection(self, trial: _Trial) -> Reason | None:
+        """``OVER_BUDGET`` where it does not."""
+        if self._generated is None:
+            return None
+        second = self._merged(self._generated.problem, trial)
+        # Other storages are other dependencies, and these decide how the tasks are numbered.
+        number = {task.name: i for i, task in enumerate(second.tasks)}
+        order = [number[trial.problem.tasks[i].name] for i in trial.plan.order]
+        return None if self._generated.fits(second, order) else Reason.OVER_BUDGET
+
+    def _merged(self, problem: Problem, trial: _Trial) -> Problem:
+        if self._last is None or self._last[0] is not trial.problem:
+            self._last = trial.problem, merged(problem, trial.buckets, self._costs)
+        return self._last[1]
 
 
 def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -> int:
@@ -216,8 +268,8 @@ def bound_ns(problem: Problem, found: Sequence[Candidate], costs: BucketCosts) -
     return partition_bound(with_durations(problem, costs.producers_ns(found)), share_ns)
 
 
-def _standing(plan: Plan) -> tuple[bool, int, int, int]:
-    return plan.value
+def _standing(trial: _Trial) -> tuple[bool, int, int, int]:
+    return trial.plan.value
 
 
 def _objection(before: Plan, after: Plan) -> Reason | None:

@@ -23,8 +23,8 @@ from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.rewriting.members import Slot
-from inductor_passes.rewriting.merge import CACHED_BYTES
-from inductor_passes.rewriting.pack import travels_as_bytes
+from inductor_passes.rewriting.merge import copies_apart
+from inductor_passes.rewriting.pack import received_rows, travels_as_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,8 @@ class BucketCosts:
         coalesced: names of process groups whose buckets are not copied, see ``rewrite.Form``.
         owner: nodes that count as part of a start or a wait, see ``canonical.Shards``.
         compute: of the graph's compute; default: by the profile.
-        call_copies: whether small copies on a CPU are calls, see ``rewriting.merge.merge``.
+        exact, call_copies: which copies are made apart, whoever reads them: ``keep_sums`` and ``call_copies`` of
+            ``rewriting.merge.merge``.
     """
 
     def __init__(
@@ -106,11 +107,12 @@ class BucketCosts:
         owner: Mapping[torch.fx.Node, torch.fx.Node] = MappingProxyType({}),
         *,
         compute: ComputeCosts | None = None,
+        exact: bool = False,
         call_copies: bool = False,
     ) -> None:
         self._owner = owner
         self._compute = compute or ComputeCosts(view, profile)
-        self._call_copies = call_copies
+        self._apart = copies_apart(view, keep_sums=exact, call_copies=call_copies)
         self._view = view
         self._profile = profile
         self._coalesced = coalesced
@@ -240,15 +242,15 @@ class BucketCosts:
 
     def _copied_out(self, member: Candidate, packed: Collection[torch.fx.Node] = ()) -> tuple[int, int]:
         """How many tensors of a member have to be copied out of a message, and their bytes."""
-        sizes = [_torch.tensor_bytes(slot.received) or 0 for slot in member.slots if self._is_copied_out(slot, packed)]
-        return len(sizes), sum(sizes)
+        rows = received_rows(member.collective.kind, member.collective.group.size)
+        copied = [slot for slot in member.slots if self._is_copied_out(slot, rows, packed)]
+        return len(copied), sum(_torch.tensor_bytes(slot.received) or 0 for slot in copied)
 
-    def _is_copied_out(self, slot: Slot, packed: Collection[torch.fx.Node]) -> bool:
+    def _is_copied_out(self, slot: Slot, rows: int, packed: Collection[torch.fx.Node]) -> bool:
         """Whether something reads the member in memory of its own, or a call makes the copy whoever reads it."""
         if not any(wait.users for wait in slot.waits):
             return False
-        called = self._call_copies and slot.received.device.type == "cpu"
-        if called and (_torch.tensor_bytes(slot.received) or 0) <= CACHED_BYTES:
+        if self._apart(slot, rows):
             return True
         return any(self._is_read_in_memory(wait, packed) for wait in slot.waits)
 

@@ -33,17 +33,20 @@ def coalesces(group: str) -> bool:
     return _torch.group_backend(group) in COALESCING_BACKENDS
 
 
-def of_graph(view: GraphView, fx: FxProblem, profile: CostProfile, *, call_copies: bool) -> Lines:
+def of_graph(view: GraphView, fx: FxProblem, profile: CostProfile, *, exact: bool, call_copies: bool) -> Lines:
     """The collectives of a graph that may travel together.
 
     Args:
-        call_copies: see :class:`BucketCosts`.
+        exact, call_copies: see :class:`BucketCosts`.
     """
     known = shards(view)
     found, _ = candidates(view, uneven=known.uneven)
     coalesced = frozenset(name for name in {c.key.group for c in found} if coalesces(name))
     owner = known.owner
-    return of(found, BucketCosts(view, profile, coalesced, owner, compute=fx.costs, call_copies=call_copies))
+    costs = BucketCosts(
+        view, profile, coalesced, owner, compute=fx.costs, exact=exact, call_copies=call_copies
+    )
+    return of(found, costs)
 
 
 def of(found: Sequence[Candidate], costs: BucketCosts) -> Lines:

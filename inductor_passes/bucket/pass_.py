@@ -110,7 +110,13 @@ class BucketPass:
             return self._nothing(view, Reason.RANKS_DIFFER, UNEQUAL if facts.agreed else NOT_AGREED)
         coalesced = frozenset(name for name in {c.key.group for c in found} if self._coalesces(name))
         costs = BucketCosts(
-            view, facts.profile, coalesced, facts.shards.owner, compute=fx.costs, call_copies=self.call_copies
+            view,
+            facts.profile,
+            coalesced,
+            facts.shards.owner,
+            compute=fx.costs,
+            exact=self.exact,
+            call_copies=self.call_copies,
         )
         dependencies = Dependencies(view, fx.kept)
         generated = _generated(facts)
@@ -139,7 +145,7 @@ class BucketPass:
         report = PassReport(self.name, decisions=decisions + _decisions(found, choice, dependencies, costs, room))
         report.metrics = _metrics(choice, len(view.collectives))
         report.metrics["lower_bound_any_buckets_ns"] = choice.bound_ns
-        solved = Solved(choice.problem, choice.plan)
+        solved = Solved(choice.problem, choice.plan, choice.searched)
         if not choice.buckets:
             return Outcome(report, solved=solved)
         forms: list[Form] = ["coalesced" if b[0].key.group in coalesced else "packed" for b in choice.buckets]

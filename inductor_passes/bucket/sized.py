@@ -20,12 +20,12 @@ MOST_TASKS = 4000
 def sized(question: Question, *, share: int) -> list[list[Candidate]]:
     """Disjoint buckets of at least two members each, of one key, mergeable together.
 
-    None where memory is unlimited, and none for large problems.
+    None for large problems.
 
     Args:
         share: a bucket sends and receives at most the peak of the graph as it is, divided by this.
     """
-    if question.room is None or len(question.problem) > MOST_TASKS:
+    if len(question.problem) > MOST_TASKS:
         return []
     dependencies, costs = question.dependencies.copy(), question.costs
     most = peak_bytes(question.problem) // share

@@ -32,8 +32,10 @@ def lines_of(
     """What may travel together in forward and in backward; None where bucketing is off."""
     if settings.bucket == "off":
         return None
-    calls = settings.codegen == "inductor"
-    forward, backward = (of_graph(view, one, profile, call_copies=calls) for view, one in zip(views, both))
+    exact, calls = settings.numerics == "exact", settings.codegen == "inductor"
+    forward, backward = (
+        of_graph(view, one, profile, exact=exact, call_copies=calls) for view, one in zip(views, both)
+    )
     return forward, backward
 
 

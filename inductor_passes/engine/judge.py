@@ -20,7 +20,8 @@ from inductor_passes.problems.fx import NoHintError, kept_by_caller
 from inductor_passes.report import Decision, Finding, PassReport, Reason, Verdict
 from inductor_passes.rewriting.contract import NOT_AGREED, Cap, Facts, Look, Outcome, Pass, Scheduled, Solved
 from inductor_passes.rewriting.step_facts import StepFacts
-from inductor_passes.schedule.plan import Plan, plan
+from inductor_passes.schedule.carry import carried
+from inductor_passes.schedule.plan import plan
 
 #: Objections that another result of the same pass may not meet.
 BY_COST = (Reason.OVER_BUDGET, Reason.SLOWER)
@@ -249,12 +250,12 @@ def _within_cap(outcome: Outcome, before: Facts, after: Facts, local: bool) -> J
             return Judgement(after) if fits else Judgement(after, Reason.OVER_BUDGET, _over(after, after.peak_bytes))
         if fits and outcome.before is None:
             return Judgement(after)
-        found = _planned(outcome, after)
+        solved = _solved(outcome, after)
     except NoHintError:
         return Judgement(after)
-    if found is None:
+    if solved is None:
         return Judgement(after, Reason.OVER_BUDGET, _over(after, after.peak_bytes))
-    after = dataclasses.replace(after, solved=Solved(after.problem.problem, found))
+    after, found = dataclasses.replace(after, solved=solved), solved.plan
     allowed = before.solved.plan if outcome.before is None and before.solved is not None else outcome.before
     if not found.feasible and (allowed is None or allowed.feasible or found.peak_bytes > allowed.peak_bytes):
         return Judgement(after, Reason.OVER_BUDGET, _over(after, found.peak_bytes))
@@ -264,14 +265,17 @@ def _within_cap(outcome: Outcome, before: Facts, after: Facts, local: bool) -> J
     return Judgement(after)
 
 
-def _planned(outcome: Outcome, after: Facts) -> Plan | None:
+def _solved(outcome: Outcome, after: Facts) -> Solved | None:
     """How the graph plans under the cap; None where its order will not be changed any more."""
     if after.config.schedule == "off" and outcome.before is None:
         return None
     problem = after.problem.problem
-    if outcome.solved is not None and outcome.solved.problem.digest() == problem.digest():
-        return outcome.solved.plan
-    return plan(problem, after.limit_bytes, effort=0)
+    if (forecast := outcome.solved) is not None:
+        if forecast.problem.digest() == problem.digest():
+            return dataclasses.replace(forecast, problem=problem)
+        if (moved := carried(forecast.plan, forecast.problem, problem)) is not None:
+            return Solved(problem, moved)
+    return Solved(problem, plan(problem, after.limit_bytes, effort=0))
 
 
 def _over(facts: Facts, peak_bytes: int) -> str:

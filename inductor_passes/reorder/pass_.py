@@ -29,7 +29,7 @@ from inductor_passes.records.words import Effort
 from inductor_passes.report import Decision, PassReport, Reason, Verdict
 from inductor_passes.rewriting import rungs
 from inductor_passes.rewriting.arrange import arrange
-from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Scheduled
+from inductor_passes.rewriting.contract import Facts, GroupOrder, Outcome, Scheduled, Solved
 from inductor_passes.rewriting.messages import order_like
 from inductor_passes.rewriting.order import CycleError
 from inductor_passes.schedule.construct import SMALL
@@ -101,12 +101,13 @@ class ReorderPass:
 
     def _plan(self, facts: Facts, problem: Problem) -> Plan:
         """The best order found, no worse than the one that is known of this problem already."""
-        known = _known(facts, problem)
+        solved = _known(facts, problem)
+        known, searched = (None, False) if solved is None else (solved.plan, solved.searched)
         # On a large problem the known plan is where planning again would begin.
         start = known if len(problem) > SMALL else None
         smaller = [cap.limit_bytes for cap in rungs.lower(facts.cap) if cap.limit_bytes is not None]
         return plan_with_effort(
-            problem, facts.limit_bytes, self.effort, start=start, smaller=smaller, known=known
+            problem, facts.limit_bytes, self.effort, start=start, smaller=smaller, known=known, searched=searched
         )
 
 
@@ -141,9 +142,8 @@ def _pinned(facts: Facts, problem: Problem) -> tuple[Plan | None, str]:
         return None, str(error)
 
 
-def _known(facts: Facts, problem: Problem) -> Plan | None:
+def _known(facts: Facts, problem: Problem) -> Solved | None:
     """A plan that was made of the same problem already."""
-    if facts.solved is None:
-        return None
-    other, found = facts.solved.problem, facts.solved.plan
-    return found if other is problem or (len(other) == len(problem) and other.digest() == problem.digest()) else None
+    if (solved := facts.solved) is None or solved.problem is problem:
+        return solved
+    return solved if len(solved.problem) == len(problem) and solved.problem.digest() == problem.digest() else None

@@ -78,10 +78,14 @@ class Cap:
 
 @dataclass(frozen=True)
 class Solved:
-    """A problem with the plan that was made of it under the graph's cap."""
+    """A problem with the plan that was made of it under the graph's cap.
+
+    ``searched``: the plan is what ``schedule.effort.plan_with_effort`` finds, at ``normal`` and for this cap alone.
+    """
 
     problem: Problem
     plan: Plan
+    searched: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -127,12 +127,11 @@ def merge(
         order = repaired_order(view, list(by_stage))
     except ValueError as error:
         raise MergeError(str(error)) from error
-    read = reads(view) if keep_sums else {}
-    in_loops = taken_in(view) if call_copies else None
+    apart = copies_apart(view, keep_sums=keep_sums, call_copies=call_copies)
     held = {storage for node in results for storage in view.storages.of(node)}
     for bucket in buckets:
         bucket.owned = _owned(view, bucket, held) if held else frozenset()
-    _rewrite(graph, view, buckets, order, lambda slot, rows: _apart(slot, rows, read, in_loops))
+    _rewrite(graph, view, buckets, order, apart)
     return [_finish(graph, bucket) for bucket in buckets]
 
 
@@ -290,6 +289,13 @@ def _owned(view: GraphView, bucket: _Bucket, held: Collection[FxStorage]) -> fro
     whole = sum(size or 0 for size in sizes.values())
     kept = (s for s in bucket.slots if any(one in held for wait in s.waits for one in view.storages.of(wait)))
     return frozenset(s for s in kept if 2 * (sizes[s] or 0) <= whole)
+
+
+def copies_apart(view: GraphView, *, keep_sums: bool, call_copies: bool) -> Callable[[Slot, int], bool]:
+    """Whether an operator of ours copies a member out of a message of so many rows, see :func:`merge`; O(nodes)."""
+    read = reads(view) if keep_sums else {}
+    in_loops = taken_in(view) if call_copies else None
+    return lambda slot, rows: _apart(slot, rows, read, in_loops)
 
 
 def _apart(

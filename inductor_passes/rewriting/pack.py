@@ -74,7 +74,7 @@ class Message:
         # sorting where sizes may differ between ranks.
         self.even = kind != CollectiveKind.ALL_TO_ALL or (all(s.even for s in slots) and not self.as_bytes)
         self.sent_rows = ranks if kind in (CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_TO_ALL) else 1
-        self.received_rows = ranks if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL) else 1
+        self.received_rows = received_rows(kind, ranks)
         self._order = sorted(range(len(slots)), key=lambda i: -slots[i].sent.element_size() if self.as_bytes else 0)
         widest = max(s.sent.element_size() for s in slots)
         content = sum(self._width(s) for s in slots)
@@ -221,6 +221,11 @@ class Message:
         if order == list(range(len(order))):
             return block
         return emit.call(aten.permute.default, block, [order.index(d) for d in range(len(order))])
+
+
+def received_rows(kind: CollectiveKind, ranks: int) -> int:
+    """Rows of a message as it arrives: one per rank where every rank sends its own."""
+    return ranks if kind in (CollectiveKind.ALL_GATHER, CollectiveKind.ALL_TO_ALL) else 1
 
 
 def _offsets(sizes: Sequence[int], unit: int) -> list[int]:

@@ -36,6 +36,7 @@ def plan_with_effort(
     slack: bool = True,
     smaller: Sequence[int] = (),
     known: Plan | None = None,
+    searched: bool = False,
 ) -> Plan:
     """The best order found, see :func:`~inductor_passes.schedule.plan.plan`; a higher level is never worse.
 
@@ -43,16 +44,23 @@ def plan_with_effort(
         smaller: caps in bytes below ``budget_bytes``. Where an order found for one of them is faster, the search goes
             on from there: a larger cap is never slower.
         known: a plan of the same problem under the same cap that the result is no worse than.
+        searched: ``known`` is what this function found, at ``normal`` at least and without ``smaller``.
 
     Raises:
         ExactUnavailableError: ``exact`` without OR-Tools.
     """
-    found = plan(problem, budget_bytes, start=start, slack=slack)
-    if known is not None:
-        found = min(found, known, key=lambda p: p.value)
-    if len(problem) > _ALONE:
-        found = _no_slower_than(problem, found, smaller, slack)
-    found = _once_more(problem, found, slack)
+    if known is not None and searched:
+        found = known
+        if len(problem) > _ALONE:
+            found = _no_slower_than(problem, found, smaller, slack)
+        found = found if found is known else _once_more(problem, found, slack)
+    else:
+        found = plan(problem, budget_bytes, start=start, slack=slack)
+        if known is not None:
+            found = min(found, known, key=lambda p: p.value)
+        if len(problem) > _ALONE:
+            found = _no_slower_than(problem, found, (budget_bytes, *smaller), slack)
+        found = _once_more(problem, found, slack)
     if effort == "normal":
         return found
     found = plan(problem, budget_bytes, effort=HIGH, start=found, slack=slack)
@@ -61,13 +69,13 @@ def plan_with_effort(
     return plan(problem, budget_bytes, effort=0, exact_window=True, start=found, slack=slack)
 
 
-def _no_slower_than(problem: Problem, found: Plan, smaller: Sequence[int], slack: bool) -> Plan:
-    """The best of ``found`` and of what other searches find: for smaller caps, thorough or not.
+def _no_slower_than(problem: Problem, found: Plan, caps: Sequence[int | None], slack: bool) -> Plan:
+    """The best of ``found`` and of what other searches find: for ``caps``, its own or smaller, thorough or not.
 
     Searches under a cap end at local optima, on large graphs often 10% apart, and neither way to search is the better
     one of all graphs.
     """
-    for cap in (found.budget_bytes, *smaller):
+    for cap in caps:
         for thorough in (True, False):
             if near(found.makespan_ns, found.lower_bound_ns):
                 return found
@@ -82,20 +90,35 @@ def _no_slower_than(problem: Problem, found: Plan, smaller: Sequence[int], slack
 
 
 def _once_more(problem: Problem, found: Plan, slack: bool) -> Plan:
-    """``found``, or what is found from it as the input: rules that keep close to the input find other orders then."""
+    """``found``, or what :func:`again` makes of it, a few times over."""
     for _ in range(_ROUNDS):
-        if near(found.makespan_ns, found.lower_bound_ns) or not found.feasible:
-            return found
-        other = plan(renumbered(problem, found.order), found.budget_bytes, slack=slack)
-        if other.makespan_ns >= found.makespan_ns:
-            return found
-        order = tuple(found.order[i] for i in other.order)
-        found = dataclasses.replace(
-            other,
-            order=order,
-            # What is disturbed follows the numbers of the tasks.
-            disturbed_ns=disturbed(tables(problem), order).mean_ns,
-            input_makespan_ns=found.input_makespan_ns,
-            input_peak_bytes=found.input_peak_bytes,
-        )
+        other = again(problem, found, slack=slack)
+        if other is found:
+            break
+        found = other
     return found
+
+
+def again(
+    problem: Problem, found: Plan, *, effort: int = 1, thorough: bool | None = None, slack: bool = True
+) -> Plan:
+    """``found``, or a faster plan with its order as the input: rules that keep close to the input find others then.
+
+    Args:
+        effort, thorough: see :func:`~inductor_passes.schedule.plan.plan`.
+    """
+    if near(found.makespan_ns, found.lower_bound_ns) or not found.feasible:
+        return found
+    numbered = renumbered(problem, found.order)
+    other = plan(numbered, found.budget_bytes, effort=effort, thorough=thorough, slack=slack)
+    if other.makespan_ns >= found.makespan_ns:
+        return found
+    order = tuple(found.order[i] for i in other.order)
+    return dataclasses.replace(
+        other,
+        order=order,
+        # What is disturbed follows the numbers of the tasks.
+        disturbed_ns=disturbed(tables(problem), order).mean_ns,
+        input_makespan_ns=found.input_makespan_ns,
+        input_peak_bytes=found.input_peak_bytes,
+    )

@@ -10,9 +10,8 @@ from where they lie.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, ProblemError, Storage, Task
@@ -49,11 +48,12 @@ class _Merging:
 
     ``entry``: who inherits its predecessors; ``exit``: whom its successors follow; ``chains``: tasks of each bucket in
     sequence up to its wait; ``unpacks``: start of a member -> the task that copies its output. Old numbers map to
-    themselves unless merged; merged tasks are None in ``tasks``.
+    themselves unless merged; merged tasks are None in ``tasks``. ``units``: what stands together, in sequence, and
+    the old place where it stands unless something needs it earlier.
     """
 
     tasks: list[Task | None]
-    keys: list[tuple[int, int]]
+    units: list[tuple[int, list[int]]]
     entry: list[int]
     exit: list[int]
     waits: dict[int, list[int]]
@@ -62,10 +62,12 @@ class _Merging:
 
 
 def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
-    """``problem`` with each bucket's starts and waits replaced. O((tasks + edges) log tasks).
+    """``problem`` with each bucket's starts and waits replaced. O(tasks + edges log edges).
 
-    The input order of the result keeps that of ``problem`` as far as the dependencies of the merged tasks allow: a
-    merged start comes where its last member stood.
+    The input order of the result is the one that merging makes of a graph (``rewriting.order``): that of ``problem``,
+    but everything comes after what it needs. A merged start comes where its last member stood, a wait where the last
+    member's wait stood, each earlier where something asks for it. Plans depend on the input order: a forecast in
+    another one can be 16% off.
 
     Raises:
         ProblemError: a bucket has fewer than two members, members on different lanes, a fence between members, a
@@ -77,9 +79,10 @@ def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
         if task.kind is Kind.WAIT:
             waits.setdefault(task.start, []).append(i)
     _check(problem, buckets, waits)
-    m = _Merging(list(problem.tasks), [(i, 0) for i in range(n)], list(range(n)), list(range(n)), waits)
+    m = _Merging(list(problem.tasks), [], list(range(n)), list(range(n)), waits)
     for bucket in buckets:
         _append(problem, bucket, m)
+    m.units += [(i, [i]) for i in range(n) if m.tasks[i] is not None]
     bucket_of = {s: b for b, bucket in enumerate(buckets) for s in bucket.starts}
     preds: list[set[int]] = [set() for _ in m.tasks]
     order_edges: list[tuple[int, int]] = []
@@ -136,19 +139,19 @@ def _append(problem: Problem, bucket: Bucket, m: _Merging) -> None:
     label = "+".join(task.label for task in members if task.label)
     chain: list[int] = []
 
-    def add(task: Task, key: tuple[int, int]) -> None:
+    def add(task: Task) -> None:
         chain.append(len(m.tasks))
         m.tasks.append(task)
-        m.keys.append(key)
 
     issue_ns = bucket.issue_ns
     if bucket.pack_ns is not None and bucket.prepared:
         issue_ns += bucket.pack_ns
     elif bucket.pack_ns is not None:
-        add(Task(f"pack_{name}", Kind.COMPUTE, bucket.pack_ns, label="pack"), (place, 1))
+        add(Task(f"pack_{name}", Kind.COMPUTE, bucket.pack_ns, label="pack"))
     start = len(m.tasks)
     merged = dataclasses.replace(members[0], name=name, size_bytes=size, label=label)
-    add(dataclasses.replace(merged, duration_ns=bucket.duration_ns, issue_ns=issue_ns), (place, 2))
+    add(dataclasses.replace(merged, duration_ns=bucket.duration_ns, issue_ns=issue_ns))
+    m.units.append((place, chain.copy()))
     add(
         Task(
             f"wait_{name}",
@@ -156,21 +159,22 @@ def _append(problem: Problem, bucket: Bucket, m: _Merging) -> None:
             lane=members[0].lane,
             start=start,
             issue_ns=max((problem.tasks[w].issue_ns for w in waits), default=0),
-            size_bytes=size,
+            size_bytes=sum(problem.tasks[w].size_bytes for w in waits),
             label=f"W({label})" if label else "",
-        ),
-        (needed, 3),
+        )
     )
     wait = start + 1
     m.chains.append(chain)
+    arrived = [wait]
+    # All copies are made where the message arrives, whatever stood there.
+    m.units.append((needed, arrived))
     for k, s in enumerate(bucket.starts):
         m.tasks[s], m.entry[s], m.exit[s] = None, chain[0], start
         if bucket.unpack_ns is not None:
             m.unpacks[s] = len(m.tasks)
             copied = f"unpack_{problem.tasks[s].name}"
             m.tasks.append(Task(copied, Kind.COMPUTE, bucket.unpack_ns[k], label="unpack"))
-            # All are made where the message arrives, whatever stood there.
-            m.keys.append((-1, k))
+            arrived.append(m.unpacks[s])
         for w in m.waits.get(s, ()):
             m.tasks[w], m.entry[w], m.exit[w] = None, wait, m.unpacks.get(s, wait)
 
@@ -184,6 +188,9 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
         own = bucket_of.get(storage.producer)
         if own is not None and storage.workspace:
             held.setdefault(own, []).append(storage)
+            continue
+        if own is not None and buckets[own].pack_ns is not None and _sent(problem, storage):
+            # It is written to the message right away.
             continue
         producer = storage.producer
         if own is not None:
@@ -236,6 +243,14 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
     return result
 
 
+def _sent(problem: Problem, storage: Storage) -> bool:
+    """Whether a storage that a start makes is what it sends (a cast that is part of it): only its waits read it."""
+    tasks, start = problem.tasks, storage.producer
+    if not storage.readers or storage.pinned:
+        return False
+    return all(tasks[r].kind is Kind.WAIT and tasks[r].start == start for r in storage.readers)
+
+
 def _moved(wait: Task, start: int) -> Task:
     """The task with another start. Not ``dataclasses.replace``: that takes as long as everything else here."""
     return Task(
@@ -251,42 +266,44 @@ def _renumber(
     order_edges: Sequence[tuple[int, int]],
     storages: Sequence[Storage],
 ) -> Problem:
-    """Topological order by the tasks' keys, and everything renumbered to it."""
-    # An edge that is there twice counts twice, here and below.
-    successors: list[list[int]] = [[] for _ in m.tasks]
-    missing = [len(before) for before in preds]
+    """Everything renumbered to the order that the merge makes of the input order, see :func:`merge`."""
+    unit_of = [0] * len(m.tasks)
+    m.units.sort()
+    for u, (_, tasks_of_unit) in enumerate(m.units):
+        for i in tasks_of_unit:
+            unit_of[i] = u
+    needs: list[list[int]] = [[] for _ in m.units]
     for i, before in enumerate(preds):
-        for p in before:
-            successors[p].append(i)
+        needs[unit_of[i]] += [unit_of[p] for p in before]
     for p, i in order_edges:
-        successors[p].append(i)
-        missing[i] += 1
+        needs[unit_of[i]].append(unit_of[p])
     for s in storages:
         if s.producer != INPUT:
-            successors[s.producer] += s.readers
             for r in s.readers:
-                missing[r] += 1
-    for i, task in enumerate(m.tasks):
-        if task is not None and task.kind is Kind.WAIT:
-            successors[task.start].append(i)
-            missing[i] += 1
-    alive = [i for i, task in enumerate(m.tasks) if task is not None]
-    ready = [(m.keys[i], i) for i in alive if not missing[i]]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        _, i = heapq.heappop(ready)
-        order.append(i)
-        for j in successors[i]:
-            missing[j] -= 1
-            if not missing[j]:
-                heapq.heappush(ready, (m.keys[j], j))
-    if len(order) < len(alive):
-        tied = [*itertools.chain(*m.chains), *m.unpacks.values()]
-        stuck = [t.name for i in tied if missing[i] and (t := m.tasks[i]) is not None]
+                needs[unit_of[r]].append(unit_of[s.producer])
+    last: dict[int, int] = {}
+    lanes: list[tuple[int, int]] = []
+    for u, (_, tasks_of_unit) in enumerate(m.units):
+        for i in tasks_of_unit:
+            task = m.tasks[i]
+            assert task is not None
+            if task.kind is Kind.WAIT:
+                needs[u].append(unit_of[task.start])
+            elif task.kind is Kind.START and i < len(problem):
+                # What is not merged keeps its order on its lane where it can.
+                if task.lane in last:
+                    lanes.append((last[task.lane], u))
+                last[task.lane] = u
+    ordered, circle = _sorted(needs, lanes)
+    if circle:
+        ordered, circle = _sorted(needs, [])
+    if circle:
+        tied = {*itertools.chain(*m.chains), *m.unpacks.values()}
+        stuck = [t.name for u in circle for i in m.units[u][1] if i in tied and (t := m.tasks[i]) is not None]
         raise ProblemError(
             f"{problem.name}: members of a bucket depend on each other; one of {', '.join(stuck)}"
         )
+    order = [i for u in ordered for i in m.units[u][1]]
     # One more, because ``INPUT`` is the last index.
     number = [INPUT] * (len(m.tasks) + 1)
     for k, i in enumerate(order):
@@ -313,3 +330,41 @@ def _renumber(
         name=problem.name,
         meta=dict(problem.meta),
     )
+
+
+def _sorted(needs: Sequence[Sequence[int]], extra: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """All units by their numbers, each after what it needs (depth first), and a circle that forbids it, or [].
+
+    Args:
+        needs: per unit the units before it. ``extra``: more pairs (before, after).
+    """
+    more: dict[int, list[int]] = {}
+    for first, second in extra:
+        more.setdefault(second, []).append(first)
+
+    def before(unit: int) -> Iterator[int]:
+        return iter(sorted({*needs[unit], *more.get(unit, ())} - {unit}))
+
+    order: list[int] = []
+    # None: not seen, False: being emitted, True: emitted.
+    state: list[bool | None] = [None] * len(needs)
+    for root in range(len(needs)):
+        if state[root]:
+            continue
+        state[root] = False
+        stack = [(root, before(root))]
+        while stack:
+            unit, remaining = stack[-1]
+            for other in remaining:
+                if state[other] is None:
+                    state[other] = False
+                    stack.append((other, before(other)))
+                    break
+                if state[other] is False:
+                    path = [u for u, _ in stack]
+                    return [], path[path.index(other) :]
+            else:
+                state[unit] = True
+                order.append(unit)
+                stack.pop()
+    return order, []
