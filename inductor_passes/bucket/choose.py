@@ -27,7 +27,7 @@ from inductor_passes.bucket.sized import sized
 from inductor_passes.report import Reason
 from inductor_passes.rewriting.contract import Beaten, Solved
 from inductor_passes.schedule.bounds import lower_bound
-from inductor_passes.schedule.construct import near
+from inductor_passes.schedule.construct import SMALL, near
 from inductor_passes.schedule.effort import again, plan_with_effort
 from inductor_passes.schedule.memory import peak_bytes
 from inductor_passes.schedule.partition_bound import partition_bound, shares
@@ -110,6 +110,7 @@ def choose(
     generated: Capped | None = None,
     dropped: Collection[Proposal] = (),
     beat_ns: int | None = None,
+    settle: bool = True,
 ) -> Choice:
     """The partition whose plan is fastest within ``limit_bytes``; see the module's docstring.
 
@@ -118,6 +119,7 @@ def choose(
         start: a plan of ``problem`` that is known already: what is compared with is no worse.
         dropped: what is not to be proposed again.
         beat_ns: partitions of which no order is that fast are not planned, unless the graph as it is may be.
+        settle: plan what is chosen as ``reorder`` plans; else the plan is the one that it was compared by.
 
     Raises:
         Beaten: no partition, nor the graph as it is, can be as fast as ``beat_ns``.
@@ -156,13 +158,15 @@ def choose(
             if len(problem) > _LARGE_TASKS and near(best_ns, least_ns):
                 break
     if len(trials) > 1:
-        before = again(problem, before, effort=effort, thorough=True)
         trials = _planned_again(trials, effort)
+        if lower_bound(problem) < min(trial.plan.makespan_ns for trial in trials):
+            before = again(problem, before, effort=effort, thorough=True)
     refused: tuple[_Trial, Reason] | None = None
     for trial in sorted(trials, key=_standing):
         objection = _objection(before, trial.plan) or held.objection(trial)
         if objection is None:
-            return _kept(Choice(trial.buckets, tried, before, trial.problem, least_ns, trial.plan), trial, held)
+            choice = Choice(trial.buckets, tried, before, trial.problem, least_ns, trial.plan)
+            return _settled(choice, trial, held) if settle else choice
         refused = refused or (trial, objection)
     if refused is None:
         return Choice([], tried, before, problem, least_ns)
@@ -171,9 +175,11 @@ def choose(
     return Choice([], tried, before, problem, least_ns, refused[0].plan, refused[1])
 
 
-def _kept(choice: Choice, trial: _Trial, held: _Held) -> Choice:
+def _settled(choice: Choice, trial: _Trial, held: _Held) -> Choice:
     """The choice with the plan that ``reorder`` would make, unless there is an objection to that one."""
-    found = plan_with_effort(trial.problem, trial.plan.budget_bytes, "normal", known=trial.plan)
+    # On a large problem the known plan is where planning again would begin.
+    start = trial.plan if len(trial.problem) > SMALL else None
+    found = plan_with_effort(trial.problem, trial.plan.budget_bytes, "normal", start=start, known=trial.plan)
     if _objection(choice.before, found) or held.objection(replace(trial, plan=found)):
         return choice
     return replace(choice, after=found, searched=True)
@@ -214,7 +220,10 @@ def _rooms(problem: Problem, limit_bytes: int | None, generated: Capped | None) 
     peak = peak_bytes(problem)
     others = (None, None) if generated is None else (generated.tight(), generated.room())
     tight = Room(problem, peak if limit_bytes is None else min(limit_bytes, peak), others[0])
-    return Room(problem, limit_bytes, others[1]) if limit_bytes is not None else None, tight
+    if limit_bytes is None:
+        return None, tight
+    same = limit_bytes <= peak and (generated is None or generated.limit_bytes <= peak_bytes(generated.problem))
+    return tight if same else Room(problem, limit_bytes, others[1]), tight
 
 
 class _Held:

@@ -94,6 +94,8 @@ class BucketCosts:
         profile: costs.
         coalesced: names of process groups whose buckets are not copied, see ``rewrite.Form``.
         owner: nodes that count as part of a start or a wait, see ``canonical.Shards``.
+        uneven: shards are not of one size on all ranks, which prepare them in different ways: all count as holding
+            what the longest way holds.
         compute: of the graph's compute; default: by the profile.
         exact, call_copies: which copies are made apart, whoever reads them: ``keep_sums`` and ``call_copies`` of
             ``rewriting.merge.merge``.
@@ -107,9 +109,11 @@ class BucketCosts:
         owner: Mapping[torch.fx.Node, torch.fx.Node] = MappingProxyType({}),
         *,
         compute: ComputeCosts | None = None,
+        uneven: bool = False,
         exact: bool = False,
         call_copies: bool = False,
     ) -> None:
+        self.uneven = uneven
         self._owner = owner
         self._compute = compute or ComputeCosts(view, profile)
         self._apart = copies_apart(view, keep_sums=exact, call_copies=call_copies)

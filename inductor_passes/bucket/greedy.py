@@ -28,8 +28,15 @@ def greedy(
         tight: take no more memory than ``memory_budget="0"`` leaves, so that what a small budget finds is tried under
             a larger one too.
     """
-    dependencies, costs = question.dependencies.copy(), question.costs
     given = question.tight if tight else question.room
+    asked = (greedy, spread, share if given is not None else None, id(given))
+    if asked not in question.answered:
+        question.answered[asked] = _swept(question, spread, share, given)
+    return question.answered[asked]
+
+
+def _swept(question: Question, spread: float, share: float, given: Room | None) -> list[list[Candidate]]:
+    dependencies, costs = question.dependencies.copy(), question.costs
     room = given.copy() if given is not None else None
     buckets: list[_Open] = []
     open_of: dict[GroupKey, list[_Open]] = {}

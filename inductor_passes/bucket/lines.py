@@ -44,7 +44,14 @@ def of_graph(view: GraphView, fx: FxProblem, profile: CostProfile, *, exact: boo
     coalesced = frozenset(name for name in {c.key.group for c in found} if coalesces(name))
     owner = known.owner
     costs = BucketCosts(
-        view, profile, coalesced, owner, compute=fx.costs, exact=exact, call_copies=call_copies
+        view,
+        profile,
+        coalesced,
+        owner,
+        compute=fx.costs,
+        uneven=bool(known.uneven),
+        exact=exact,
+        call_copies=call_copies,
     )
     return of(found, costs)
 

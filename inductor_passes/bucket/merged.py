@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from inductor_passes.bucket.candidates import Candidate
 from inductor_passes.bucket.gain import BucketCosts
-from inductor_passes.schedule.merge import Bucket, merge
+from inductor_passes.schedule.merge import Bucket, changed, merge
 from inductor_passes.schedule.problem import Kind, Problem
 
 
@@ -37,17 +37,12 @@ def merged(problem: Problem, buckets: Sequence[Sequence[Candidate]], costs: Buck
                 received_bytes=load.received_bytes,
                 shared_output=costs.copies(load) and not costs.copies_out(load),
                 prepared=costs.prepared(bucket),
+                held=costs.uneven,
             )
         )
-    return merge(with_durations(problem, fused.producers_ns), parts)
+    return merge(problem, parts, fused.producers_ns)
 
 
 def with_durations(problem: Problem, changed_ns: Mapping[str, int]) -> Problem:
-    """The problem with other durations of the tasks of those names."""
-    tasks = tuple(
-        dataclasses.replace(task, duration_ns=changed_ns[task.name])
-        if task.kind is Kind.COMPUTE and changed_ns.get(task.name, task.duration_ns) != task.duration_ns
-        else task
-        for task in problem.tasks
-    )
-    return dataclasses.replace(problem, tasks=tasks)
+    """The problem with other durations of the compute tasks of those names."""
+    return dataclasses.replace(problem, tasks=tuple(changed(problem.tasks, changed_ns)))

@@ -115,6 +115,7 @@ class BucketPass:
             coalesced,
             facts.shards.owner,
             compute=fx.costs,
+            uneven=bool(facts.shards.uneven),
             exact=self.exact,
             call_copies=self.call_copies,
         )

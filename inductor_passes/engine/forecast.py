@@ -103,4 +103,5 @@ class Forecast(Planned):
         lines = self.lines[graph]
         sent = {task.name for task in problem.tasks if task.kind is Kind.START}
         found = [c for c in lines.found if c.collective.start.name in sent]
-        return choose(problem, found, self._dependencies[graph], lines.costs, PARTITIONS, limit).plan
+        dependencies = self._dependencies[graph]
+        return choose(problem, found, dependencies, lines.costs, PARTITIONS, limit, settle=False).plan

@@ -13,17 +13,16 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.pin.file import GraphPlan, PlanFile, PlanFileError
-from inductor_passes.schedule.memory_bound import best_known
-from inductor_passes.schedule.plan import Plan
-from inductor_passes.schedule.problem import Problem, ProblemError
-from inductor_passes.schedule.simulate import simulate
 
-METHOD = "pinned"
+if TYPE_CHECKING:
+    from inductor_passes.schedule.plan import Plan
+    from inductor_passes.schedule.problem import Problem
+
 #: How many names of each kind of difference an error lists.
 _SHOWN = 4
 
@@ -113,31 +112,19 @@ class Pins:
         if difference:
             self.refuse(f"`{what}` does not fit the graph: {difference}{hint}")
         order = tuple(number[name] for name in pinned)
-        broken = _broken_rule(problem, order, names)
+        # Code from a cache reads pins, and nothing is planned then.
+        from inductor_passes.pin.order import broken_rule, plan_of
+
+        broken = broken_rule(problem, order, names)
         if broken:
             self.refuse(f"`{what}` is not allowed: {broken}{hint}")
-        before, after = simulate(problem), simulate(problem, order)
-        if limit_bytes is not None and after.peak_bytes > max(limit_bytes, before.peak_bytes):
+        found = plan_of(problem, order, limit_bytes)
+        if limit_bytes is not None and found.peak_bytes > max(limit_bytes, found.input_peak_bytes):
             self.refuse(
-                f"`{what}` needs {after.peak_bytes} bytes at its peak, the memory budget allows {limit_bytes}; "
+                f"`{what}` needs {found.peak_bytes} bytes at its peak, the memory budget allows {limit_bytes}; "
                 "raise memory_budget or move collectives later"
             )
-        fits = limit_bytes is None or after.peak_bytes <= limit_bytes
-        bound = best_known(problem, limit_bytes if fits else None, after.makespan_ns)
-        return Plan(
-            order=order,
-            makespan_ns=after.makespan_ns,
-            peak_bytes=after.peak_bytes,
-            lower_bound_ns=bound.ns,
-            gap=bound.gap(after.makespan_ns),
-            # An order that changes nothing counts as the input's.
-            method=METHOD if order != problem.input_order else "input",
-            input_makespan_ns=before.makespan_ns,
-            input_peak_bytes=before.peak_bytes,
-            budget_bytes=limit_bytes,
-            feasible=fits,
-            bound_on=bound.on,
-        )
+        return found
 
     def combined(self, digest: str) -> str:
         """A plan's digest that also tells which file it was pinned by: ranks with other files have other digests."""
@@ -345,23 +332,3 @@ def _by_base(names: Iterable[str]) -> dict[str, list[str]]:
         key = (base, int(number)) if base and number.isdecimal() else (name, -1)
         found.setdefault(key[0], []).append((key[1], name))
     return {base: [name for _, name in sorted(ones)] for base, ones in found.items()}
-
-
-def _broken_rule(problem: Problem, order: Sequence[int], names: Sequence[str]) -> str:
-    """The first dependency that an order breaks, in words; "" when it is legal."""
-    position = {i: k for k, i in enumerate(order)}
-    for i in order:
-        task = problem.tasks[i]
-        if task.start >= 0 and position[task.start] > position[i]:
-            return f"{names[i]} waits for {names[task.start]}, which starts later"
-    for i, preds in enumerate(problem.expanded):
-        for p in preds:
-            if position[p] > position[i]:
-                fence = next((names[k] for k in (i, p) if problem.tasks[k].fence), "")
-                why = f" ({fence} is a fence: nothing that communicates crosses it)" if fence else ""
-                return f"{names[i]} runs before {names[p]}, which it depends on{why}"
-    try:
-        problem.check_order(order)
-    except ProblemError as error:
-        return str(error)
-    return ""

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from inductor_passes.schedule.problem import Kind, Problem
-from inductor_passes.schedule.tables import Tables, once, tables
+from inductor_passes.schedule.tables import ANY_NUMBERING, Tables, once, tables
 
 _COMPUTE, _START = int(Kind.COMPUTE), int(Kind.START)
 #: How often the longest path is looked at for compute that is caught in it.
@@ -163,10 +163,16 @@ def under_contention(t: Tables) -> int:
     return compute + issue * 100 // (100 + most) + max(lost)
 
 
-@once
 def without_memory(t: Tables) -> int:
-    """:func:`lower_bound` if transfers slowed no kernel down: it reads times, machines and precedence only."""
-    return with_work(t, Work(t.busy_ns, t.lane_ns))
+    """:func:`lower_bound` if transfers slowed no kernel down: it reads times, machines and precedence only.
+
+    Worked out once: it holds however tasks are numbered.
+    """
+    key = f"{ANY_NUMBERING}{__name__}"
+    if key not in t.known:
+        t.known[key] = with_work(t, Work(t.busy_ns, t.lane_ns))
+    found: int = t.known[key]
+    return found
 
 
 @dataclass(frozen=True, slots=True)

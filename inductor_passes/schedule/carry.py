@@ -19,10 +19,11 @@ from inductor_passes.schedule.tables import tables
 
 
 def carried(known: Plan, other: Problem, problem: Problem) -> Plan | None:
-    """``known``, which is a plan of ``other``, for ``problem`` under the same cap; None where the tasks are others.
+    """``known``, which is a plan of ``other``, for ``problem`` under the same cap.
 
-    Durations may differ by what a forecast cannot know. What comes before its predecessors goes behind them, and the
-    order is planned from there without a search.
+    None where the tasks are others, or the cap does not hold any more: to plan anew is better then. Durations may
+    differ by what a forecast cannot know. What comes before its predecessors goes behind them, and the order is planned
+    from there without a search.
     """
     if [_role(task) for task in other.tasks] != [_role(task) for task in problem.tasks]:
         return None
@@ -30,13 +31,16 @@ def carried(known: Plan, other: Problem, problem: Problem) -> Plan | None:
     order = repaired(problem, known.order)
     bound = Bound(lower_bound(problem), "any memory")
     makespan_ns, peak_bytes = value(t, order)
+    feasible = known.budget_bytes is None or peak_bytes <= known.budget_bytes
+    if known.feasible and not feasible:
+        return None
     input_makespan_ns, input_peak_bytes = value(t, range(t.n))
     moved = dataclasses.replace(
         known,
         order=tuple(order),
         makespan_ns=makespan_ns,
         peak_bytes=peak_bytes,
-        feasible=known.budget_bytes is None or peak_bytes <= known.budget_bytes,
+        feasible=feasible,
         disturbed_ns=disturbed(t, order).mean_ns,
         input_makespan_ns=input_makespan_ns,
         input_peak_bytes=input_peak_bytes,

@@ -17,7 +17,7 @@ from inductor_passes.records.words import BoundOn
 from inductor_passes.schedule.bounds import any_order, without_memory
 from inductor_passes.schedule.implied import Precedence, implied
 from inductor_passes.schedule.problem import Problem
-from inductor_passes.schedule.tables import Tables, tables
+from inductor_passes.schedule.tables import ANY_NUMBERING, Tables, tables
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def memory_bound(problem: Problem, cap_bytes: int) -> int | None:
 
 def within(t: Tables, cap_bytes: int) -> int | None:
     """:func:`memory_bound` on the flat view, worked out once per problem and cap."""
-    key = f"{__name__}/{cap_bytes}"
+    key = f"{ANY_NUMBERING}{__name__}/{cap_bytes}"
     if key not in t.known:
         free, precedence = any_order(t), implied(t, cap_bytes)
         if precedence is None:

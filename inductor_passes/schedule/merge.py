@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, ProblemError, Storage, Task
 
@@ -27,6 +28,7 @@ class Bucket:
         pack_ns: copying the inputs into the message on the compute lane; None: no copy, no message.
         unpack_ns: per member, copying its output out of the received message; None: the outputs are received in place.
         prepared: packing is part of the start.
+        held: what the start reads and what it makes for itself is held until the wait.
         sent_bytes, received_bytes: of the messages, where there are copies.
         shared_output: without ``unpack_ns``: the outputs are views of one allocation and die together.
     """
@@ -40,6 +42,7 @@ class Bucket:
     received_bytes: int = 0
     shared_output: bool = False
     prepared: bool = False
+    held: bool = False
 
 
 @dataclass(slots=True)
@@ -61,13 +64,18 @@ class _Merging:
     unpacks: dict[int, int] = field(default_factory=dict)
 
 
-def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
+def merge(
+    problem: Problem, buckets: Sequence[Bucket], durations_ns: Mapping[str, int] = MappingProxyType({})
+) -> Problem:
     """``problem`` with each bucket's starts and waits replaced. O(tasks + edges log edges).
 
     The input order of the result is the one that merging makes of a graph (``rewriting.order``): that of ``problem``,
     but everything comes after what it needs. A merged start comes where its last member stood, a wait where the last
     member's wait stood, each earlier where something asks for it. Plans depend on the input order: a forecast in
     another one can be 16% off.
+
+    Args:
+        durations_ns: of compute tasks, by name, that take another time beside the buckets.
 
     Raises:
         ProblemError: a bucket has fewer than two members, members on different lanes, a fence between members, a
@@ -79,7 +87,7 @@ def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
         if task.kind is Kind.WAIT:
             waits.setdefault(task.start, []).append(i)
     _check(problem, buckets, waits)
-    m = _Merging(list(problem.tasks), [], list(range(n)), list(range(n)), waits)
+    m = _Merging([*changed(problem.tasks, durations_ns)], [], list(range(n)), list(range(n)), waits)
     for bucket in buckets:
         _append(problem, bucket, m)
     m.units += [(i, [i]) for i in range(n) if m.tasks[i] is not None]
@@ -107,6 +115,16 @@ def merge(problem: Problem, buckets: Sequence[Bucket]) -> Problem:
             if problem.tasks[i].start != p and not together(p, i):
                 order_edges.append((m.exit[p], m.entry[i]))
     return _renumber(problem, m, preds, order_edges, _storages(problem, buckets, m))
+
+
+def changed(tasks: Sequence[Task], durations_ns: Mapping[str, int]) -> Iterator[Task]:
+    """The tasks, compute tasks of those names with those durations."""
+    for task in tasks:
+        own = durations_ns.get(task.name)
+        if own is None or own == task.duration_ns or task.kind is not Kind.COMPUTE:
+            yield task
+        else:
+            yield dataclasses.replace(task, duration_ns=own)
 
 
 def _check(problem: Problem, buckets: Sequence[Bucket], waits: dict[int, list[int]]) -> None:
@@ -191,6 +209,9 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
             continue
         if own is not None and buckets[own].pack_ns is not None and _sent(problem, storage):
             # It is written to the message right away.
+            if buckets[own].held:
+                start = m.exit[storage.producer]
+                result.append(Storage(storage.size_bytes, start, (start + 1,), name=storage.name))
             continue
         producer = storage.producer
         if own is not None:
@@ -209,6 +230,9 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
                 readers.add(m.chains[b][0] if buckets[b].pack_ns is not None else m.entry[r])
             else:
                 readers.add(m.entry[r])
+                # Where packing is no part of the start, only the packing reads it.
+                if r in bucket_of and buckets[bucket_of[r]].held and m.entry[r] == m.exit[r]:
+                    readers.add(m.exit[r] + 1)
         if own is None and producer != INPUT:
             producer = m.exit[producer]
         # Not ``dataclasses.replace``: that takes as long as everything else here.

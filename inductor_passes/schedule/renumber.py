@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from inductor_passes.schedule.problem import INPUT, Kind, Problem
+from inductor_passes.schedule.tables import of_any_numbering, tables
 
 
 def renumbered(problem: Problem, order: Sequence[int]) -> Problem:
-    """The same tasks, numbered by a legal ``order``: task ``k`` of the result is ``order[k]`` of ``problem``."""
+    """The same tasks, numbered by a legal ``order``: task ``k`` of the result is ``order[k]`` of ``problem``.
+
+    What is known of any numbering is known of the result.
+    """
     number = [0] * len(order)
     for k, i in enumerate(order):
         number[i] = k
@@ -22,9 +26,11 @@ def renumbered(problem: Problem, order: Sequence[int]) -> Problem:
         producer = one.producer if one.producer == INPUT else number[one.producer]
         readers = tuple(sorted(number[r] for r in one.readers))
         storages.append(dataclasses.replace(one, producer=producer, readers=readers))
-    return dataclasses.replace(
+    result = dataclasses.replace(
         problem,
         tasks=tuple(tasks),
         preds=tuple(tuple(sorted(number[p] for p in problem.preds[i])) for i in order),
         storages=tuple(storages),
     )
+    tables(result).known.update(of_any_numbering(tables(problem)))
+    return result

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 from inductor_passes.schedule.problem import INPUT, Kind, Lane, Problem
 
 _CACHE = "_tables"
+#: What begins the names in ``Tables.known`` of times that hold however tasks are numbered.
+ANY_NUMBERING = "any numbering/"
 T = TypeVar("T")
 
 
@@ -78,6 +80,11 @@ def once(work: Callable[[Tables], T]) -> Callable[[Tables], T]:
         return result
 
     return found
+
+
+def of_any_numbering(t: Tables) -> dict[str, Any]:
+    """What is known of a problem and holds however its tasks are numbered."""
+    return {name: found for name, found in t.known.items() if name.startswith(ANY_NUMBERING)}
 
 
 def tables(problem: Problem) -> Tables:
