@@ -215,7 +215,10 @@ def test_diff_of_two_runs(trace_dir: TraceDir, tmp_path: Path, monkeypatch: pyte
     found = {change.what: (change.a, change.b) for change in changed.changes}
     assert found["collectives"] == (4, 6) and not any(what.startswith("AG") for what in found)
     (same,) = across_runs(read_trace(trace_dir.path).graphs, read_trace(trace_dir.path).graphs)
-    assert same.changes == []
+    assert same.changes == [] and same.nodes is None
+    assert changed.nodes is not None and changed.nodes[0] < changed.nodes[1]
+    said = " ".join(run(app, ["report", "diff", str(trace_dir.path), str(longer.path)]).output.split())
+    assert "another program" in said and "another program" not in done.output
 
 
 def test_missing_directory_and_trace_without_our_graphs(tmp_path: Path) -> None:

@@ -120,11 +120,17 @@ class Change:
 
 @dataclass
 class GraphDiff:
-    """What changed in one graph between two runs; a graph that only one run has says so in ``only``."""
+    """What changed in one graph between two runs.
+
+    Attributes:
+        only: the run that alone has the graph, ``A`` or ``B``; "" where both do.
+        nodes: of the graph as it came, in run A and run B, where these differ: it is another graph then.
+    """
 
     key: GraphKey
     changes: list[Change]
     only: str = ""
+    nodes: tuple[int, int] | None = None
 
 
 def across_runs(a: Sequence[GraphTrace], b: Sequence[GraphTrace]) -> list[GraphDiff]:
@@ -140,7 +146,8 @@ def across_runs(a: Sequence[GraphTrace], b: Sequence[GraphTrace]) -> list[GraphD
         if ours is None or theirs is None:
             result.append(GraphDiff(key, [], only="A" if theirs is None else "B"))
         else:
-            result.append(GraphDiff(key, list(_changes(ours, theirs))))
+            nodes = None if ours.nodes == theirs.nodes else (ours.nodes, theirs.nodes)
+            result.append(GraphDiff(key, list(_changes(ours, theirs)), nodes=nodes))
     return result
 
 
