@@ -167,7 +167,7 @@ def choose(
         objection = _objection(before, trial.plan) or held.objection(trial)
         if objection is None:
             choice = Choice(trial.buckets, tried, before, trial.problem, least_ns, trial.plan)
-            return _settled(choice, trial, held) if settle else choice
+            return _settled(choice, trial, held, problem) if settle else choice
         refused = refused or (trial, objection)
     if refused is None:
         return Choice([], tried, before, problem, least_ns)
@@ -176,14 +176,29 @@ def choose(
     return Choice([], tried, before, problem, least_ns, refused[0].plan, refused[1])
 
 
-def _settled(choice: Choice, trial: _Trial, held: _Held) -> Choice:
-    """The choice with the plan that ``reorder`` would make, unless there is an objection to that one."""
-    # On a large problem the known plan is where planning again would begin.
-    start = trial.plan if len(trial.problem) > SMALL else None
-    found = plan_with_effort(trial.problem, trial.plan.budget_bytes, "normal", start=start, known=trial.plan)
+def _settled(choice: Choice, trial: _Trial, held: _Held, problem: Problem) -> Choice:
+    """The choice with the plan that ``reorder`` would make, unless there is an objection to that one.
+
+    Where the graph as it is could be as fast it is planned like that, too: then it may turn out to be.
+    """
+    found = _searched(trial.problem, trial.plan)
     if _objection(choice.before, found) or held.objection(replace(trial, plan=found)):
         return choice
-    return replace(choice, after=found, searched=True)
+    choice = replace(choice, after=found, searched=True)
+    if found.makespan_ns < lower_bound(problem):
+        return choice
+    before = _searched(problem, choice.before)
+    objection = _objection(before, found)
+    if objection is None:
+        return replace(choice, before=before)
+    return replace(choice, buckets=[], before=before, problem=problem, objection=objection)
+
+
+def _searched(problem: Problem, known: Plan) -> Plan:
+    """The plan that ``reorder`` makes where one is known."""
+    # On a large problem the known plan is where planning again would begin.
+    start = known if len(problem) > SMALL else None
+    return plan_with_effort(problem, known.budget_bytes, "normal", start=start, known=known)
 
 
 def _planned_again(trials: Sequence[_Trial], effort: int) -> list[_Trial]:

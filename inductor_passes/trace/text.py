@@ -205,7 +205,8 @@ def render_diff(diffs: Sequence[GraphDiff], names: tuple[str, str]) -> Renderabl
             a, b = diff.nodes
             set_otherwise = any(one.what.startswith("setting ") for one in diff.changes)
             why = "another program, or what a setting changes before" if set_otherwise else "another program"
-            parts.append(Text(f"it came with {a} nodes in {names[0]} and with {b} in {names[1]}: {why}", style="yellow"))
+            came = f"it came with {a} nodes in {names[0]} and with {b} in {names[1]}"
+            parts.append(Text(f"{came}: {why}", style="yellow"))
     return Group(*parts) if parts else Text("no graphs in either run")
 
 
