@@ -29,10 +29,16 @@ def greedy(
             a larger one too.
     """
     given = question.tight if tight else question.room
-    asked = (greedy, spread, share if given is not None else None, id(given))
-    if asked not in question.answered:
-        question.answered[asked] = _swept(question, spread, share, given)
-    return question.answered[asked]
+    asked = (spread, share if given is not None else 1.0, tight and given is not question.room)
+    answers: dict[tuple[float, float, bool], list[list[Candidate]]] = question.answered.setdefault(greedy, {})
+    if asked not in answers:
+        # Where not even two may travel together, they may not with less of anything either.
+        nothing = any(
+            not found and looser[0] >= spread and looser[1] >= share and looser[2] <= asked[2]
+            for looser, found in answers.items()
+        )
+        answers[asked] = [] if nothing else _swept(question, spread, share, given)
+    return answers[asked]
 
 
 def _swept(question: Question, spread: float, share: float, given: Room | None) -> list[list[Candidate]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from inductor_passes.bucket.candidates import Candidate
 from inductor_passes.bucket.dependencies import Dependencies
@@ -26,7 +27,7 @@ class Question:
         limit_bytes: cap on the peak, None: unlimited.
         room: what the cap leaves over time, None: unlimited; nothing is taken.
         tight: what the peak of the graph as it is would leave; the same object as ``room`` where that is no less.
-        answered: what was answered already, by what was asked: many settings ask for the same.
+        answered: what partitions have found out already, by whose it is: many settings ask for the same.
     """
 
     problem: Problem
@@ -37,7 +38,7 @@ class Question:
     limit_bytes: int | None
     room: Room | None = None
     tight: Room | None = None
-    answered: dict[tuple[object, ...], list[list[Candidate]]] = field(default_factory=dict, compare=False, repr=False)
+    answered: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 #: Proposes disjoint buckets of two members or more, of one key each, mergeable together.
