@@ -48,7 +48,7 @@ def merged(gm: torch.fx.GraphModule, budget: str) -> tuple[Solved, Problem] | No
     (report,) = done.report.passes
     if not report.changed or report.rolled_back is not None:
         return None
-    (solved,) = [outcome.solved for outcome in one.outcomes[-1:]]
+    solved = one.outcomes[-1].solved
     assert solved is not None
     return solved, build(GraphView(gm.graph), GPU).problem
 

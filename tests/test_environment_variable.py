@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from inductor_passes.settings.budget import DEFAULT_BUDGET
-from tests.support.processes import LIMIT_S, environment
+from tests.support.processes import LIMIT_S, ROOT, environment
 
 #: No compiled graph comes from a cache; kernels, which are the same with us and without, may.
 UNCACHED = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
@@ -369,3 +371,27 @@ def test_doctor(value: str, autoload: str) -> None:
     assert failed == (["INDUCTOR_PASSES"] if value == "2" else [])
     assert done.returncode == bool(failed)
     assert checks["torch features"]["status"] == checks["Inductor's own communication passes"]["status"] == "ok"
+
+
+def test_tools_run_without_the_settings_of_the_shell(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "tools/constraints.txt", "tools/setup_env.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    activate = tmp_path / ".venv/bin/activate"
+    activate.parent.mkdir(parents=True)
+    activate.touch()
+    # The environment is as wanted already: nothing is installed.
+    wanted = b"".join((tmp_path / name).read_bytes() for name in ("pyproject.toml", "tools/constraints.txt"))
+    (tmp_path / ".venv/inductor_passes.stamp").write_text(hashlib.sha256(wanted).hexdigest() + "\n")
+    shell = {"INDUCTOR_PASSES": "1", "INDUCTOR_PASSES_MEMORY_BUDGET": "0", "INDUCTOR_PASSES_NATIVE": "0"}
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "source tools/setup_env.sh; env"],
+        cwd=tmp_path,
+        env={**os.environ, **shell},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr
+    left = {line for line in done.stdout.splitlines() if line.startswith("INDUCTOR_PASSES")}
+    assert left == {"INDUCTOR_PASSES_NATIVE=0"}

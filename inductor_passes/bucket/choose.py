@@ -3,14 +3,15 @@
 Every partition becomes a problem of its own (merged tasks, copies, messages in memory) and is planned under the same
 memory budget as the graph as it is. The fastest plan within the budget wins; the graph as it is wins ties, so merging
 never makes the planned step slower. All are planned quickly first, and the fastest few again with their orders as the
-input: a quick plan can be 20% above what a search ends at, and not by the same for two partitions. The winner is then
-planned as ``reorder`` plans.
+input: a search ends below a quick plan, and not by the same for two partitions. The winner is then planned as
+``reorder`` plans.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -129,35 +130,17 @@ def choose(
     if beat_ns is not None and least_ns > beat_ns:
         raise Beaten
     compared = beat_ns is not None and lower_bound(problem) > beat_ns
-    thorough = len(problem) <= QUICK_TASKS
-    known = start.plan if start is not None and start.problem is problem else None
-
-    def of_input(thorough: bool | None = None) -> Plan:
-        found = plan(problem, limit_bytes, effort=effort, thorough=thorough)
-        return found if known is None else min(found, known, key=lambda p: (not p.feasible, p.makespan_ns))
-
-    before = of_input(thorough)
+    before = plan(problem, limit_bytes, effort=effort, thorough=len(problem) <= QUICK_TASKS)
+    if start is not None and start.problem is problem:
+        before = min(before, start.plan, key=lambda p: (not p.feasible, p.makespan_ns))
     room, tight = _rooms(problem, limit_bytes, generated)
     question = Question(problem, before, found, dependencies, costs, limit_bytes, room, tight)
 
     held = _Held(generated, costs)
-    trials: list[_Trial] = []
-    tried: list[list[Candidate]] = []
-    best_ns = beat_ns if compared else None
-    for buckets in _proposed(partitions, question, dropped):
-        tried = tried or buckets
-        other = merged(problem, buckets, costs)
-        # What cannot win is not planned: planning takes most of the time.
-        if best_ns is not None and lower_bound(other) > best_ns:
-            continue
-        trial = _Trial(buckets, other, plan(other, limit_bytes, effort=effort, thorough=thorough))
-        trials.append(trial)
-        # Only what beats the others is worth the question.
-        faster = best_ns is None or trial.plan.makespan_ns < best_ns
-        if faster and (_objection(before, trial.plan) or held.objection(trial)) is None:
-            best_ns = trial.plan.makespan_ns
-            if len(problem) > _LARGE_TASKS and near(best_ns, least_ns):
-                break
+    proposals = _proposed(partitions, question, dropped)
+    tried = next(proposals, [])
+    proposals = itertools.chain([tried] if tried else [], proposals)
+    trials = _planned(proposals, question, held, least_ns, beat_ns if compared else None, effort)
     if len(trials) > 1:
         trials = _planned_again(trials, effort)
         if lower_bound(problem) < min(trial.plan.makespan_ns for trial in trials):
@@ -174,6 +157,39 @@ def choose(
     if compared:
         raise Beaten
     return Choice([], tried, before, problem, least_ns, refused[0].plan, refused[1])
+
+
+def _planned(
+    proposals: Iterable[list[list[Candidate]]],
+    question: Question,
+    held: _Held,
+    least_ns: int,
+    beat_ns: int | None,
+    effort: int,
+) -> list[_Trial]:
+    """Quick plans of what was proposed and may be the fastest, or as fast as ``beat_ns``.
+
+    Args:
+        least_ns: no order of any partition is faster.
+    """
+    problem, limit_bytes = question.problem, question.limit_bytes
+    trials = []
+    best_ns = beat_ns
+    for buckets in proposals:
+        other = merged(problem, buckets, question.costs)
+        # What cannot win is not planned: planning takes most of the time.
+        if best_ns is not None and lower_bound(other) > best_ns:
+            continue
+        found = plan(other, limit_bytes, effort=effort, thorough=len(problem) <= QUICK_TASKS)
+        trial = _Trial(buckets, other, found)
+        trials.append(trial)
+        # Only what beats the others is worth the question.
+        faster = best_ns is None or found.makespan_ns < best_ns
+        if faster and (_objection(question.before, found) or held.objection(trial)) is None:
+            best_ns = found.makespan_ns
+            if len(problem) > _LARGE_TASKS and near(best_ns, least_ns):
+                break
+    return trials
 
 
 def _settled(choice: Choice, trial: _Trial, held: _Held, problem: Problem) -> Choice:

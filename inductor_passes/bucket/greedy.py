@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from inductor_passes.bucket.candidates import Candidate, GroupKey
 from inductor_passes.bucket.gain import BucketCosts, Load
-from inductor_passes.bucket.question import Question
+from inductor_passes.bucket.question import Question, Sweep
 from inductor_passes.bucket.room import Room, Span
 
 #: Buckets of one key that stay open at a time: bounds the work per collective.
@@ -29,16 +29,12 @@ def greedy(
             a larger one too.
     """
     given = question.tight if tight else question.room
-    asked = (spread, share if given is not None else 1.0, tight and given is not question.room)
-    answers: dict[tuple[float, float, bool], list[list[Candidate]]] = question.answered.setdefault(greedy, {})
-    if asked not in answers:
+    asked = Sweep(spread, share if given is not None else 1.0, tight and given is not question.room)
+    if asked not in question.swept:
         # Where not even two may travel together, they may not with less of anything either.
-        nothing = any(
-            not found and looser[0] >= spread and looser[1] >= share and looser[2] <= asked[2]
-            for looser, found in answers.items()
-        )
-        answers[asked] = [] if nothing else _swept(question, spread, share, given)
-    return answers[asked]
+        nothing = any(not found and asked.allows_no_more_than(other) for other, found in question.swept.items())
+        question.swept[asked] = [] if nothing else _swept(question, spread, share, given)
+    return question.swept[asked]
 
 
 def _swept(question: Question, spread: float, share: float, given: Room | None) -> list[list[Candidate]]:

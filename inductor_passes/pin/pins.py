@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, NoReturn
 from inductor_passes.ir.view import Collective, GraphView
 from inductor_passes.operators import CollectiveKind
 from inductor_passes.pin.file import GraphPlan, PlanFile, PlanFileError
+from inductor_passes.schedule.problem import Problem, ProblemError
 
 if TYPE_CHECKING:
     from inductor_passes.schedule.plan import Plan
-    from inductor_passes.schedule.problem import Problem
 
+#: The method of a pinned order.
+METHOD = "pinned"
 #: How many names of each kind of difference an error lists.
 _SHOWN = 4
 
@@ -112,13 +114,13 @@ class Pins:
         if difference:
             self.refuse(f"`{what}` does not fit the graph: {difference}{hint}")
         order = tuple(number[name] for name in pinned)
-        # Code from a cache reads pins, and nothing is planned then.
-        from inductor_passes.pin.order import broken_rule, plan_of
-
-        broken = broken_rule(problem, order, names)
-        if broken:
+        if broken := _broken_rule(problem, order, names):
             self.refuse(f"`{what}` is not allowed: {broken}{hint}")
-        found = plan_of(problem, order, limit_bytes)
+        # Code from a cache reads pins, and nothing is planned then.
+        from inductor_passes.schedule.plan import of_order
+
+        # An order that changes nothing counts as the input's.
+        found = of_order(problem, order, limit_bytes, METHOD if order != problem.input_order else "input")
         if limit_bytes is not None and found.peak_bytes > max(limit_bytes, found.input_peak_bytes):
             self.refuse(
                 f"`{what}` needs {found.peak_bytes} bytes at its peak, the memory budget allows {limit_bytes}; "
@@ -129,6 +131,26 @@ class Pins:
     def combined(self, digest: str) -> str:
         """A plan's digest that also tells which file it was pinned by: ranks with other files have other digests."""
         return hashlib.sha256(f"{digest}|{self.digest}".encode()).hexdigest()[:16]
+
+
+def _broken_rule(problem: Problem, order: Sequence[int], names: Sequence[str]) -> str:
+    """The first dependency that an order breaks, in words; "" when it is legal."""
+    position = {i: k for k, i in enumerate(order)}
+    for i in order:
+        task = problem.tasks[i]
+        if task.start >= 0 and position[task.start] > position[i]:
+            return f"{names[i]} waits for {names[task.start]}, which starts later"
+    for i, preds in enumerate(problem.expanded):
+        for p in preds:
+            if position[p] > position[i]:
+                fence = next((names[k] for k in (i, p) if problem.tasks[k].fence), "")
+                why = f" ({fence} is a fence: nothing that communicates crosses it)" if fence else ""
+                return f"{names[i]} runs before {names[p]}, which it depends on{why}"
+    try:
+        problem.check_order(order)
+    except ProblemError as error:
+        return str(error)
+    return ""
 
 
 def described(view: GraphView) -> dict[str, str]:

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 from inductor_passes.schedule.bounds import lower_bound
 from inductor_passes.schedule.memory_bound import Bound
-from inductor_passes.schedule.plan import Plan, plan
+from inductor_passes.schedule.plan import Plan, of_order, plan
 from inductor_passes.schedule.problem import Problem, Task
 from inductor_passes.schedule.robust import disturbed
-from inductor_passes.schedule.simulate import value
 from inductor_passes.schedule.tables import tables
 
 
@@ -29,22 +28,10 @@ def carried(known: Plan, other: Problem, problem: Problem) -> Plan | None:
         return None
     t = tables(problem)
     order = repaired(problem, known.order)
-    bound = Bound(lower_bound(problem), "any memory")
-    makespan_ns, peak_bytes = value(t, order)
-    feasible = known.budget_bytes is None or peak_bytes <= known.budget_bytes
-    if known.feasible and not feasible:
+    moved = of_order(problem, order, known.budget_bytes, known.method, Bound(lower_bound(problem), "any memory"))
+    if known.feasible and not moved.feasible:
         return None
-    input_makespan_ns, input_peak_bytes = value(t, range(t.n))
-    moved = dataclasses.replace(
-        known,
-        order=tuple(order),
-        makespan_ns=makespan_ns,
-        peak_bytes=peak_bytes,
-        feasible=feasible,
-        disturbed_ns=disturbed(t, order).mean_ns,
-        input_makespan_ns=input_makespan_ns,
-        input_peak_bytes=input_peak_bytes,
-    ).against(bound)
+    moved = dataclasses.replace(moved, disturbed_ns=disturbed(t, order).mean_ns)
     return plan(problem, known.budget_bytes, effort=0, start=moved)
 
 

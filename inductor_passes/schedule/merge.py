@@ -71,8 +71,8 @@ def merge(
 
     The input order of the result is the one that merging makes of a graph (``rewriting.order``): that of ``problem``,
     but everything comes after what it needs. A merged start comes where its last member stood, a wait where the last
-    member's wait stood, each earlier where something asks for it. Plans depend on the input order: a forecast in
-    another one can be 16% off.
+    member's wait stood, each earlier where something asks for it. Plans depend on the input order, so a
+    forecast has to have the graph's.
 
     Args:
         durations_ns: of compute tasks, by name, that take another time beside the buckets.
@@ -253,18 +253,22 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
                 "+".join(part.name for part in parts if part.name),
             )
         )
+    return [*result, *_of_messages(buckets, m, held)]
+
+
+def _of_messages(buckets: Sequence[Bucket], m: _Merging, held: Mapping[int, list[Storage]]) -> Iterator[Storage]:
+    """What the buckets' own messages take; ``held``: by the bucket's number, what its members hold until the wait."""
     for b, (bucket, chain) in enumerate(zip(buckets, m.chains)):
         start = m.exit[bucket.starts[0]]
         if b in held:
             size_bytes = sum(part.size_bytes for part in held[b])
-            result.append(Storage(size_bytes, start, (start + 1,), name="workspace", workspace=True))
+            yield Storage(size_bytes, start, (start + 1,), name="workspace", workspace=True)
         if bucket.pack_ns is not None:
             until = (start + 1,) if bucket.prepared else (start, start + 1)
-            result.append(Storage(bucket.sent_bytes, chain[0], until, name="message"))
+            yield Storage(bucket.sent_bytes, chain[0], until, name="message")
         if bucket.unpack_ns is not None:
             copies = (m.unpacks[s] for s in bucket.starts)
-            result.append(Storage(bucket.received_bytes, start, (start + 1, *copies), name="received"))
-    return result
+            yield Storage(bucket.received_bytes, start, (start + 1, *copies), name="received")
 
 
 def _sent(problem: Problem, storage: Storage) -> bool:
@@ -291,8 +295,45 @@ def _renumber(
     storages: Sequence[Storage],
 ) -> Problem:
     """Everything renumbered to the order that the merge makes of the input order, see :func:`merge`."""
-    unit_of = [0] * len(m.tasks)
     m.units.sort()
+    order = [i for u in _ordered_units(problem, m, preds, order_edges, storages) for i in m.units[u][1]]
+    # One more, because ``INPUT`` is the last index.
+    number = [INPUT] * (len(m.tasks) + 1)
+    for k, i in enumerate(order):
+        number[i] = k
+    tasks = [_moved(t, number[t.start]) if t.kind is Kind.WAIT else t for t in map(m.tasks.__getitem__, order) if t]
+    return Problem(
+        tasks=tuple(tasks),
+        preds=tuple([tuple(sorted([number[p] for p in preds[i]])) for i in order]),
+        lanes=problem.lanes,
+        storages=tuple(
+            [
+                Storage(
+                    s.size_bytes,
+                    number[s.producer],
+                    tuple(sorted([number[r] for r in s.readers])),
+                    s.pinned,
+                    s.name,
+                    s.workspace,
+                )
+                for s in storages
+            ]
+        ),
+        base_bytes=problem.base_bytes,
+        name=problem.name,
+        meta=dict(problem.meta),
+    )
+
+
+def _ordered_units(
+    problem: Problem,
+    m: _Merging,
+    preds: Sequence[set[int]],
+    order_edges: Sequence[tuple[int, int]],
+    storages: Sequence[Storage],
+) -> list[int]:
+    """Numbers of the units, each after what it needs; collectives that are not merged in their order where they can."""
+    unit_of = [0] * len(m.tasks)
     for u, (_, tasks_of_unit) in enumerate(m.units):
         for i in tasks_of_unit:
             unit_of[i] = u
@@ -327,33 +368,7 @@ def _renumber(
         raise ProblemError(
             f"{problem.name}: members of a bucket depend on each other; one of {', '.join(stuck)}"
         )
-    order = [i for u in ordered for i in m.units[u][1]]
-    # One more, because ``INPUT`` is the last index.
-    number = [INPUT] * (len(m.tasks) + 1)
-    for k, i in enumerate(order):
-        number[i] = k
-    tasks = [_moved(t, number[t.start]) if t.kind is Kind.WAIT else t for t in map(m.tasks.__getitem__, order) if t]
-    return Problem(
-        tasks=tuple(tasks),
-        preds=tuple([tuple(sorted([number[p] for p in preds[i]])) for i in order]),
-        lanes=problem.lanes,
-        storages=tuple(
-            [
-                Storage(
-                    s.size_bytes,
-                    number[s.producer],
-                    tuple(sorted([number[r] for r in s.readers])),
-                    s.pinned,
-                    s.name,
-                    s.workspace,
-                )
-                for s in storages
-            ]
-        ),
-        base_bytes=problem.base_bytes,
-        name=problem.name,
-        meta=dict(problem.meta),
-    )
+    return ordered
 
 
 def _sorted(needs: Sequence[Sequence[int]], extra: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:

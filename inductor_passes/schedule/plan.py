@@ -222,19 +222,37 @@ def _improve(t: Tables, best: _Best, effort: int, exact_window: bool, thorough: 
 
 
 def _as_plan(t: Tables, best: _Best, bound: Bound) -> Plan:
-    order = tuple(best.order)
-    best.problem.check_order(order)
+    found = of_order(best.problem, best.order, best.budget, best.method, bound)
+    return replace(found, disturbed_ns=disturbed(t, found.order).mean_ns)
+
+
+def of_order(
+    problem: Problem, order: Sequence[int], budget_bytes: int | None, method: str, bound: Bound | None = None
+) -> Plan:
+    """A legal order as a plan under a cap in bytes (None: unlimited), which it may exceed; ``disturbed_ns`` is 0.
+
+    Args:
+        bound: what it is held against; default: the best that is known within the memory that the order keeps.
+
+    Raises:
+        ProblemError: the order is not legal.
+    """
+    problem.check_order(order)
+    t = tables(problem)
+    input_makespan_ns, input_peak_bytes = value(t, range(t.n))
+    makespan_ns, peak_bytes = value(t, order)
+    feasible = budget_bytes is None or peak_bytes <= budget_bytes
+    bound = bound or best_known(problem, budget_bytes if feasible else None, makespan_ns)
     return Plan(
-        order=order,
-        makespan_ns=best.makespan,
-        peak_bytes=best.peak,
+        order=tuple(order),
+        makespan_ns=makespan_ns,
+        peak_bytes=peak_bytes,
         lower_bound_ns=bound.ns,
-        gap=bound.gap(best.makespan),
-        method=best.method,
-        input_makespan_ns=best.input_makespan,
-        input_peak_bytes=best.input_peak,
-        budget_bytes=best.budget,
-        feasible=best.feasible,
-        disturbed_ns=disturbed(t, order).mean_ns,
+        gap=bound.gap(makespan_ns),
+        method=method,
+        input_makespan_ns=input_makespan_ns,
+        input_peak_bytes=input_peak_bytes,
+        budget_bytes=budget_bytes,
+        feasible=feasible,
         bound_on=bound.on,
     )
