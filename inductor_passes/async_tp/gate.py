@@ -24,7 +24,8 @@ from inductor_passes.async_tp.region import Region
 from inductor_passes.async_tp.rules import shape_of
 from inductor_passes.async_tp.slab import Partial, Slab, scattered
 from inductor_passes.async_tp.timeline import Costs, Instance, Run, run
-from inductor_passes.cost.compute import ComputeCosts, flops, library_shape
+from inductor_passes.cost.compute import ComputeCosts
+from inductor_passes.cost.flops import flops, library_shape
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name, value_bytes
 from inductor_passes.ir.ops import Role

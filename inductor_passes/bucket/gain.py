@@ -18,7 +18,8 @@ import torch.fx
 
 from inductor_passes import _torch
 from inductor_passes.bucket.candidates import Candidate, GroupKey
-from inductor_passes.cost.compute import ComputeCosts, flops
+from inductor_passes.cost.compute import ComputeCosts
+from inductor_passes.cost.flops import flops
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView

@@ -2,73 +2,27 @@
 
 A matmul-like node costs what the roofline says for its FLOPs and bytes. Everything that Inductor would fuse costs
 memory traffic only where a fused region meets the outside: a value read from a matmul, a collective or an input, and a
-value that one of those (or an output) reads. So a chain of pointwise ops counts once. Views, getitems and size
-arithmetic are free.
-
-FLOP formulas come from ``torch.utils.flop_counter``.
+value that one of those (or an output) reads. So a chain of pointwise ops counts once. A higher-order operator is a call
+of its own. Views, getitems and size arithmetic are free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 import torch.fx
-from torch.utils.flop_counter import flop_registry
 
 from inductor_passes import _torch
+from inductor_passes.cost.flops import flops, library_shape, operand_dtype
 from inductor_passes.cost.fused import operator_ns
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name, value_bytes
+from inductor_passes.ir.higher_order import is_higher_order
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
 from inductor_passes.operators import UNPACK
 from inductor_passes.records.limits import Count
-
-#: Operators without a formula of their own in torch, and those that take the same arguments.
-_SAME_FORMULA = {
-    "aten::_int_mm": "mm",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
-}
-
-_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_int_mm"})
-
-
-def flops(node: torch.fx.Node) -> int | None:
-    """Floating-point operations of a matmul-like node; None for a node without a formula or without size hints."""
-    if node.op != "call_function" or not _torch.is_op(node.target):
-        return None
-    packet: Any = node.target.overloadpacket  # type: ignore[union-attr]
-    name = _torch.op_name(node.target)
-    if name in _SAME_FORMULA:
-        packet = getattr(torch.ops.aten, _SAME_FORMULA[name])
-    formula = flop_registry.get(packet)
-    if formula is None:
-        return None
-    value = torch.fx.node.map_arg(node.args, lambda n: n.meta.get("val"))
-    keywords = torch.fx.node.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-    try:
-        counted = formula(*value, **keywords, out_val=node.meta.get("val"))
-    except (TypeError, ValueError, AssertionError, AttributeError, IndexError, RuntimeError):
-        # A formula that does not know this overload's arguments: the node counts as memory traffic.
-        return None
-    return _torch.size_hint(counted)
-
-
-def library_shape(node: torch.fx.Node) -> tuple[str, int] | None:
-    """(kind, shorter side of the result) of a matmul or of fused attention, for ``CostProfile.compute_ns``."""
-    name = _torch.op_name(node.target).partition("::")[2] if node.op == "call_function" else ""
-    if "dot_product" in name and "attention" in name:
-        return ("attention_backward" if "backward" in name else "attention"), 0
-    value = node.meta.get("val")
-    if name in _MATMULS and isinstance(value, torch.Tensor) and value.dim() >= 2:
-        sides = [_torch.size_hint(size) for size in value.shape[-2:]]
-        if all(side is not None for side in sides):
-            return "matmul", min(int(side) for side in sides if side is not None)
-    return None
 
 
 @dataclass(frozen=True)
@@ -118,10 +72,9 @@ class ComputeCosts:
         if self._view.role(node) not in (Role.COMPUTE, Role.FENCE):
             return None
         count = self._flops.get(node)
-        if count is not None:
+        if count is not None or is_higher_order(node):
             moved = sum(value_bytes(n.meta.get("val")) for n in (node, *node.all_input_nodes))
-            first = next((n for n in node.all_input_nodes), node)
-            return Work(count, moved, dtype_name(first.meta.get("val")), 1, library_shape(node))
+            return Work(count or 0, moved, operand_dtype(node), 1, library_shape(node))
         if _is_call(node):
             # Of the message it reads what it takes out.
             return Work(0, 2 * value_bytes(node.meta.get("val")), dtype_name(node.meta.get("val")))
@@ -139,8 +92,9 @@ class ComputeCosts:
         """
         while self._view.role(node) is Role.FREE and node.all_input_nodes:
             node = node.all_input_nodes[0]
-        fuses = self._view.role(node) is Role.COMPUTE and self._flops.get(node) is None and not _is_call(node)
-        return node if fuses else None
+        if self._view.role(node) is not Role.COMPUTE or self._flops.get(node) is not None:
+            return None
+        return None if is_higher_order(node) or _is_call(node) else node
 
     def leaves(self, node: torch.fx.Node, packed: Collection[torch.fx.Node] = ()) -> bool:
         """Whether something outside of a fused region reads the node's value, directly or through views."""

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.cost.compute import flops, library_shape
+from inductor_passes.cost.flops import flops, library_shape, operand_dtype
 from inductor_passes.cost.fused import operator_ns
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name
@@ -268,7 +268,5 @@ class _Reader:
         blocked = self._known_ns(origin)
         if blocked is not None:
             return blocked
-        count = flops(origin)
-        first = next((n for n in origin.all_input_nodes), origin)
-        dtype = dtype_name(first.meta.get("val"))
-        return self.profile.compute_ns(count or 0, _torch.snode_bytes(node), dtype, 1, library_shape(origin))
+        moved, dtype = _torch.snode_bytes(node), operand_dtype(origin)
+        return self.profile.compute_ns(flops(origin) or 0, moved, dtype, 1, library_shape(origin))

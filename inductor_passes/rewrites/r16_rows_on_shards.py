@@ -38,7 +38,7 @@ import torch
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.cost.compute import flops
+from inductor_passes.cost.flops import flops
 from inductor_passes.cost.values import dtype_name
 from inductor_passes.ir.view import Collective
 from inductor_passes.operators import CollectiveKind

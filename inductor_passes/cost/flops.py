@@ -1,0 +1,105 @@
+"""Floating-point operations of a node, by the formulas of ``torch.utils.flop_counter``.
+
+A higher-order operator does what it calls: the operator that it wraps (attention under activation checkpointing), or
+the graphs that it runs. It is one node, so it costs nothing apart from that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils.flop_counter import flop_registry
+
+from inductor_passes import _torch
+from inductor_passes.cost.values import dtype_name
+from inductor_passes.ir import higher_order
+
+#: Operators without a formula of their own in torch, and those that take the same arguments.
+_SAME_FORMULA = {
+    "aten::_int_mm": "mm",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+}
+_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_int_mm"})
+#: Higher-order operators that run one of their graphs.
+_ONE_OF = frozenset({"higher_order::cond", "higher_order::switch"})
+
+
+def flops(node: torch.fx.Node) -> int | None:
+    """Floating-point operations of a node that is, calls or runs something matmul-like.
+
+    None for a node without a formula or without size hints. Of a branch the most counts, and a loop as one round: how
+    many there will be is not known.
+    """
+    if node.op != "call_function":
+        return None
+    if not higher_order.is_higher_order(node):
+        return _counted(node.target, node.args, node.kwargs, node.meta.get("val"))
+    called = higher_order.wrapped(node)
+    if called is not None:
+        given = node.args[higher_order.WRAPPERS[_torch.op_name(node.target)] + 1 :]
+        return _counted(called, given, node.kwargs, None)
+    own = _counted(node.target, node.args, node.kwargs, node.meta.get("val"))
+    if own is not None:
+        return own
+    inside = []
+    for body in higher_order.subgraphs(node) or ():
+        counts = [count for n in body.graph.nodes if (count := flops(n)) is not None]
+        inside += [sum(counts)] if counts else []
+    if not inside:
+        return None
+    return max(inside) if _torch.op_name(node.target) in _ONE_OF else sum(inside)
+
+
+def _counted(target: object, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> int | None:
+    """What the formula of an operator says of its arguments."""
+    formula = flop_registry.get(_formula_of(target))
+    if formula is None:
+        return None
+    value = torch.fx.node.map_arg(tuple(args), lambda n: n.meta.get("val"))
+    keywords = torch.fx.node.map_arg(dict(kwargs), lambda n: n.meta.get("val"))
+    try:
+        counted = formula(*value, **keywords, out_val=result)
+    except (TypeError, ValueError, AssertionError, AttributeError, IndexError, RuntimeError):
+        # A formula that does not know this overload's arguments: the node counts as memory traffic.
+        return None
+    return _torch.size_hint(counted)
+
+
+def _formula_of(target: Any) -> Any:
+    if not _torch.is_op(target):
+        return target
+    name = _torch.op_name(target)
+    return getattr(torch.ops.aten, _SAME_FORMULA[name]) if name in _SAME_FORMULA else target.overloadpacket
+
+
+def operand_dtype(node: torch.fx.Node) -> str:
+    """The dtype that a matmul-like node calculates in: that of its first floating-point operand, if it has one.
+
+    A wrapper's first argument may be the state of a random generator.
+    """
+    values = [n.meta.get("val") for n in node.all_input_nodes]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    if not higher_order.is_higher_order(node):
+        return dtype_name(values[0] if values else node.meta.get("val"))
+    floating = next((v for v in tensors if v.dtype.is_floating_point), None)
+    return dtype_name(node.meta.get("val") if floating is None else floating)
+
+
+def library_shape(node: torch.fx.Node) -> tuple[str, int] | None:
+    """(kind, shorter side of the result) of a matmul or of fused attention, for ``CostProfile.compute_ns``."""
+    if node.op != "call_function":
+        return None
+    called = higher_order.wrapped(node)
+    name = _torch.op_name(node.target if called is None else called).partition("::")[2]
+    if ("dot_product" in name or name.startswith("flex")) and "attention" in name:
+        return ("attention_backward" if "backward" in name else "attention"), 0
+    value = node.meta.get("val")
+    if name in _MATMULS and isinstance(value, torch.Tensor) and value.dim() >= 2:
+        sides = [_torch.size_hint(size) for size in value.shape[-2:]]
+        if all(side is not None for side in sides):
+            return "matmul", min(int(side) for side in sides if side is not None)
+    return None

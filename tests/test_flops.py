@@ -1,0 +1,126 @@
+"""What matmul-like nodes cost, and higher-order operators that call or run them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.fx
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention
+
+from inductor_passes import _torch
+from inductor_passes.cost.compute import ComputeCosts
+from inductor_passes.cost.flops import flops, library_shape, operand_dtype
+from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.view import GraphView
+
+aten = torch.ops.aten
+H100 = CostProfile.default("h100")
+SHAPE = (2, 8, 128, 64)
+SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Graph:
+    """An FX graph with fake tensors."""
+
+    def __init__(self) -> None:
+        self.graph, self.mode = torch.fx.Graph(), FakeTensorMode()
+        self.module = torch.fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def input(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.fx.Node:
+        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def call(self, target: Any, *args: Any, like: Any = None) -> torch.fx.Node:
+        """A call; ``like``: its result where running it on fake tensors is not asked for."""
+        node = self.graph.call_function(target, args)
+        if like is None:
+            values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
+            with self.mode:
+                like = target(*values)
+        node.meta["val"] = like
+        return node
+
+    def done(self, *nodes: torch.fx.Node) -> ComputeCosts:
+        self.graph.output(nodes)
+        return ComputeCosts(GraphView(self.graph), H100)
+
+
+def test_attention_under_checkpointing_costs_what_attention_costs() -> None:
+    g = Graph()
+    q, k, v = (g.input(*SHAPE) for _ in range(3))
+    state = g.input(16, dtype=torch.uint8)
+    plain = g.call(SDPA, q, k, v)
+    result = plain.meta["val"]
+    saving = g.call(torch.ops.higher_order.run_and_save_rng_state, SDPA, q, k, v, like=(state.meta["val"], result))
+    again = g.call(torch.ops.higher_order.run_with_rng_state, state, SDPA, q, k, v, like=result)
+    costs = g.done(plain, saving, again)
+    assert flops(plain) == flops(saving) == flops(again) == 4 * 2 * 8 * 128 * 128 * 64
+    expected = costs.duration_ns(plain)
+    # The generator's state is a few bytes more.
+    assert costs.duration_ns(saving) == pytest.approx(expected, abs=2)
+    assert costs.duration_ns(again) == pytest.approx(expected, abs=2)
+
+
+def traced(function: Any, *inputs: torch.Tensor) -> torch.fx.GraphModule:
+    """The graph that a compiler is given for a function."""
+    seen: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, _: Any) -> Any:
+        seen.append(gm)
+        return make_boxed_func(gm.forward)
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*inputs)
+    return seen[0]
+
+
+def test_flex_attention_costs_what_flash_attention_costs() -> None:
+    gm = traced(flex_attention, *(torch.randn(2, 8, 512, 64) for _ in range(3)))
+    (node,) = [n for n in gm.graph.nodes if n.target is torch.ops.higher_order.flex_attention]
+    assert flops(node) == 4 * 2 * 8 * 512 * 512 * 64
+    assert (operand_dtype(node), library_shape(node)) == ("float32", ("attention", 0))
+    least = H100.compute_ns(4 * 2 * 8 * 512 * 512 * 64, 0, "float32", 1, ("attention", 0))
+    assert ComputeCosts(GraphView(gm.graph), H100).duration_ns(node) >= least
+
+
+def test_a_branch_costs_its_dearer_side_and_a_region_what_is_in_it() -> None:
+    size, cheap = 256, 2 * 256**3
+
+    def branch(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x @ x, lambda x: x @ x @ x, (x,))
+
+    @torch.compiler.nested_compile_region
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return x @ x.sin()
+
+    x = torch.randn(size, size)
+    regions = ((branch, "cond", 2 * cheap), (lambda x: region(region(x)), "invoke_subgraph", cheap))
+    for function, name, expected in regions:
+        gm = traced(function, x)
+        node = next(n for n in gm.graph.nodes if _torch.op_name(n.target) == f"higher_order::{name}")
+        assert flops(node) == expected
+        costs = ComputeCosts(GraphView(gm.graph), H100)
+        assert costs.duration_ns(node) >= H100.compute_ns(expected, 0, "float32")
+
+
+def test_a_higher_order_operator_is_no_part_of_a_fused_loop() -> None:
+    @torch.compiler.nested_compile_region
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
+
+    # A region that is used once is inlined.
+    gm = traced(lambda x: region(region(x.exp()) + 1), torch.randn(512, 512))
+    node = next(n for n in gm.graph.nodes if _torch.op_name(n.target) == "higher_order::invoke_subgraph")
+    costs = ComputeCosts(GraphView(gm.graph), H100)
+    assert costs.made_by(node) is None
+    work = costs.work(node)
+    assert work is not None and work.bytes_moved == 2 * 512 * 512 * 4
+    (before,) = node.all_input_nodes[1:]
+    assert costs.leaves(before)
