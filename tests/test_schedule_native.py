@@ -26,7 +26,7 @@ from inductor_passes.schedule.implied import implied
 from inductor_passes.schedule.least_memory import greedy, large_needs_first, orders, small_first
 from inductor_passes.schedule.list_schedule import PriorityRule, Reach, list_schedule
 from inductor_passes.schedule.local_search import SHAPES, local_search
-from inductor_passes.schedule.memory import live_bytes
+from inductor_passes.schedule.memory import live_bytes, peak_bytes, profile
 from inductor_passes.schedule.memory_bound import within
 from inductor_passes.schedule.placing import starts_up, waits_down
 from inductor_passes.schedule.plan import plan
@@ -57,6 +57,16 @@ def both(problem: Problem) -> tuple[Tables, Tables]:
     object.__setattr__(found[1], "flat", False)
     assert isinstance(found[0].flat, native.Flat) and native.flat(found[0]) and not native.flat(found[1])
     return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(_SEEDS, st.integers(0, 60))
+def test_memory_of_the_input_order_needs_no_tables(seed: int, tasks: int) -> None:
+    problem = random_problem(seed, tasks)
+    _, theirs = both(problem)
+    lived = live_bytes(theirs, range(theirs.n))
+    assert profile(problem) == lived
+    assert peak_bytes(problem) == max(lived, default=theirs.live0)
 
 
 def all_rules(t: Tables, order: Sequence[int]) -> list[PriorityRule]:

@@ -27,6 +27,7 @@ from inductor_passes._torch.inductor import (
     inductor_option_names,
     plain_values,
 )
+from inductor_passes._torch.modules import graph_module
 from inductor_passes._torch.node_names import node_names, set_node_names
 
 #: With these a compilation draws random numbers.
@@ -127,7 +128,7 @@ def copied_module(graph: torch.fx.Graph) -> torch.fx.GraphModule | str:
         new.meta = dict(node.meta)
     # What is made of the copy has the names that it would have in the graph.
     set_node_names(copy, node_names(graph))
-    made = torch.fx.GraphModule(module, copy)
+    made = graph_module(module, copy)
     made.meta.update(module.meta)
     return made
 

@@ -54,7 +54,7 @@ def copied(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
     graph, twin = torch.fx.Graph(), dict[torch.fx.Node, torch.fx.Node]()
     for node in gm.graph.nodes:
         twin[node] = graph.node_copy(node, twin.__getitem__)
-    result = torch.fx.GraphModule(gm, graph)
+    result = _torch.graph_module(gm, graph)
     result.meta.update(gm.meta)
     return result
 
@@ -251,8 +251,10 @@ class Shrinking:
             last = self._tried(base, found, gathered, recompute.least(possible), limit)
             if last.needs > limit:
                 # Within a limit that cannot be reached no order is looked for: what the point was planned with can be.
-                planned = self._least(last.made, max(limit, last.point.peak_bytes), lower=True)
-                last = replace(last, needs=min(last.needs, planned))
+                # A little less than that may be possible, and take longer than the point says.
+                cap = max(limit, last.point.peak_bytes)
+                planned = self._least(last.made, cap, lower=True)
+                last = replace(last, needs=cap if planned <= cap else min(last.needs, planned))
             tried.append(last)
             fits = last.needs <= limit
         if not fits:

@@ -92,15 +92,16 @@ def merge(
         _append(problem, bucket, m)
     m.units += [(i, [i]) for i in range(n) if m.tasks[i] is not None]
     bucket_of = {s: b for b, bucket in enumerate(buckets) for s in bucket.starts}
-    preds: list[set[int]] = [set() for _ in m.tasks]
+    # With repetitions: sets of so few take longer.
+    preds: list[list[int]] = [[] for _ in m.tasks]
     order_edges: list[tuple[int, int]] = []
     for chain in m.chains:
         for before, after in itertools.pairwise(chain):
-            preds[after].add(before)
+            preds[after].append(before)
     for bucket, chain in zip(buckets, m.chains):
         for start in bucket.starts:
             if start in m.unpacks:
-                preds[m.unpacks[start]].add(chain[-1])
+                preds[m.unpacks[start]].append(chain[-1])
 
     def together(before: int, after: int) -> bool:
         """Starts of one bucket. What one needs of another comes from its wait: between starts is only an order."""
@@ -110,7 +111,7 @@ def merge(
         for p in problem.preds[i]:
             # Inside a bucket the chain says it all.
             if (problem.tasks[i].start != p or m.tasks[i] is not None) and not together(p, i):
-                preds[m.entry[i]].add(m.exit[p])
+                preds[m.entry[i]].append(m.exit[p])
         for p in expanded:
             if problem.tasks[i].start != p and not together(p, i):
                 order_edges.append((m.exit[p], m.entry[i]))
@@ -216,7 +217,7 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
         producer = storage.producer
         if own is not None:
             producer = m.unpacks.get(producer, m.exit[producer])
-        readers = set()
+        readers: list[int] = []
         for r in storage.readers:
             task = problem.tasks[r]
             if task.kind is Kind.WAIT and task.start in bucket_of:
@@ -224,15 +225,15 @@ def _storages(problem: Problem, buckets: Sequence[Bucket], m: _Merging) -> list[
                 if task.start == storage.producer:
                     # Received in place; a copy of it exists from the unpacking on.
                     if buckets[b].unpack_ns is None:
-                        readers.add(m.entry[r])
+                        readers.append(m.entry[r])
                     continue
                 # The message is held until the wait; what was packed into it is not.
-                readers.add(m.chains[b][0] if buckets[b].pack_ns is not None else m.entry[r])
+                readers.append(m.chains[b][0] if buckets[b].pack_ns is not None else m.entry[r])
             else:
-                readers.add(m.entry[r])
+                readers.append(m.entry[r])
                 # Where packing is no part of the start, only the packing reads it.
                 if r in bucket_of and buckets[bucket_of[r]].held and m.entry[r] == m.exit[r]:
-                    readers.add(m.exit[r] + 1)
+                    readers.append(m.exit[r] + 1)
         if own is None and producer != INPUT:
             producer = m.exit[producer]
         # Not ``dataclasses.replace``: that takes as long as everything else here.
@@ -290,7 +291,7 @@ def _moved(wait: Task, start: int) -> Task:
 def _renumber(
     problem: Problem,
     m: _Merging,
-    preds: Sequence[set[int]],
+    preds: Sequence[Sequence[int]],
     order_edges: Sequence[tuple[int, int]],
     storages: Sequence[Storage],
 ) -> Problem:
@@ -304,18 +305,11 @@ def _renumber(
     tasks = [_moved(t, number[t.start]) if t.kind is Kind.WAIT else t for t in map(m.tasks.__getitem__, order) if t]
     return Problem(
         tasks=tuple(tasks),
-        preds=tuple([tuple(sorted([number[p] for p in preds[i]])) for i in order]),
+        preds=tuple([_places(number, preds[i]) for i in order]),
         lanes=problem.lanes,
         storages=tuple(
             [
-                Storage(
-                    s.size_bytes,
-                    number[s.producer],
-                    tuple(sorted([number[r] for r in s.readers])),
-                    s.pinned,
-                    s.name,
-                    s.workspace,
-                )
+                Storage(s.size_bytes, number[s.producer], _places(number, s.readers), s.pinned, s.name, s.workspace)
                 for s in storages
             ]
         ),
@@ -325,10 +319,17 @@ def _renumber(
     )
 
 
+def _places(number: Sequence[int], ones: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of tasks, each once, ascending."""
+    if len(ones) < 2:
+        return (number[ones[0]],) if ones else ()
+    return tuple(sorted({number[one] for one in ones}))
+
+
 def _ordered_units(
     problem: Problem,
     m: _Merging,
-    preds: Sequence[set[int]],
+    preds: Sequence[Sequence[int]],
     order_edges: Sequence[tuple[int, int]],
     storages: Sequence[Storage],
 ) -> list[int]:

@@ -97,30 +97,37 @@ def points(
     made: Made = {}
     probes, others = _probes(step, states(step, most, made))
     #: Points by how many parameters are kept and the size of the buckets.
-    of_way: dict[tuple[int, int], list[Point]] = {(count, number): [] for count in counts for number in range(sizes)}
-    worth = set(of_way)
+    of_way: dict[tuple[int, int], list[Point]] = {}
 
-    def look_at(state: tuple[int, ...]) -> None:
+    def look_at(state: tuple[int, ...], ways: Collection[tuple[int, int]]) -> None:
         both = made.pop(state, None) or derived(step, state)
         if both is None:
             return
+        if state in probes:
+            made[state] = both
         spent = sum(step.added_ns(state))
         for count in counts:
-            numbers = [number for number in range(sizes) if (count, number) in worth]
+            numbers = [number for number in range(sizes) if (count, number) in ways]
             for number, way in merging.ways(_keeping(both, gathered, count), numbers) if numbers else ():
                 more = _within(Point(state, count, 0, 0, spent, way.proposed), way, found)
-                of_way[count, number] += more
+                of_way.setdefault((count, number), []).extend(more)
                 found.extend(more)
 
-    for state in probes:
-        look_at(state)
+    def worth() -> set[tuple[int, int]]:
+        best = {id(p) for p in curve(found)}
+        return {way for way, ones in of_way.items() if any(id(p) in best for p in ones)}
+
     # Merging takes longer than scheduling what is merged, and what wins at both ends wins between them.
-    best = {id(p) for p in curve(found)}
-    worth = {way for way, ones in of_way.items() if any(id(p) in best for p in ones)}
+    for state in probes:
+        look_at(state, {(counts[0], number) for number in range(sizes)})
+    some = {number for _, number in worth()}
+    for state in probes:
+        look_at(state, {(count, number) for count in counts[1:] for number in some})
+    chosen = worth()
     for state in others:
-        look_at(state)
+        look_at(state, chosen)
     for state in _between(step, curve(found)):
-        look_at(state)
+        look_at(state, chosen)
     found += refined(step, _no_faster(found), gathered, merging)
     return _no_faster(found)
 

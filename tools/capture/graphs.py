@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from inductor_passes import _torch
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
@@ -72,7 +73,8 @@ def trace(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         fakes = tuple(torch.empty_like(value, device="cpu") for value in inputs)
-        torch.compile(model, backend=backend, fullgraph=True)(*fakes).backward()
+        with _torch.code_on_demand():
+            torch.compile(model, backend=backend, fullgraph=True)(*fakes).backward()
     return graphs
 
 
