@@ -97,7 +97,7 @@ class Shrunk:
         notes: for the report.
         curve: (peak in bytes, planned step in ns) of what is possible, by memory.
         proposed: the messages that travel together in the step that was chosen, by graph.
-        reached_bytes: what the step needs where the budget cannot be reached, else 0.
+        reached_bytes: what the step may need where the budget cannot be reached, else 0.
         files: that were written about it.
     """
 
@@ -119,12 +119,14 @@ class _Tried:
     Attributes:
         made: their problems.
         needs: bytes that both can be run with.
+        cap: bytes that the point was planned with, where they can be run with that; a little less may take longer.
     """
 
     point: Point
     both: Split
     made: tuple[FxProblem, FxProblem]
     needs: int
+    cap: int = 0
 
 
 @dataclass(frozen=True)
@@ -251,10 +253,9 @@ class Shrinking:
             last = self._tried(base, found, gathered, recompute.least(possible), limit)
             if last.needs > limit:
                 # Within a limit that cannot be reached no order is looked for: what the point was planned with can be.
-                # A little less than that may be possible, and take longer than the point says.
                 cap = max(limit, last.point.peak_bytes)
                 planned = self._least(last.made, cap, lower=True)
-                last = replace(last, needs=cap if planned <= cap else min(last.needs, planned))
+                last = replace(last, needs=min(last.needs, planned), cap=cap if planned <= cap else 0)
             tried.append(last)
             fits = last.needs <= limit
         if not fits:
@@ -263,8 +264,8 @@ class Shrinking:
         chosen = tried[-1] if fits else min(tried, key=lambda one: one.needs)
         point, both, made = chosen.point, chosen.both, chosen.made
         if chosen.needs > limit:
-            reached = chosen.needs
-            self._complain(reached, limit, peak, more_buys(point, curve, reached))
+            reached = max(chosen.needs, chosen.cap)
+            self._complain(chosen.needs, reached, limit, peak, more_buys(point, curve, reached))
         said = recompute.report(found.step, point, recompute.saved_ns(possible), limit, found.refused)
         kept = keep.jointly(gathered, point.kept, limit) if gathered else None
         lines = (
@@ -316,15 +317,20 @@ class Shrinking:
             needs = max(needs, peak)
         return needs
 
-    def _complain(self, needs: int, limit: int, peak: int, told: str) -> None:
+    def _complain(self, needs: int, allowed: int, limit: int, peak: int, told: str) -> None:
+        """Warn of a budget that cannot be reached.
+
+        Args:
+            needs: the least that is known. ``allowed``: what the graphs may need.
+        """
         # Rounded up: the share is one that can be asked for.
         share = -(-needs * 100 // max(1, peak)) - 100
         # From "+0%" on it is another kind of budget: per graph, and nothing is computed again for it.
         relative = f', or "{share}%" of what it needs as it came' if share < 0 else ""
         warn_of_graph(
             f"inductor_passes: memory_budget={self.settings.memory_budget!r} allows a graph {size(limit)}, and no plan "
-            f'was found that needs less than {size(needs)} ("={needs}B"{relative}): that '
-            f"one is used. {told}{self._counted()}"
+            f'was found that needs less than {size(needs)} ("={needs}B"{relative}). The one that is used needs '
+            f'{size(allowed)} ("={allowed}B") at most. {told}{self._counted()}'
         )
 
     def _counted(self) -> str:

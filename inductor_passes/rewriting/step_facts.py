@@ -32,7 +32,7 @@ class StepFacts:
         curve: (peak in bytes, planned step in ns) of what is possible, by memory; empty where the budget asks for no
             choice. Does not survive pickling.
         proposed: names of the starts of each bucket with which the step was planned when it was chosen; steers plans.
-        reached_bytes: the least that was found for the step where its budget cannot be reached, else 0: what both
+        reached_bytes: what the step may need where its budget cannot be reached, else 0: what both
             graphs may need then.
         files: that were written about the step. Do not survive pickling.
 
