@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
 import torch.fx
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
@@ -16,7 +18,9 @@ from inductor_passes import _torch
 from inductor_passes.cost.compute import ComputeCosts
 from inductor_passes.cost.flops import flops, library_shape, operand_dtype
 from inductor_passes.cost.profile import CostProfile
+from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
+from tests.support.world import fake_world
 
 aten = torch.ops.aten
 H100 = CostProfile.default("h100")
@@ -124,3 +128,19 @@ def test_a_higher_order_operator_is_no_part_of_a_fused_loop() -> None:
     assert work is not None and work.bytes_moved == 2 * 512 * 512 * 4
     (before,) = node.all_input_nodes[1:]
     assert costs.leaves(before)
+
+
+def test_what_communicates_in_a_region_takes_time() -> None:
+    @torch.compiler.nested_compile_region
+    def region(x: torch.Tensor) -> torch.Tensor:
+        whole = fc.all_gather_tensor(x, 0, dist.group.WORLD)
+        return whole[: x.shape[0]].sin() @ x[:, : x.shape[1]]
+
+    with fake_world(8):
+        gm = traced(lambda x: region(region(x)), torch.randn(256, 256))
+        node = next(n for n in gm.graph.nodes if _torch.op_name(n.target) == "higher_order::invoke_subgraph")
+        view = GraphView(gm.graph)
+        assert view.role(node) is Role.FENCE
+        link_ns = H100.communication_ns("all_gather", 256 * 256 * 4, 8 * 256 * 256 * 4, tuple(range(8)))
+        compute_ns = H100.compute_ns(2 * 256**3, 0, "float32")
+        assert ComputeCosts(view, H100).duration_ns(node) >= link_ns + compute_ns

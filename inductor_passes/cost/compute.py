@@ -3,7 +3,7 @@
 A matmul-like node costs what the roofline says for its FLOPs and bytes. Everything that Inductor would fuse costs
 memory traffic only where a fused region meets the outside: a value read from a matmul, a collective or an input, and a
 value that one of those (or an output) reads. So a chain of pointwise ops counts once. A higher-order operator is a call
-of its own. Views, getitems and size arithmetic are free.
+of its own, which takes what the graphs take that it runs. Views, getitems and size arithmetic are free.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.fx
 
 from inductor_passes import _torch
-from inductor_passes.cost.flops import flops, library_shape, operand_dtype
+from inductor_passes.cost.flops import bodies_of, flops, library_shape, operand_dtype, runs_one
 from inductor_passes.cost.fused import operator_ns
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.values import dtype_name, value_bytes
@@ -53,6 +53,7 @@ class ComputeCosts:
         self._view = view
         self._profile = profile
         self._estimator = estimator
+        self._whole: dict[torch.fx.Graph, int] = {}
         self._flops = {n: flops(n) for n in view.nodes if view.role(n) is Role.COMPUTE}
 
     def duration_ns(self, node: torch.fx.Node, packed: Collection[torch.fx.Node] = ()) -> int:
@@ -64,8 +65,26 @@ class ComputeCosts:
         blocked = operator_ns(node, self._profile) if self._view.role(node) is Role.FENCE else None
         if blocked is not None:
             return blocked
+        if bodies := bodies_of(node):
+            inside = [self._whole_ns(body.graph) for body in bodies]
+            return max(inside) if runs_one(node) else sum(inside)
         work = self.work(node, packed)
         return 0 if work is None else work.duration_ns(self._profile)
+
+    def _whole_ns(self, graph: torch.fx.Graph) -> int:
+        """A graph that runs inside of a node: all its compute and all its collectives, one after the other."""
+        # Equal layers run one graph.
+        if graph in self._whole:
+            return self._whole[graph]
+        view = GraphView(graph)
+        costs = ComputeCosts(view, self._profile, self._estimator)
+        total = sum(costs.duration_ns(node) for node in view.nodes)
+        for one in view.collectives:
+            sizes, ranks = (one.input_bytes or 0, one.output_bytes or 0), one.group.ranks or (0,)
+            total += self._profile.communication_ns(one.kind, *sizes, ranks)
+            total += self._profile.issue_ns(one.kind, *sizes, ranks)
+        self._whole[graph] = total
+        return total
 
     def work(self, node: torch.fx.Node, packed: Collection[torch.fx.Node] = ()) -> Work | None:
         """What a node computes; None for what takes no time or does not compute."""

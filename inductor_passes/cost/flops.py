@@ -42,16 +42,27 @@ def flops(node: torch.fx.Node) -> int | None:
     if called is not None:
         given = node.args[higher_order.WRAPPERS[_torch.op_name(node.target)] + 1 :]
         return _counted(called, given, node.kwargs, None)
-    own = _counted(node.target, node.args, node.kwargs, node.meta.get("val"))
-    if own is not None:
-        return own
+    if node.target in flop_registry:
+        return _counted(node.target, node.args, node.kwargs, node.meta.get("val"))
     inside = []
-    for body in higher_order.subgraphs(node) or ():
+    for body in bodies_of(node):
         counts = [count for n in body.graph.nodes if (count := flops(n)) is not None]
         inside += [sum(counts)] if counts else []
     if not inside:
         return None
-    return max(inside) if _torch.op_name(node.target) in _ONE_OF else sum(inside)
+    return max(inside) if runs_one(node) else sum(inside)
+
+
+def bodies_of(node: torch.fx.Node) -> Sequence[torch.fx.GraphModule]:
+    """The graphs that a higher-order operator runs as they stand; flex attention's say what to do per element."""
+    if not higher_order.is_higher_order(node) or node.target in flop_registry:
+        return ()
+    return higher_order.subgraphs(node) or ()
+
+
+def runs_one(node: torch.fx.Node) -> bool:
+    """Whether a higher-order operator runs one of its graphs, and not all of them."""
+    return _torch.op_name(node.target) in _ONE_OF
 
 
 def _counted(target: object, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> int | None:
