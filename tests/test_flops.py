@@ -144,3 +144,35 @@ def test_what_communicates_in_a_region_takes_time() -> None:
         link_ns = H100.communication_ns("all_gather", 256 * 256 * 4, 8 * 256 * 256 * 4, tuple(range(8)))
         compute_ns = H100.compute_ns(2 * 256**3, 0, "float32")
         assert ComputeCosts(view, H100).duration_ns(node) >= link_ns + compute_ns
+
+
+@pytest.mark.parametrize(
+    "left, right, columns",
+    [
+        ((64, 32), (4, 32, 16), (64, 16)),
+        ((64, 32), (32, 16), (4, 64, 16)),
+        ((4, 64, 32), (32, 16), (64, 16)),
+        ((4, 64, 32), (4, 32, 16), (4, 64, 16)),
+    ],
+)
+def test_products_of_groups_count_like_one_product_of_all_rows(
+    left: tuple[int, ...], right: tuple[int, ...], columns: tuple[int, ...]
+) -> None:
+    g = Graph()
+    a, b = g.input(*left), g.input(*right)
+    ends = None if len(left) == len(right) == 3 else g.input(4, dtype=torch.int32)
+    with g.mode:
+        like = torch.empty(columns, dtype=torch.bfloat16)
+    node = g.call(aten._grouped_mm.default, a, b, ends, like=like)
+    batch = 4 if ends is None else 1
+    assert flops(node) == 2 * batch * 64 * 32 * 16
+    work = g.done(node).work(node)
+    assert work is not None and work.flops == flops(node) and work.dtype == "bfloat16"
+
+
+def test_a_packed_right_side_counts_by_the_result() -> None:
+    g = Graph()
+    x, w, scales = g.input(8, 64), g.input(32, 64, dtype=torch.int8), g.input(32)
+    node = g.call(aten._weight_int8pack_mm.default, x, w, scales)
+    assert flops(node) == 2 * 8 * 64 * 32
+    g.done(node)

@@ -1,4 +1,4 @@
-"""Floating-point operations of a node, by the formulas of ``torch.utils.flop_counter``.
+"""Floating-point operations of a node, by the formulas of ``torch.utils.flop_counter`` and a few for what it lacks.
 
 A higher-order operator does what it calls: the operator that it wraps (attention under activation checkpointing), or
 the graphs that it runs. It is one node, so it costs nothing apart from that.
@@ -6,7 +6,7 @@ the graphs that it runs. It is one node, so it costs nothing apart from that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ from inductor_passes.ir import higher_order
 #: Operators without a formula of their own in torch, and those that take the same arguments.
 _SAME_FORMULA = {
     "aten::_int_mm": "mm",
+    "aten::_addmm_activation": "addmm",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+    "aten::_scaled_dot_product_fused_attention_overrideable": "_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": "_scaled_dot_product_flash_attention_backward",
 }
-_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_int_mm"})
+_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_int_mm"})
 #: Higher-order operators that run one of their graphs.
 _ONE_OF = frozenset({"higher_order::cond", "higher_order::switch"})
 
@@ -67,7 +70,7 @@ def runs_one(node: torch.fx.Node) -> bool:
 
 def _counted(target: object, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> int | None:
     """What the formula of an operator says of its arguments."""
-    formula = flop_registry.get(_formula_of(target))
+    formula = _formula_of(target)
     if formula is None:
         return None
     value = torch.fx.node.map_arg(tuple(args), lambda n: n.meta.get("val"))
@@ -80,11 +83,38 @@ def _counted(target: object, args: Sequence[Any], kwargs: Mapping[str, Any], res
     return _torch.size_hint(counted)
 
 
-def _formula_of(target: Any) -> Any:
-    if not _torch.is_op(target):
-        return target
+def _formula_of(target: Any) -> Callable[..., Any] | None:
     name = _torch.op_name(target)
-    return getattr(torch.ops.aten, _SAME_FORMULA[name]) if name in _SAME_FORMULA else target.overloadpacket
+    if not _torch.is_op(target):
+        found = flop_registry.get(target)
+    elif name in _SAME_FORMULA:
+        found = flop_registry.get(getattr(torch.ops.aten, _SAME_FORMULA[name]))
+    else:
+        found = flop_registry.get(target.overloadpacket) or _OURS.get(name)
+    return found
+
+
+def _of_groups(left: torch.Tensor, right: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """Products of groups of rows, of columns or of the dimension that is summed over; the groups' sizes add up.
+
+    Three dimensions on both sides are a batch, [groups, rows, inner] and [groups, inner, columns].
+    """
+    batch = left.shape[0] if left.dim() == right.dim() == 3 else 1
+    return 2 * batch * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+def _of_rows(left: torch.Tensor, *_: Any, out_val: torch.Tensor, **__: Any) -> Any:
+    """A product whose right side is packed: the result tells its columns."""
+    return 2 * out_val.numel() * left.shape[-1]
+
+
+#: Formulas for what torch has none for.
+_OURS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm", "aten::_scaled_grouped_mm_v2"), _of_groups),
+    "aten::_scaled_mm_v2": _of_groups,
+    **dict.fromkeys(("aten::_weight_int8pack_mm", "aten::_weight_int4pack_mm"), _of_rows),
+    **dict.fromkeys(("aten::_weight_int4pack_mm_for_cpu", "aten::_dyn_quant_matmul_4bit"), _of_rows),
+}
 
 
 def operand_dtype(node: torch.fx.Node) -> str:

@@ -230,10 +230,10 @@ class _Reader:
                 label = ops.label(origin)
             if origin is not None or called is not None:
                 fence = fence or (ops.op_role(called) if origin is None else ops.role(origin)) is ops.Role.FENCE
-            if (named := _torch.snode_origin(node)) is not None:
+            # Of kernels with several results, attention among them, Inductor names no origin.
+            if (named := _torch.snode_origin(node) or _torch.snode_call(node)) is not None:
                 duration = self._extern_ns(node, named)
             elif called is not None:
-                # Kernels with several results, attention too: by bytes. What FLOPs would change is not measured.
                 duration = self.profile.compute_ns(0, _torch.snode_bytes(node), "float32", 1)
         elif kind == "start":
             # A collective that we cannot move; Inductor counts those that block among them.
