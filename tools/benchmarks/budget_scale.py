@@ -59,7 +59,7 @@ MODELS: dict[str, Shape] = {
 SHOWN = ("llama-8b", "llama-70b")
 #: Values of ``memory_budget``, those below the peak first. ``{peak}``: bytes of the step's planned peak as it came.
 BUDGETS = (
-    *(f"-{less}%" for less in (60, 50, 40, 30, 20, 10)),
+    *(f"-{less}%" for less in (65, 60, 50, 40, 30, 20, 10)),
     "={peak}B",
     "0",
     *(f"+{more}%" for more in (5, 10, 15, 25, 50)),
