@@ -11,7 +11,6 @@ import torch.distributed._functional_collectives as fc
 import torch.fx
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import flex_attention
 
 from inductor_passes import _torch
@@ -20,34 +19,24 @@ from inductor_passes.cost.flops import flops, library_shape, operand_dtype
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.ops import Role
 from inductor_passes.ir.view import GraphView
+from inductor_passes.problems.fx import build
+from inductor_passes.step.stored import computed_in
+from tests.support.graphs import GraphBuilder, aten
 from tests.support.world import fake_world
 
-aten = torch.ops.aten
 H100 = CostProfile.default("h100")
 SHAPE = (2, 8, 128, 64)
 SDPA = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-class Graph:
-    """An FX graph with fake tensors."""
-
-    def __init__(self) -> None:
-        self.graph, self.mode = torch.fx.Graph(), FakeTensorMode()
-        self.module = torch.fx.GraphModule(torch.nn.Module(), self.graph)
+class Graph(GraphBuilder):
+    """A graph of operators that do not run on fake tensors of a CPU: their results are given."""
 
     def input(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.fx.Node:
-        node = self.graph.placeholder(f"x{len(self.graph.nodes)}")
-        with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
-        return node
+        return self.placeholder(f"x{len(self.graph.nodes)}", *shape, dtype=dtype)
 
-    def call(self, target: Any, *args: Any, like: Any = None) -> torch.fx.Node:
-        """A call; ``like``: its result where running it on fake tensors is not asked for."""
+    def given(self, target: Any, *args: Any, like: Any) -> torch.fx.Node:
         node = self.graph.call_function(target, args)
-        if like is None:
-            values = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
-            with self.mode:
-                like = target(*values)
         node.meta["val"] = like
         return node
 
@@ -62,8 +51,8 @@ def test_attention_under_checkpointing_costs_what_attention_costs() -> None:
     state = g.input(16, dtype=torch.uint8)
     plain = g.call(SDPA, q, k, v)
     result = plain.meta["val"]
-    saving = g.call(torch.ops.higher_order.run_and_save_rng_state, SDPA, q, k, v, like=(state.meta["val"], result))
-    again = g.call(torch.ops.higher_order.run_with_rng_state, state, SDPA, q, k, v, like=result)
+    saving = g.given(torch.ops.higher_order.run_and_save_rng_state, SDPA, q, k, v, like=(state.meta["val"], result))
+    again = g.given(torch.ops.higher_order.run_with_rng_state, state, SDPA, q, k, v, like=result)
     costs = g.done(plain, saving, again)
     assert flops(plain) == flops(saving) == flops(again) == 4 * 2 * 8 * 128 * 128 * 64
     expected = costs.duration_ns(plain)
@@ -163,7 +152,7 @@ def test_products_of_groups_count_like_one_product_of_all_rows(
     ends = None if len(left) == len(right) == 3 else g.input(4, dtype=torch.int32)
     with g.mode:
         like = torch.empty(columns, dtype=torch.bfloat16)
-    node = g.call(aten._grouped_mm.default, a, b, ends, like=like)
+    node = g.given(aten._grouped_mm.default, a, b, ends, like=like)
     batch = 4 if ends is None else 1
     assert flops(node) == 2 * batch * 64 * 32 * 16
     work = g.done(node).work(node)
@@ -176,3 +165,16 @@ def test_a_packed_right_side_counts_by_the_result() -> None:
     node = g.call(aten._weight_int8pack_mm.default, x, w, scales)
     assert flops(node) == 2 * 8 * 64 * 32
     g.done(node)
+
+
+def test_a_stored_step_does_not_say_what_a_region_computes() -> None:
+    """Its time is that of the graphs inside; FLOPs and bytes of the call alone would make it something else."""
+
+    @torch.compiler.nested_compile_region
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return x @ x.sin()
+
+    gm = traced(lambda x: region(region(x)) @ x, torch.randn(64, 64))
+    view = GraphView(gm.graph)
+    named = [one.name for one in computed_in(view, build(view, H100), H100)]
+    assert named == [n.name for n in view.nodes if n.target is aten.mm.default]

@@ -129,7 +129,7 @@ from inductor_passes._torch.lowering import (
     lowered_outputs,
     when_generated,
 )
-from inductor_passes._torch.modules import code_on_demand, graph_module
+from inductor_passes._torch.modules import graph_module
 from inductor_passes._torch.node_names import node_names, set_node_names
 from inductor_passes._torch.observation import (
     UNKNOWN_SIZES,
@@ -320,7 +320,6 @@ __all__ = [
     "callable_kind",
     "called_name",
     "changes_metadata",
-    "code_on_demand",
     "collective_op",
     "compilation",
     "compile_aot_eager",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -71,8 +71,8 @@ def merge(
 
     The input order of the result is the one that merging makes of a graph (``rewriting.order``): that of ``problem``,
     but everything comes after what it needs. A merged start comes where its last member stood, a wait where the last
-    member's wait stood, each earlier where something asks for it. Plans depend on the input order, so a
-    forecast has to have the graph's.
+    member's wait stood, each earlier where something asks for it. Plans depend on the input order, so a forecast has
+    to have the graph's.
 
     Args:
         durations_ns: of compute tasks, by name, that take another time beside the buckets.
@@ -115,7 +115,8 @@ def merge(
         for p in expanded:
             if problem.tasks[i].start != p and not together(p, i):
                 order_edges.append((m.exit[p], m.entry[i]))
-    return _renumber(problem, m, preds, order_edges, _storages(problem, buckets, m))
+    storages = _storages(problem, buckets, m)
+    return _renumber(problem, m, _order(problem, m, preds, order_edges, storages), preds, storages)
 
 
 def changed(tasks: Sequence[Task], durations_ns: Mapping[str, int]) -> Iterator[Task]:
@@ -291,13 +292,11 @@ def _moved(wait: Task, start: int) -> Task:
 def _renumber(
     problem: Problem,
     m: _Merging,
+    order: Sequence[int],
     preds: Sequence[Sequence[int]],
-    order_edges: Sequence[tuple[int, int]],
     storages: Sequence[Storage],
 ) -> Problem:
-    """Everything renumbered to the order that the merge makes of the input order, see :func:`merge`."""
-    m.units.sort()
-    order = [i for u in _ordered_units(problem, m, preds, order_edges, storages) for i in m.units[u][1]]
+    """Everything renumbered to an order of all tasks that stay."""
     # One more, because ``INPUT`` is the last index.
     number = [INPUT] * (len(m.tasks) + 1)
     for k, i in enumerate(order):
@@ -305,11 +304,11 @@ def _renumber(
     tasks = [_moved(t, number[t.start]) if t.kind is Kind.WAIT else t for t in map(m.tasks.__getitem__, order) if t]
     return Problem(
         tasks=tuple(tasks),
-        preds=tuple([_places(number, preds[i]) for i in order]),
+        preds=tuple([places(number, preds[i]) for i in order]),
         lanes=problem.lanes,
         storages=tuple(
             [
-                Storage(s.size_bytes, number[s.producer], _places(number, s.readers), s.pinned, s.name, s.workspace)
+                Storage(s.size_bytes, number[s.producer], places(number, s.readers), s.pinned, s.name, s.workspace)
                 for s in storages
             ]
         ),
@@ -319,21 +318,22 @@ def _renumber(
     )
 
 
-def _places(number: Sequence[int], ones: Sequence[int]) -> tuple[int, ...]:
+def places(number: Sequence[int], ones: Collection[int]) -> tuple[int, ...]:
     """The numbers of tasks, each once, ascending."""
     if len(ones) < 2:
-        return (number[ones[0]],) if ones else ()
+        return tuple([number[one] for one in ones])
     return tuple(sorted({number[one] for one in ones}))
 
 
-def _ordered_units(
+def _order(
     problem: Problem,
     m: _Merging,
     preds: Sequence[Sequence[int]],
     order_edges: Sequence[tuple[int, int]],
     storages: Sequence[Storage],
 ) -> list[int]:
-    """Numbers of the units, each after what it needs; collectives that are not merged in their order where they can."""
+    """The order that the merge makes of the input order, see :func:`merge`: units, each after what it needs."""
+    m.units.sort()
     unit_of = [0] * len(m.tasks)
     for u, (_, tasks_of_unit) in enumerate(m.units):
         for i in tasks_of_unit:
@@ -369,7 +369,7 @@ def _ordered_units(
         raise ProblemError(
             f"{problem.name}: members of a bucket depend on each other; one of {', '.join(stuck)}"
         )
-    return ordered
+    return [i for u in ordered for i in m.units[u][1]]
 
 
 def _sorted(needs: Sequence[Sequence[int]], extra: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from inductor_passes.schedule.memory import peak_bytes
+from inductor_passes.schedule.merge import places
 from inductor_passes.schedule.problem import INPUT, Kind, Problem, ProblemError, Storage, Task
 
 #: Added to the names of tasks that run again in backward.
@@ -218,7 +219,7 @@ class _Backward:
         return dataclasses.replace(
             backward,
             tasks=tuple(tasks),
-            preds=tuple([_places(place, preds[one]) for one in order]),
+            preds=tuple([places(place, preds[one]) for one in order]),
             lanes=tuple(self.lanes),
             storages=(*self._moved(place), *self._inside(place)),
         )
@@ -247,7 +248,7 @@ class _Backward:
             size_bytes = 0 if b in self.whole else s.size_bytes
             if b in self.readers:
                 size_bytes = self.step.latent.get(b, size_bytes)
-            moved = place[producer], _places(place, readers)
+            moved = place[producer], places(place, readers)
             result.append(Storage(size_bytes, *moved, s.pinned, s.name, s.workspace))
         return result
 
@@ -267,13 +268,6 @@ class _Backward:
             readers = tuple(sorted(p for r in s.readers if r in self.number and (p := place[self.number[r]]) > made))
             found.append(Storage(s.size_bytes, made, readers, False, s.name + AGAIN, s.workspace))
         return found
-
-
-def _places(place: Sequence[int], ones: Collection[int]) -> tuple[int, ...]:
-    """Where tasks are, each once, ascending."""
-    if len(ones) < 2:
-        return tuple([place[one] for one in ones])
-    return tuple(sorted({place[one] for one in ones}))
 
 
 def peak_of(step: Step) -> int:

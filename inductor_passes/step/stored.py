@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inductor_passes.cost.compute import ComputeCosts, Work
+from inductor_passes.cost.flops import bodies_of
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.cost.specs import CPU
 from inductor_passes.ir.view import GraphView
@@ -182,9 +183,9 @@ def messages_of(view: GraphView) -> tuple[Message, ...]:
 
 
 def computed_in(view: GraphView, fx: FxProblem, profile: CostProfile) -> tuple[Computed, ...]:
-    """What the compute tasks of a graph that take time do, as far as it is known."""
+    """What the compute tasks of a graph that take time do, as far as it is known: not what runs graphs of its own."""
     costs = ComputeCosts(view, profile)
-    nodes = [(task, members[0]) for task, members in zip(fx.problem.tasks, fx.members) if members]
+    nodes = [(task, m[0]) for task, m in zip(fx.problem.tasks, fx.members) if m and not bodies_of(m[0])]
     works = [(node.name, costs.work(node)) for task, node in nodes if task.kind is Kind.COMPUTE and task.duration_ns]
     return tuple(Computed(name, work) for name, work in works if work is not None)
 

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from inductor_passes import _torch
 from inductor_passes.cost.profile import CostProfile
 from inductor_passes.ir.view import GraphView
 from inductor_passes.problems.fx import FxProblem, build
@@ -73,8 +72,7 @@ def trace(
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         fakes = tuple(torch.empty_like(value, device="cpu") for value in inputs)
-        with _torch.code_on_demand():
-            torch.compile(model, backend=backend, fullgraph=True)(*fakes).backward()
+        torch.compile(model, backend=backend, fullgraph=True)(*fakes).backward()
     return graphs
 
 
